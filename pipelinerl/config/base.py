@@ -1,0 +1,11 @@
+"""The base of every config section: frozen, and an unknown key is an error."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration; unknown keys are refused (`config.load` names the nearest known key)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)

@@ -1,0 +1,120 @@
+"""Config section of the trainer (`finetune`) and of the algorithm (`finetune.rl`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipelinerl.config.base import Section
+
+
+class LoraConfig(Section):
+    enabled: bool = False
+    task_type: str = "CAUSAL_LM"
+    base_model_8bit: bool = False
+    base_model_4bit: bool = False
+    r: int = Field(default=16, ge=1)
+    alpha: float = Field(default=16, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    bias: Literal["none", "all", "lora_only"] = "none"
+    target_modules: list[str] = []
+
+
+class RLConfig(Section):
+    """The algorithm. Defaults follow arXiv 2509.19128: truncated importance weights with c = 5, leave-one-out
+    baseline, no value network, no KL, no entropy bonus, no trust region."""
+
+    policy_loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled_ppo"] = "reinforce"
+    clamp: float = Field(default=5.0, gt=0, description="upper bound c of the importance weight of `reinforce`")
+    advantage_estimator: Literal["rloo", "grpo", "dr_grpo", "reinforce", "reinforce_baseline", "gae"] = "rloo"
+    divide_advantage_by_std: bool = False
+    normalize_reward: bool = False
+    aggregation: Literal["sample", "token", "group", "constant_length"] = "sample"
+    constant_length_tokens: int | None = Field(default=None, ge=1)
+    kl_coef: float = Field(default=0.0, ge=0)
+    final_kl_coef: float | None = Field(default=None, ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    reward_minus_kl_coef: float = Field(default=0.0, ge=0)
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    final_entropy_bonus: float | None = Field(default=None, ge=0)
+    epsilon_low: float = Field(default=0.2, ge=0, lt=1)
+    epsilon_high: float = Field(default=0.2, ge=0)
+    dual_clip: float | None = Field(default=None, gt=1)
+    use_advantages: bool = True
+    relu_log_p_weights: bool = False
+    clamp_log_ratio_ref_new_value: float = Field(default=5.0, gt=0)
+    temperature: float | None = Field(default=None, gt=0, description="null: llm.parameters.temperature")
+    aggregate_loss: Literal["sum"] = "sum"
+    overlong_filtering: bool = False
+    filter_zero_advantage_groups: bool = False
+    importance_correction: Literal["none", "truncate", "mask", "icepop", "geometric_mask"] = "none"
+    importance_level: Literal["token", "sequence"] = "token"
+    importance_low: float = Field(default=0.5, ge=0)
+    importance_high: float = Field(default=2.0, gt=0)
+    value_loss_coef: float = Field(default=0.0, ge=0)
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    gae_lambda: float = Field(default=1.0, ge=0, le=1)
+
+
+class FinetuneConfig(Section):
+    model_class: Literal["causal-language-modeling", "causal-language-modeling-with-value-head"] = (
+        "causal-language-modeling"
+    )
+    config_name: str | None = None
+    optim: Literal["adamw_torch"] = "adamw_torch"
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    load_as_bf16: bool = True
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    fp32_lm_head: bool = True
+    attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = "auto"
+    use_flash_attention: bool = True
+    auto_device_map: bool = False
+    lora: LoraConfig = LoraConfig()
+    force_restart: bool = False
+    resume_dataloader: bool = True
+    train_batch_size: int = Field(default=1, ge=1)
+    valid_batch_size: int = Field(default=4, ge=1)
+    gradient_accumulation_passes: int = Field(default=1024, ge=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    gradient_clipping_threshold: float | None = Field(default=0.3, gt=0)
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    num_warmup_steps: int = Field(default=50, ge=0)
+    gradient_checkpointing: bool = True
+    reentrant_checkpointing: bool = False
+    max_train_steps: int = Field(default=1000, ge=1)
+    interrupt_train_steps: int = Field(default=-1, ge=-1)
+    seq_length: int = Field(default=12000, ge=2)
+    seq_packing: bool = True
+    seq_parallel: int = Field(default=1, ge=1)
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    seed: int = 42
+    save_checkpoint_steps: int = Field(default=100, ge=1)
+    also_save_steps: list[int] = []
+    keep_intermediate_checkpoints: bool = True
+    keep_last_checkpoints: int | None = Field(default=None, ge=1)
+    save_final_training_state: bool = True
+    use_safetensors: bool = True
+    trust_remote_code: bool = False
+    cuda_empty_cache: bool = False
+    log_each_n_steps: int = Field(default=1, ge=1)
+    objective: Literal["rl"] = "rl"
+    input: str = "training_data"
+    output_dir: str | None = None
+    send_weight_updates: bool = True
+    weight_update_interval: int = Field(default=1, ge=1)
+    queue_size: int = Field(default=32, ge=1)
+    max_lag: int | None = Field(default=None, ge=0)
+    max_version_lag: int | None = Field(default=None, ge=0)
+    pop_old_data: bool = True
+    attempts: int = Field(default=8, ge=1)
+    rl: RLConfig = RLConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that close an optimizer step (`train_batch_size * gradient_accumulation_passes`)."""
+        return self.train_batch_size * self.gradient_accumulation_passes

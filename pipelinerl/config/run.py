@@ -1,0 +1,68 @@
+"""`RunConfig`: the whole configuration of a run as one frozen, validated object. Composes sections, no policy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipelinerl.config.base import Section
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.config.sections import (
+    ActorConfig,
+    DebugConfig,
+    FSDPConfig,
+    LLMConfig,
+    LLMParameters,
+    PreprocessConfig,
+    RewardsConfig,
+    StreamsConfig,
+    SuperviseConfig,
+    VLLMConfig,
+    WandbConfig,
+    WorldConfig,
+)
+
+
+class RunConfig(Section):
+    """Root of the configuration. `output_dir` is the run directory, `model_path` a Hugging Face folder or name."""
+
+    output_dir: str
+    model_path: str = "Qwen/Qwen2.5-7B"
+    seed: int = 42
+    attempts: int = Field(default=8, ge=1)
+    max_lag: int | None = Field(default=None, ge=0)
+    pop_old_data: bool = True
+    force_restart: bool = False
+    eval_every_n_versions: int = Field(default=78000, ge=0, description="0: only before and after training")
+    train_subset: dict[str, int] | None = None
+    schedule: Literal["pipeline", "concurrent", "conventional"] = "pipeline"
+    fp32_lm_head: bool = True
+    dataset_loader: str | None = None
+    dataset_loader_params: dict[str, Any] = {}
+    train_dataset_names: list[Any] = []
+    test_dataset_names: list[Any] = []
+    environment: dict[str, Any] | None = None
+    actor: ActorConfig = ActorConfig()
+    preprocess: PreprocessConfig = PreprocessConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
+    llm: LLMConfig = LLMConfig()
+    test_llm: LLMConfig = LLMConfig(parameters=LLMParameters())
+    vllm_config: VLLMConfig = VLLMConfig()
+    world: WorldConfig = WorldConfig()
+    streams: StreamsConfig = StreamsConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    supervise: SuperviseConfig = SuperviseConfig()
+    accelerate_config: str | None = None
+    use_deepspeed: bool = False
+    deepspeed_config: str = "deepspeed_stage3_bf16"
+    use_fsdp: bool = False
+    fsdp: FSDPConfig = FSDPConfig()
+    wandb: WandbConfig = WandbConfig()
+    debug: DebugConfig = DebugConfig()
+    dry_run: bool = False
+
+    @property
+    def sampling_temperature(self) -> float:
+        """Temperature at which trainer and servers compute log-probs in training."""
+        return self.finetune.rl.temperature or self.llm.parameters.temperature

@@ -1,0 +1,155 @@
+"""Config sections of everything but the trainer: servers, actor, preprocessor, world, streams, tracking, debug."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipelinerl.config.base import Section
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class LLMParameters(Section):
+    """Sampling parameters of training (`llm`) or evaluation (`test_llm`)."""
+
+    max_tokens: int = Field(default=8192, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, description="-1 or 0: all tokens")
+    min_tokens: int = Field(default=0, ge=0)
+    stop: list[str] = []
+    ignore_eos: bool = False
+
+
+class LLMConfig(Section):
+    parameters: LLMParameters = LLMParameters()
+
+
+class VLLMConfig(Section):
+    """`vllm_kwargs` go to vLLM's command line untouched: `{"max_model_len": 4096, "enforce-eager": ""}`."""
+
+    use_v1: bool | None = None
+    quantization: str | None = None
+    vllm_kwargs: dict[str, Any] = {}
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    start_timeout_s: float = Field(default=900, gt=0)
+    cpu_kv_cache_gib: float = Field(default=1, gt=0)
+
+
+class ActorConfig(Section):
+    """The rollout side. `rollout_policy` is the dotted path of `generate_rollout`."""
+
+    rollout_policy: str | None = None
+    llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
+    rollout_workers: int = Field(default=1, ge=1)
+    discount_factor: float = Field(default=1.0, gt=0, le=1)
+    problem_queue_size: int = Field(default=64, ge=1)
+    result_queue_size: int = Field(default=64, ge=1)
+    throughput_window_size: int = Field(default=50, ge=1)
+    shared_memory_entry_size: int = Field(default=10_000_000, ge=1)
+    log_each_n_secs: float = Field(default=0, ge=0)
+    rollout_timeout_s: float = Field(default=600, gt=0)
+    request_timeout_s: float = Field(default=300, gt=0)
+    max_retries: int = Field(default=3, ge=0, description="attempts after the first for a transient failure")
+    max_failure_rate: float = Field(default=0.5, gt=0, le=1)
+    min_rollouts_for_failure_rate: int = Field(default=32, ge=1)
+    test_samples: int | None = Field(default=None, ge=1, description="held-out rollouts per evaluation; null: one each")
+    evaluation_concurrency: int | None = Field(default=None, ge=1)
+    agent_func_path: str | None = None
+
+
+class PreprocessConfig(Section):
+    input: str = "actor"
+    output: str = "training_data"
+    n_workers: int = Field(default=1, ge=1)
+    chunk_n_groups: int = Field(default=2, ge=1)
+    raw_queue_size: int = Field(default=8, ge=1)
+    input_queue_size: int = Field(default=32, ge=1)
+    output_queue_size: int = Field(default=32, ge=1)
+    dataset_buffer_size: int = Field(default=0, ge=0)
+    ring_buffer_size: int = Field(default=128, ge=1, description="batches kept when training is slow, drop-oldest")
+    max_ready_samples_per_lead: int = Field(default=64, ge=1)
+    pop_old_data: bool = True
+    shared_memory_entry_size: int = Field(default=100_000_000, ge=1)
+    log_every_n_samples: int = Field(default=128, ge=1)
+
+
+class WorldConfig(Section):
+    """How the cluster is split. Fractions share the GPUs; the `num_*` keys, if set, say the counts outright (and are
+    the way to split a machine without GPUs)."""
+
+    replicas: int = Field(default=1, ge=1)
+    actor_fraction: float = Field(default=4, ge=0)
+    preprocessor_fraction: float = Field(default=0, ge=0)
+    finetune_fraction: float = Field(default=4, ge=0)
+    num_actor_llms: int | None = Field(default=None, ge=1)
+    num_preprocessor_llms: int | None = Field(default=None, ge=0)
+    num_finetune_ranks: int | None = Field(default=None, ge=1)
+    device: Device = "auto"
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    env_replicas: int = Field(default=0, ge=0)
+    verifier_replicas: int = Field(default=0, ge=0)
+    actor_group_port: int = Field(default=9000, ge=1024, le=65535)
+    environment_start_port: int = Field(default=7777, ge=1024, le=65535)
+    llm_start_port: int = Field(default=8080, ge=1024, le=65535)
+
+
+class StreamsConfig(Section):
+    backend: Literal["files", "redis"] = "files"
+    fsync: Literal["never", "interval", "always"] = "never"
+    shard_bytes: int = Field(default=256 * 2**20, ge=1)
+    url: str | None = None
+    byte_budget: int = Field(default=2 * 2**30, ge=1)
+
+
+class WandbConfig(Section):
+    use_wandb: bool = True
+    mode: Literal["online", "offline", "disabled"] = "offline"
+    wandb_id: str | None = None
+    wandb_name: str | None = None
+    wandb_entity_name: str | None = None
+    wandb_project_name: str = "pipelinerl"
+    wandb_resume: str = "allow"
+    wandb_use_basename: bool = True
+    wandb_workspace_root: str = "results"
+    wandb_group: str | None = None
+    wandb_dir: str | None = None
+    tags: list[str] = []
+
+
+class DebugConfig(Section):
+    mode: Literal["", "actor", "preprocessor", "finetune", "open_loop", "finetune+preprocessor"] = ""
+    streams_from: str | None = None
+    place_inference_workers: bool = True
+    use_existing_llms: bool = False
+
+
+class SuperviseConfig(Section):
+    """Deadlines of the supervisor, in seconds."""
+
+    heartbeat_interval_s: float = Field(default=2, gt=0)
+    heartbeat_timeout_s: float = Field(default=60, gt=0)
+    progress_timeout_s: float = Field(default=1800, gt=0)
+    shutdown_grace_s: float = Field(default=10, gt=0)
+    finish_timeout_s: float = Field(default=600, gt=0)
+    weight_sync_timeout_s: float = Field(default=120, gt=0)
+    max_restarts: int = Field(default=0, ge=0)
+
+
+class FSDPConfig(Section):
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    buffer_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+class RewardsConfig(Section):
+    """Reward shaping by name; domains that know these components use them."""
+
+    name: str = "pure_success"
+    success: float = 1.0
+    wrong_answer: float = 0.0
+    no_answer: float = 0.0
+    unfinished: float = 0.0
+    length_penalty: float = 0.0

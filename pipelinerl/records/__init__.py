@@ -1,0 +1,41 @@
+"""Frozen wire records and their codec. No torch, no I/O."""
+
+from pipelinerl.records.messages import (
+    EvaluationResult,
+    Fate,
+    FateRecord,
+    MetricRecord,
+    StepDone,
+    TrainerMessage,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+from pipelinerl.records.sample import (
+    IGNORED_LABEL,
+    SCHEMA_VERSION,
+    Group,
+    RolloutSummary,
+    Sample,
+    ScoredSample,
+    TrainingBatch,
+    VersionSpan,
+)
+
+__all__ = [
+    "IGNORED_LABEL",
+    "SCHEMA_VERSION",
+    "EvaluationResult",
+    "Fate",
+    "FateRecord",
+    "Group",
+    "MetricRecord",
+    "RolloutSummary",
+    "Sample",
+    "ScoredSample",
+    "StepDone",
+    "TrainerMessage",
+    "TrainingBatch",
+    "TrainingDone",
+    "VersionSpan",
+    "WeightUpdateSuccess",
+]

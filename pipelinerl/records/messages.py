@@ -1,0 +1,106 @@
+"""Control messages, fates, metrics and evaluation results: everything on the wire that is not a rollout.
+
+`TrainerMessage` is the type of the stream `trainer` (written by trainer rank 0, read by actor, preprocessor and
+launcher). `FateRecord`, `MetricRecord` and `EvaluationResult` have streams of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pipelinerl.records.sample import SCHEMA_VERSION
+
+Fate = Literal["trained", "filtered", "stale", "failed", "pending"]
+
+
+class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
+    """Every live server samples with `version` from now on. `seconds` holds the phases pause, transfer, load, resume
+    and total; `probe_abs_diff` is the mean |log-prob difference| of trainer and server if this update was probed."""
+
+    version: int
+    time: float
+    seconds: dict[str, float]
+    num_servers: int
+    probe_abs_diff: float | None = None
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
+    """The optimizer step `step` is done; its samples are settled as trained. Sent after the weights were sent."""
+
+    step: int
+    time: float
+    group_ids: list[str]
+    num_samples: int
+    samples_processed: int
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done"):
+    """No further step will follow; `version` is final and was delivered to the servers."""
+
+    version: int
+    time: float
+    samples_processed: int
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+TrainerMessage = WeightUpdateSuccess | StepDone | TrainingDone
+
+
+class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
+
+    `group_id` names their group; `num_rollouts` rollouts without any sample (failed ones) may be settled too.
+    """
+
+    sample_ids: list[str]
+    fate: Fate
+    reason: str
+    version: int
+    group_id: str
+    source: str
+    output_tokens: int = 0
+    num_rollouts: int = 0
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of one process at one moment: stream `metrics`, one instance per process.
+
+    `values` keys are `<role>/<thing>_<unit>`; `step` is the policy version that they belong to.
+    """
+
+    source: str
+    step: int
+    time: float
+    values: dict[str, float]
+    schema: int = SCHEMA_VERSION
+
+
+class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation on the held-out problems: stream `evaluation`, written by the actor.
+
+    `due_version` is the version that it was due at; `min_version`/`max_version` are those that sampled its tokens.
+    """
+
+    due_version: int
+    min_version: int
+    max_version: int
+    is_final: bool
+    dataset_name: str
+    num_rollouts: int
+    num_failed: int
+    success_rate: float
+    mean_reward: float
+    metrics: dict[str, float]
+    seconds: float
+    time: float
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION

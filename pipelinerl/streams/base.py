@@ -1,0 +1,66 @@
+"""The stream contract: typed readers and writers, and the names of a run's streams.
+
+Both backends pass one contract suite. A stream is an append-only log of records; a stream assigns each record a
+gap-free `offset` from 0. One writer per (topic, instance); any number of readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+ACTOR_TOPIC = "actor"
+TRAINING_DATA_TOPIC = "training_data"
+TRAINER_TOPIC = "trainer"
+FATES_TOPIC = "fates"
+METRICS_TOPIC = "metrics"
+EVALUATION_TOPIC = "evaluation"
+
+
+class StreamSpec(msgspec.Struct, frozen=True):
+    """Address of one log: `topic` says what flows, `instance` who writes (a job name), `partition` which share."""
+
+    topic: str
+    instance: str = "0"
+    partition: int = 0
+
+
+class Entry(msgspec.Struct, Generic[T], frozen=True):
+    """One record with its offset."""
+
+    offset: int
+    record: T
+
+
+class StreamWriter(Protocol[T_contra]):
+    """Appends records. A record is visible to readers once `write` returned; `flush` makes it durable."""
+
+    def write(self, record: T_contra) -> int:
+        """Append one record and return its offset. Raises StreamError if it cannot be written."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StreamReader(Protocol[T_co]):
+    """Reads records in order from `offset` (the next one to be returned)."""
+
+    @property
+    def offset(self) -> int: ...
+
+    def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T_co]]:
+        """Return 1..max_records entries, blocking up to `timeout_s` for the first; an empty list means time-out.
+
+        Raises StreamError with file or key, offset and reason for a corrupt record.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,64 @@
+"""Every file name inside a run directory, in one place. Used by the launcher and all roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. Nothing is created by constructing it."""
+
+    root: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "conf" / "exp_config.yaml"
+
+    @property
+    def world_file(self) -> Path:
+        return self.root / "conf" / "world.json"
+
+    @property
+    def identity_file(self) -> Path:
+        """Run id and incarnation: what makes this directory one run."""
+        return self.root / "conf" / "run.json"
+
+    @property
+    def streams(self) -> Path:
+        return self.root / "streams"
+
+    @property
+    def launch_log(self) -> Path:
+        return self.root / "launch.log"
+
+    @property
+    def summary_file(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def learning_curve_file(self) -> Path:
+        return self.root / "learning_curve.png"
+
+    @property
+    def finetune(self) -> Path:
+        return self.root / "finetune"
+
+    @property
+    def current_model(self) -> Path:
+        return self.finetune / "current"
+
+    def training_state(self, step: int) -> Path:
+        return self.finetune / "training_state" / str(step)
+
+    def job(self, name: str) -> Path:
+        """Folder of one job (`command.sh`, `stdout.log`, `stderr.log`, `heartbeat.json`)."""
+        return self.root / name
+
+    def heartbeat_file(self, name: str) -> Path:
+        return self.job(name) / "heartbeat.json"

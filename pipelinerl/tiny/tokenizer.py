@@ -1,0 +1,90 @@
+"""The tiny model's tokenizer: whole phrases and whole numbers of the guessing game as tokens, bytes for the rest.
+
+Called by the build of the tiny model. Short prompts (18 to 34 tokens) are what makes a CPU warm-up and CPU training
+quick. Any other text is spelled in bytes, so every text is encoded, and decoded to exactly itself. Waits for nothing.
+"""
+
+import re
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.domains.guessing.prompts import SYSTEM_PROMPT, WRONG_OUTPUT, feedback, format_answer, instruction
+
+END_TOKEN = "<|end|>"
+PAD_TOKEN = "<|pad|>"
+UNK_TOKEN = "<|unk|>"
+ROLES = ("system", "user", "assistant", "tool")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "<|{{ message['role'] }}|>{{ message['content'] or '' }}" + END_TOKEN + "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def build_tokenizer(max_number: int) -> PreTrainedTokenizerFast:
+    """Return a fast tokenizer whose vocabulary has the game's phrases, the numbers ``0..max_number`` and all bytes.
+
+    It has a chat template, and end, padding and unknown tokens. ``<|end|>`` ends every message, and generation.
+    """
+    phrases = _phrases()
+    special = [PAD_TOKEN, UNK_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
+    vocabulary: dict[str, int] = {}
+    for token in special:
+        vocabulary.setdefault(token, len(vocabulary))
+    for byte_symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocabulary.setdefault(byte_symbol, len(vocabulary))
+    for text in [*phrases, *(str(number) for number in range(max_number + 1))]:
+        vocabulary.setdefault(_byte_symbols(text), len(vocabulary))
+
+    # A piece that is in the vocabulary is one token (`ignore_merges`); there are no merges, so others are bytes.
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK_TOKEN, ignore_merges=True))
+    longest_first = sorted(phrases, key=len, reverse=True)
+    pieces = "|".join([*(re.escape(phrase) for phrase in longest_first), "[0-9]+"])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        unk_token=UNK_TOKEN,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        model_max_length=1024,
+    )
+
+
+def number_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[int, int]:
+    """Return token id by number, for every whole number in the vocabulary."""
+    return {int(token): index for token, index in tokenizer.get_vocab().items() if re.fullmatch("[0-9]+", token)}
+
+
+def _phrases() -> list[str]:
+    """Cut the game's texts at their numbers; what lies between is a phrase."""
+    texts = [
+        SYSTEM_PROMPT,
+        WRONG_OUTPUT,
+        instruction(1, 2),
+        feedback([1], answer=2),
+        feedback([2], answer=1),
+        format_answer(1),
+        "\n",
+    ]
+    phrases = []
+    for text in texts:
+        for line in text.split("\n") if text != "\n" else [text]:
+            phrases.extend(piece for piece in re.split("[0-9]+", line) if piece)
+    return list(dict.fromkeys(phrases))
+
+
+def _byte_symbols(text: str) -> str:
+    """Write ``text`` in the printable symbols that stand for its bytes in a byte-level vocabulary."""
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return "".join(piece for piece, _ in pieces)
