@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Runs the linters and the test suite. Usage: bash scripts/test.sh [--all] [pytest arguments]
+# --all adds the tests marked `slow`. Tests marked `gpu` run where there is an NVIDIA GPU and are skipped elsewhere.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+
+markers=(-m "not slow")
+if [[ ${1:-} == --all ]]; then markers=(); shift; fi
+say() { printf '\033[1m[test]\033[0m %s\n' "$*"; }
+
+say "ruff"
+.venv/bin/python -m ruff check pipelinerl tests scripts
+say "mypy"
+.venv/bin/python -m mypy
+say "pytest"
+# One thread for each process: the suite starts many on few cores.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+  .venv/bin/python -m pytest ${markers[@]+"${markers[@]}"} --durations=15 "$@"
