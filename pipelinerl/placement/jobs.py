@@ -1,0 +1,81 @@
+"""`Job` and `WorldMap`: the plan of a run as plain data, saved as JSON in the run directory. Waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+JOB_KINDS = (
+    "actor_llm",
+    "preprocessor_llm",
+    "environment",
+    "verifier",
+    "actor",
+    "preprocessor",
+    "finetune",
+)
+SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One process of the run.
+
+    `idx` counts within the kind, `local_idx` within kind and node (the local rank of a trainer process). `gpus` are
+    the device ids as `CUDA_VISIBLE_DEVICES` on the job's node writes them; empty on CPUs. `port` and `url` are those of
+    a server; `weight_group_port` is where the trainer meets this server to send weights. `cores` is the number of CPU
+    threads that the job may use.
+    """
+
+    kind: str
+    name: str
+    idx: int
+    replica: int
+    local_idx: int
+    node_rank: int
+    host: str
+    gpus: list[str]
+    port: int | None
+    url: str | None
+    weight_group_port: int | None
+    cores: int
+
+
+class WorldMap(msgspec.Struct, frozen=True):
+    """All jobs of a run and what they share. `jobs` is in start order: servers first, trainer ranks last."""
+
+    jobs: list[Job]
+    device: Literal["cpu", "cuda"]
+    world_size: int
+    rank: int
+    gpus_per_llm: int
+    master_addr: str
+    master_port: int
+
+    def jobs_of(self, kind: str) -> list[Job]:
+        """Jobs of one kind in the order of `idx`."""
+        return [job for job in self.jobs if job.kind == kind]
+
+    def job(self, name: str) -> Job:
+        """The job of that name; KeyError with all names if there is none."""
+        for job in self.jobs:
+            if job.name == name:
+                return job
+        raise KeyError(f"no job {name!r} in this world; there are {', '.join(job.name for job in self.jobs)}")
+
+    @property
+    def local_jobs(self) -> list[Job]:
+        """The jobs that the launcher on this node starts."""
+        return [job for job in self.jobs if job.node_rank == self.rank]
+
+    @property
+    def num_finetune_ranks(self) -> int:
+        return len(self.jobs_of("finetune"))
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WorldMap:
+        """Read what `to_json` wrote; msgspec.ValidationError if it is something else."""
+        return msgspec.json.decode(text, type=cls)

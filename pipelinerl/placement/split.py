@@ -1,0 +1,157 @@
+"""How the cluster is shared: fractions or explicit counts -> number of servers and trainer ranks. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import WorldConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.placement.cluster import Cluster
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Split:
+    """Counts over the whole cluster. `device` is "cpu" or "cuda"."""
+
+    device: str
+    gpus_per_llm: int
+    actor_llms: int
+    preprocessor_llms: int
+    finetune_ranks: int
+
+
+def gpus_per_llm(vllm_kwargs: dict[str, Any]) -> int:
+    """Tensor parallel size times pipeline parallel size of one server (keys with dashes or underscores)."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    for key, value in vllm_kwargs.items():
+        name = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}.get(key, key.replace("-", "_"))
+        if name not in sizes:
+            continue
+        if not str(value).isdecimal() or int(value) < 1:
+            raise ConfigError(
+                f"vllm_config.vllm_kwargs.{key}", value, "an integer of at least 1", "Correct the number."
+            )
+        sizes[name] = int(value)
+    return sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]
+
+
+def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
+    """Decide the counts; ConfigError with the numbers if the split is impossible."""
+    world = config.world
+    per_llm = gpus_per_llm(config.vllm_config.vllm_kwargs)
+    has_gpus = bool(cluster.gpus)
+    if world.device == "cuda" and not has_gpus:
+        raise ConfigError(
+            "world.device", "cuda", "at least 1 GPU on this node, found 0", "Use world.device=auto or world.device=cpu."
+        )
+    if world.device == "cpu" or not has_gpus:
+        return _cpu_split(world, per_llm)
+    split = _colocated_split if world.placement == "colocated" else _disaggregated_split
+    result = split(world, cluster, per_llm)
+    for key, count in (("actor", result.actor_llms), ("preprocessor", result.preprocessor_llms)):
+        if count % world.replicas:
+            raise ConfigError(
+                f"world.num_{key}_llms",
+                count,
+                f"a multiple of world.replicas={world.replicas}",
+                "Every replica needs the same number of servers.",
+            )
+    return result
+
+
+def _cpu_split(world: WorldConfig, per_llm: int) -> Split:
+    """Without GPUs fractions have nothing to share: one of each that is asked for, unless `num_*` says more."""
+    if per_llm > 1:
+        raise ConfigError(
+            "vllm_config.vllm_kwargs",
+            f"tensor x pipeline parallel size {per_llm}",
+            "1 on CPUs",
+            "Use more servers (world.num_actor_llms) instead of a parallel one.",
+        )
+    actor = world.num_actor_llms
+    preprocessor = world.num_preprocessor_llms
+    ranks = world.num_finetune_ranks
+    return Split(
+        device="cpu",
+        gpus_per_llm=0,
+        actor_llms=world.replicas * (world.actor_fraction > 0) if actor is None else actor,
+        preprocessor_llms=world.replicas * (world.preprocessor_fraction > 0) if preprocessor is None else preprocessor,
+        finetune_ranks=int(world.finetune_fraction > 0) if ranks is None else ranks,
+    )
+
+
+def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> Split:
+    """Servers and trainer ranks share every GPU (one trainer rank a GPU, as many whole servers as fit)."""
+    total = cluster.world_size * len(cluster.gpus)
+    fitting = _capacity(cluster, per_llm)
+    if fitting < world.replicas:
+        raise _too_few_gpus(world, cluster, per_llm, f"{world.replicas * per_llm} for the actor servers")
+    return Split(
+        device="cuda",
+        gpus_per_llm=per_llm,
+        actor_llms=world.num_actor_llms or fitting - fitting % world.replicas,
+        preprocessor_llms=world.num_preprocessor_llms or 0,
+        finetune_ranks=world.num_finetune_ranks or total,
+    )
+
+
+def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> Split:
+    """Every GPU has one owner. Servers get their proportional share in whole servers; the trainer gets the rest."""
+    total = cluster.world_size * len(cluster.gpus)
+    weights = {
+        "actor": world.actor_fraction,
+        "preprocessor": world.preprocessor_fraction,
+        "finetune": world.finetune_fraction,
+    }
+    whole = sum(weights.values())
+    if whole <= 0:
+        raise ConfigError("world.actor_fraction", 0, "a sum of fractions above 0", "Set the three world.*_fraction.")
+
+    def servers(pool: str, explicit: int | None) -> int:
+        if explicit is not None:
+            return explicit
+        if weights[pool] <= 0:
+            return 0
+        share = int(total * weights[pool] / whole + _ROUNDING)
+        return max(share // world.replicas // per_llm, 1) * world.replicas
+
+    actor = servers("actor", world.num_actor_llms)
+    preprocessor = servers("preprocessor", world.num_preprocessor_llms)
+    capacity = _capacity(cluster, per_llm)
+    wants_trainer = world.finetune_fraction > 0 or world.num_finetune_ranks is not None
+    least_ranks = (world.num_finetune_ranks or 1) if wants_trainer else 0
+    needed = (actor + preprocessor) * per_llm + least_ranks
+    if needed > total or actor + preprocessor > capacity:
+        parts = [f"{actor * per_llm} for {actor} actor servers"]
+        if preprocessor:
+            parts.append(f"{preprocessor * per_llm} for {preprocessor} reference servers")
+        if least_ranks:
+            parts.append(f"at least {least_ranks} for the trainer")
+        raise _too_few_gpus(world, cluster, per_llm, ", ".join(parts))
+    rest = total - (actor + preprocessor) * per_llm
+    ranks = world.num_finetune_ranks if world.num_finetune_ranks is not None else (rest if wants_trainer else 0)
+    return Split("cuda", per_llm, actor, preprocessor, ranks)
+
+
+def _capacity(cluster: Cluster, per_llm: int) -> int:
+    """How many whole servers fit; one server never spans two nodes."""
+    return cluster.world_size * (len(cluster.gpus) // per_llm)
+
+
+def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str) -> ConfigError:
+    nodes, gpus = cluster.world_size, len(cluster.gpus)
+    got = (
+        f"actor:preprocessor:finetune = {world.actor_fraction:g}:{world.preprocessor_fraction:g}:"
+        f"{world.finetune_fraction:g}, {world.replicas} replica(s), {per_llm} GPU(s) per server"
+    )
+    if nodes * gpus == 1:
+        advice = "Use world.placement=colocated to let servers and trainer share the GPU, or world.device=cpu."
+    elif per_llm > gpus:
+        advice = f"Lower the tensor or pipeline parallel size to {gpus} or less: a server cannot span two nodes."
+    else:
+        advice = "Change the fractions, lower the parallel sizes or the replicas, or use world.placement=colocated."
+    return ConfigError("world", got, f"a split that fits {nodes} node(s) x {gpus} GPU(s); it needs {needs}", advice)
