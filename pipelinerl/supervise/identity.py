@@ -1,0 +1,41 @@
+"""`RunIdentity`: what makes a run directory one run. Written by the launcher, read by every process of the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from pipelinerl.errors import ConfigError
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """`incarnation` counts the starts of the same run from 0; `config_hash` says if two configurations are the same."""
+
+    run_id: str
+    incarnation: int
+    config_hash: str
+
+
+def read_identity(file: Path) -> RunIdentity:
+    """Read `conf/run.json`; ConfigError if there is none or it is damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=RunIdentity)
+    except FileNotFoundError as error:
+        raise ConfigError("run directory", str(file.parent.parent), f"a started run ({file} is missing)", "") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            "run directory",
+            str(file),
+            f"the identity of a run ({error})",
+            "The file is damaged: use another output_dir.",
+        ) from error
+
+
+def write_identity(file: Path, identity: RunIdentity) -> None:
+    """Write `conf/run.json` atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_bytes(msgspec.json.encode(identity) + b"\n")
+    draft.replace(file)
