@@ -1,0 +1,165 @@
+"""Turn the configuration of one server into the command line of vLLM's OpenAI server. Pure: no torch, no vllm.
+
+Called by `inference.server` when a server starts, and by the launcher when it prints its plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipelinerl.errors import ConfigError
+
+Transport = Literal["gloo", "nccl", "ipc"]
+
+#: Name of the transfer engine inside the server, by transport (see `inference.plugin`).
+ENGINE_NAMES: Mapping[str, str] = {"gloo": "pipelinerl_gloo", "nccl": "pipelinerl_nccl", "ipc": "pipelinerl_ipc"}
+#: Name under which every server offers its model.
+SERVED_MODEL_NAME = "actor"
+
+SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
+WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
+MIDDLEWARE_PATH = "pipelinerl.inference.auth.TokenMiddleware"
+
+#: Options that the weight-update protocol rests on; a different value would break it silently.
+RESERVED = {
+    "model": "set model_path instead",
+    "host": "servers bind to the address that the world plan gives them",
+    "port": "ports come from the world plan",
+    "uds": "servers listen on TCP",
+    "served-model-name": f"every server is called {SERVED_MODEL_NAME!r}",
+    "weight-transfer-config": "the transport follows from the devices of the run",
+    "enable-scale-out": "token-in-token-out generation is always on",
+    "worker-extension-cls": "the weight-update extension is loaded there",
+    "scheduler-cls": "the scheduler keeps prefix-cache entries of different weights apart",
+    "middleware": "the token check is loaded there",
+    "api-key": "the control token guards every route already",
+}
+
+#: Options of older vLLM versions that have no counterpart any more, with the reason why dropping them is right.
+OBSOLETE = {
+    "num-scheduler-steps": "multi-step scheduling is gone; asynchronous scheduling replaced it",
+    "disable-log-requests": "requests are not logged unless enable-log-requests is given",
+    "disable-frontend-multiprocessing": "the engine always runs in a process of its own",
+    "return-tokens-as-token-ids": "token ids are returned by the generation route itself",
+    "use-v2-block-manager": "there is one block manager",
+    "preemption-mode": "preempted requests are always recomputed",
+    "swap-space": "preempted requests are always recomputed",
+}
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What one server needs to know.
+
+    Attributes:
+        model: Hugging Face folder or name.
+        host: address to bind; loopback unless the world has several nodes.
+        port: TCP port.
+        transport: how weights reach this server.
+        vllm_kwargs: options of vLLM's command line, names with dashes or underscores; `""`, `None` and `True` mean a
+            bare flag, `False` its negation, a dict becomes JSON.
+        seed: seed of the server's own randomness; requests carry seeds of their own.
+        dtype: default of `--dtype`, used unless `vllm_kwargs` has it.
+        fp32_head: compute the logits in fp32.
+        quantization: `--quantization`, if any.
+    """
+
+    model: str
+    host: str
+    port: int
+    transport: Transport
+    vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
+    seed: int = 0
+    dtype: str | None = None
+    fp32_head: bool = False
+    quantization: str | None = None
+
+
+def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
+    """The arguments of vLLM's OpenAI server, and notes about options that were dropped.
+
+    Raises:
+        ConfigError: an option is reserved, given twice in two spellings, or has a value that the protocol excludes.
+    """
+    options, notes = _user_options(settings.vllm_kwargs)
+    if (mode := options.get("logprobs-mode", "processed_logprobs")) != "processed_logprobs":
+        raise _error("logprobs-mode", mode, "processed_logprobs", "Log-probs must be those of the sampling distribution.")
+    for name, value in _defaults(settings).items():
+        options.setdefault(name, value)
+    if settings.fp32_head:
+        options["hf-overrides"] = _with_fp32_head(options.get("hf-overrides"))
+    argv = [
+        *("--model", settings.model, "--host", settings.host, "--port", str(settings.port)),
+        *("--served-model-name", SERVED_MODEL_NAME, "--enable-scale-out"),
+        *("--weight-transfer-config", json.dumps({"backend": ENGINE_NAMES[settings.transport]})),
+        *("--worker-extension-cls", WORKER_EXTENSION_PATH, "--scheduler-cls", SCHEDULER_PATH),
+        *("--middleware", MIDDLEWARE_PATH),
+    ]
+    for name, value in options.items():
+        argv += _option(name, value)
+    return argv, notes
+
+
+def _user_options(kwargs: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    options: dict[str, object] = {}
+    notes: list[str] = []
+    for raw_name, value in kwargs.items():
+        name = raw_name.strip().lstrip("-").replace("_", "-")
+        if name in OBSOLETE:
+            notes.append(f"vllm_config.vllm_kwargs.{raw_name} is ignored: {OBSOLETE[name]}")
+        elif name in RESERVED:
+            raise _error(raw_name, value, "this option to be left out", f"Remove it: {RESERVED[name]}.")
+        elif name in options:
+            raise _error(raw_name, value, "one spelling of each option", "Keep either the dashes or the underscores.")
+        else:
+            options[name] = value
+    return options, notes
+
+
+def _defaults(settings: ServerSettings) -> dict[str, object]:
+    defaults: dict[str, object] = {
+        "logprobs-mode": "processed_logprobs",
+        "seed": settings.seed,
+        # One line per request would fill the disk of a long run.
+        "disable-uvicorn-access-log": True,
+        # Sampling parameters come with the request; a model folder's own defaults would bias the policy silently.
+        "generation-config": "vllm",
+    }
+    if settings.dtype is not None:
+        defaults["dtype"] = settings.dtype
+    if settings.quantization is not None:
+        defaults["quantization"] = settings.quantization
+    return defaults
+
+
+def _with_fp32_head(overrides: object) -> dict[str, object]:
+    if overrides in (None, ""):
+        merged: dict[str, object] = {}
+    elif isinstance(overrides, Mapping):
+        merged = {str(key): value for key, value in overrides.items()}
+    else:
+        try:
+            merged = dict(json.loads(str(overrides)))
+        except ValueError as error:
+            raise _error("hf-overrides", overrides, "a JSON object", f"It does not parse: {error}.") from error
+    merged.setdefault("head_dtype", "float32")
+    return merged
+
+
+def _option(name: str, value: object) -> list[str]:
+    if value is None or value == "" or value is True:
+        return [f"--{name}"]
+    if value is False:
+        return [f"--no-{name}"]
+    if isinstance(value, Mapping):
+        return [f"--{name}", json.dumps(dict(value))]
+    if isinstance(value, list | tuple):
+        return [f"--{name}", *(str(item) for item in value)]
+    return [f"--{name}", str(value)]
+
+
+def _error(name: str, got: object, expected: str, next_step: str) -> ConfigError:
+    return ConfigError(f"vllm_config.vllm_kwargs.{name}", got, expected, next_step)

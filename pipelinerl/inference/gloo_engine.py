@@ -1,0 +1,82 @@
+"""Weight transfer over gloo for servers on CPUs: the server's half. The trainer's half is `weights.gloo_transport`.
+
+The group is our own `ProcessGroupGloo` over a `TCPStore` (the trainer is rank 0 and serves the store); it shares
+nothing with the groups that vLLM or the trainer use among themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from pipelinerl.inference.reload import CheckedReload
+from pipelinerl.weights.gloo_group import GlooGroup
+from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """How a worker joins the group; the trainer sends it to `/init_weight_transfer_engine`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+    chunk_bytes: int
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """What the trainer is about to broadcast, in order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """Receives packed buffers by broadcast and loads them layer by layer."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+    _group: GlooGroup | None = None
+    _chunk_bytes: int = 0
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer's group, leaving an earlier one (of a trainer that is gone) first."""
+        self.shutdown()
+        worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
+        self._chunk_bytes = init_info.chunk_bytes
+        self._group = GlooGroup.join(
+            init_info.master_address,
+            init_info.master_port,
+            rank=init_info.rank_offset + worker,
+            world_size=init_info.world_size,
+            timeout_s=init_info.timeout_s,
+        )
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Receive every buffer of the update. Raises RuntimeError if the trainer goes away or is too slow."""
+        if self._group is None:
+            raise RuntimeError("gloo weight transfer is not initialized; call /init_weight_transfer_engine first")
+        metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
+        for chunk in plan_chunks(metas, self._chunk_bytes):
+            buffer = torch.empty(sum(meta.num_bytes for meta in chunk), dtype=torch.uint8)
+            self._group.broadcast(buffer)
+            self.model.load_weights(unpack(buffer, chunk))
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """As the base class, without its wait for an accelerator: everything here is on the CPU and done."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None

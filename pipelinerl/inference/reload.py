@@ -1,0 +1,110 @@
+"""The layerwise reload of vLLM, made safe for repeated and failed updates. Used by every transfer engine of ours.
+
+vLLM's own sequence accepts an incomplete set of tensors, keeps half-loaded layers of a failed update as if they were
+part of the next one, and leaves a packed copy of tied embeddings behind on CPUs. `CheckedReload` mends the three.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+
+logger = logging.getLogger(__name__)
+
+
+class IncompleteUpdateError(RuntimeError):
+    """The tensors of an update did not cover the server's model."""
+
+
+class CheckedReload:
+    """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle."""
+
+    model: torch.nn.Module
+    model_config: object
+
+    def start_weight_update(self) -> None:
+        """Prepare every layer for new weights, after forgetting what a failed update left."""
+        roll_back(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Put the loaded weights in place.
+
+        Raises:
+            IncompleteUpdateError: a layer did not receive all of its weights. The server must stay paused.
+        """
+        if missing := incomplete_layers(self.model):
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise IncompleteUpdateError(f"the update left {len(missing)} layers without all of their weights: {shown}")
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        repack_output_heads(self.model)
+
+
+def roll_back(model: torch.nn.Module) -> None:
+    """Drop the buffered tensors of an update that was never finished and put the working tensors back.
+
+    Layers that had been completed keep their new weights: the model is whole again only after a complete update.
+    """
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        if info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+    layerwise.LOADING_LAYERS.clear()
+
+
+def incomplete_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the layers that are still waiting for weights in the update that is open.
+
+    A complete layer is processed as soon as its last element arrived, so what still waits is incomplete. Exceptions:
+    layers without parameters; attention layers (their scales are optional); vocabulary layers, whose padding rows never
+    arrive; a head that is tied to the embedding, which receives nothing of its own.
+    """
+    waiting: list[str] = []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer) or not any(True for _ in layer.parameters(False)):
+            continue
+        if isinstance(layer, VocabParallelEmbedding):
+            tied = isinstance(layer, ParallelLMHead) and _is_tied(model)
+            if tied or info.load_numel >= _rows_of_checkpoint(layer):
+                continue
+        waiting.append(f"{name or type(layer).__name__} ({info.load_numel} of {info.load_numel_total} elements)")
+    return waiting
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text_config, "tie_word_embeddings", False))
+
+
+def _rows_of_checkpoint(layer: VocabParallelEmbedding) -> int:
+    """Elements that this shard of a vocabulary layer receives: its rows without padding, times their width."""
+    shard = layer.shard_indices
+    rows = (shard.org_vocab_end_index - shard.org_vocab_start_index) + (
+        shard.added_vocab_end_index - shard.added_vocab_start_index
+    )
+    return rows * layer.embedding_dim
+
+
+def repack_output_heads(model: torch.nn.Module) -> None:
+    """Rebuild the packed matrix that vocabulary layers multiply with on CPUs.
+
+    It is built once from the weights and is not a view of them; when the head is tied to the embedding, the reload
+    copies new values into the embedding and nobody tells the packed copy.
+    """
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -1,0 +1,78 @@
+"""Start vLLM's OpenAI server in this process with everything that weight updates need. Called by `entrypoints.llm`.
+
+Blocks until the server ends. vLLM is imported only after the environment is set: it reads some variables at import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+import math
+import os
+from collections.abc import MutableMapping
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.auth import read_token
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_environment(environ: MutableMapping[str, str], settings: ServerSettings, cpu_kv_cache_gib: float) -> None:
+    """Set the variables that vLLM reads. Those that a user may want to choose keep a value that is already there."""
+    # Opens the control routes (pause, weight transfer); our token guards them.
+    environ["VLLM_SERVER_DEV_MODE"] = "1"
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if settings.transport == "gloo":
+        # vLLM takes whole GiB only.
+        environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))
+        # Pinned threads of several servers and the trainer would share one core of a small machine.
+        environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    elif importlib.util.find_spec("flashinfer") is None:
+        environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
+    """Run the server until it is stopped by a signal.
+
+    Raises:
+        ConfigError: an option cannot be used, or no token is set.
+    """
+    argv, notes = server_arguments(settings)
+    for note in notes:
+        logger.warning(note)
+    try:
+        read_token(os.environ)
+    except ValueError as error:
+        raise ConfigError("PIPELINERL_SERVER_TOKEN", "<hidden>", "a secret", str(error)) from error
+    if not _is_loopback(settings.host):
+        logger.warning("listening on %s, beyond this machine: the token is sent in clear text", settings.host)
+    prepare_environment(os.environ, settings, cpu_kv_cache_gib)
+    _run_vllm(argv)
+
+
+def _run_vllm(argv: list[str]) -> None:
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from pipelinerl.inference.plugin import register
+
+    register()
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm"))
+    args = parser.parse_args(argv)
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

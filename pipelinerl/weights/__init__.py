@@ -1,0 +1,1 @@
+"""What runs beside the trainer: weight sources, transports, the update round over all servers, verification."""
