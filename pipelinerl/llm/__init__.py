@@ -1,0 +1,6 @@
+"""Client of the inference servers: chat template, token-in-token-out generation, building of samples."""
+
+from pipelinerl.llm.trainable import TrainableLLM
+from pipelinerl.llm.types import LLMCall, LLMOutput, Prompt
+
+__all__ = ["LLMCall", "LLMOutput", "Prompt", "TrainableLLM"]

@@ -1,0 +1,141 @@
+"""From answered requests to trainable samples: `make_training_text` for user code, `build_samples` for the wire.
+
+`make_training_text` is called in rollouts; `build_samples` by the rollout worker when a rollout has ended. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pipelinerl.errors import RolloutError
+from pipelinerl.llm.client import is_finished
+from pipelinerl.llm.trainable import TrainableLLM
+from pipelinerl.llm.types import LLMCall
+from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
+
+if TYPE_CHECKING:
+    from pipelinerl.rollouts import TrainingText
+
+
+def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
+    """Return the trainable text of one call: prompt ids, then output ids, of which the output is trained.
+
+    The end token and the tokens of a stop string are part of the output and trained, as they were sampled; a token is
+    masked by its place, never by its id. `finished` is true when the model ended the sequence itself.
+    """
+    from pipelinerl.rollouts import TrainingText
+
+    prompt_ids, output_ids = llm_call.prompt_token_ids, llm_call.output_token_ids
+    prompt_text = llm_call.prompt_text
+    if prompt_text is None:
+        prompt_text = llm.renderer.decode(prompt_ids, skip_special_tokens=False)
+    return TrainingText(
+        text=prompt_text + llm_call.output_text,
+        n_predicted=len(llm_call.output_text),
+        input_ids=[*prompt_ids, *output_ids],
+        labels=[*([IGNORED_LABEL] * len(prompt_ids)), *output_ids],
+        logprobs=list(llm_call.logprobs),
+        finished=is_finished(llm_call.finish_reason),
+        finish_reason=llm_call.finish_reason,
+        prompt_tokens=len(prompt_ids),
+        output_tokens=len(output_ids),
+        version_spans=list(llm_call.version_spans),
+        temperature=float(llm.parameters.get("temperature", 1.0)),
+    )
+
+
+def build_samples(texts: list[TrainingText], *, group_id: str, rollout_id: str, incarnation: int = 0) -> list[Sample]:
+    """Turn a rollout's texts into wire samples with ids `{rollout_id}/s{k}`.
+
+    Raises:
+        RolloutError: a text cannot be trained on; its reason says why. The whole rollout is then failed.
+    """
+    return [
+        _build_sample(text, f"{rollout_id}/s{index}", group_id, rollout_id, incarnation)
+        for index, text in enumerate(texts)
+    ]
+
+
+def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id: str, incarnation: int) -> Sample:
+    trained = _check_lengths(text)
+    spans = [VersionSpan(*span) if isinstance(span, tuple) else span for span in text.version_spans]
+    _check_spans(spans, trained)
+    return Sample(
+        id=sample_id,
+        group_id=group_id,
+        rollout_id=rollout_id,
+        input_ids=list(text.input_ids),
+        labels=list(text.labels),
+        logprobs=[float(value) for value in text.logprobs],
+        reward=checked_reward(text.reward),
+        finished=bool(text.finished),
+        finish_reason=text.finish_reason or ("stop" if text.finished else "length"),
+        prompt_tokens=text.prompt_tokens,
+        output_tokens=text.output_tokens,
+        version_spans=spans,
+        temperature=text.temperature,
+        ref_logprobs=list(text.ref_logprobs),
+        incarnation=incarnation,
+        metadata=_plain_metadata(text.metadata),
+    )
+
+
+def _check_lengths(text: TrainingText) -> int:
+    """Return the number of trained tokens after checking that ids, labels and log-probs belong together."""
+    if len(text.labels) != len(text.input_ids):
+        raise RolloutError("length_mismatch", f"{len(text.labels)} labels for {len(text.input_ids)} ids")
+    trained = 0
+    for token_id, label in zip(text.input_ids, text.labels, strict=True):
+        if label == IGNORED_LABEL:
+            continue
+        if label != token_id:
+            raise RolloutError("bad_labels", f"label {label} at a place where the id is {token_id}")
+        trained += 1
+    if trained == 0:
+        raise RolloutError("no_trained_token", "every label is masked")
+    if len(text.logprobs) != trained:
+        raise RolloutError("length_mismatch", f"{len(text.logprobs)} log-probs for {trained} trained tokens")
+    if text.labels[0] != IGNORED_LABEL:
+        raise RolloutError("bad_labels", "the first token has nothing before it and cannot be trained")
+    if not all(math.isfinite(value) for value in text.logprobs):
+        raise RolloutError("bad_logprob", "a log-prob is not finite")
+    if text.ref_logprobs and len(text.ref_logprobs) != trained:
+        raise RolloutError("length_mismatch", f"{len(text.ref_logprobs)} reference log-probs for {trained} tokens")
+    return trained
+
+
+def _check_spans(spans: list[VersionSpan], trained: int) -> None:
+    if not spans:
+        raise RolloutError("unversioned", "no version spans; use make_training_text, or fill in version_spans")
+    expected_start = 0
+    for span in spans:
+        if span.start != expected_start or span.end <= span.start:
+            raise RolloutError("bad_version_spans", f"span [{span.start}, {span.end}) after {expected_start}")
+        expected_start = span.end
+    if expected_start != trained:
+        raise RolloutError("bad_version_spans", f"spans cover {expected_start} of {trained} trained tokens")
+
+
+def checked_reward(value: Any) -> float:
+    """Return a reward as a float; 0.0 stays 0.0.
+
+    Raises:
+        RolloutError: `bad_reward` for None, NaN, infinities and anything that is not a number.
+    """
+    if not hasattr(value, "__float__") or isinstance(value, str):
+        raise RolloutError("bad_reward", f"reward is {value!r}, expected a number")
+    reward = float(value)
+    if not math.isfinite(reward):
+        raise RolloutError("bad_reward", f"reward is {reward}")
+    return reward
+
+
+def _plain_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return metadata that fits into a record: values that are not plain data are written as text."""
+    if not metadata:
+        return {}
+    builtins = msgspec.to_builtins(metadata, enc_hook=str, str_keys=True)
+    return dict(builtins)

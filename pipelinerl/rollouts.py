@@ -1,0 +1,74 @@
+"""Public names for rollouts: what `generate_rollout` returns. Plain data, filled by user code, read by the worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from pipelinerl.records import VersionSpan
+
+__all__ = ["BaseMetrics", "RolloutResult", "TrainingText"]
+
+
+@dataclass(slots=True)
+class TrainingText:
+    """One trainable token sequence; usually made by `make_training_text`, then given a `reward`.
+
+    `labels` repeats `input_ids` where a token is trained and is -100 elsewhere; `logprobs` has one value for each
+    trained token; `version_spans` cover the trained tokens. `n_predicted` counts the characters of `text`, from its
+    end, that the model wrote.
+    """
+
+    text: str = ""
+    n_predicted: int = 0
+    reward: float = 0.0
+    logprobs: list[float] = field(default_factory=list)
+    ref_logprobs: list[float] = field(default_factory=list)
+    input_ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    group_id: str | None = None
+    finished: bool = False
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    version_spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: str = ""
+    temperature: float = 1.0
+
+    @property
+    def prompt_text(self) -> str:
+        return self.text[: len(self.text) - self.n_predicted]
+
+    @property
+    def output_text(self) -> str:
+        return self.text[len(self.text) - self.n_predicted :]
+
+
+class BaseMetrics(BaseModel):
+    """Numbers of one rollout. Subclass it to add your own: every number in it is averaged and reported."""
+
+    model_config = ConfigDict(extra="allow")
+
+    reward: float
+    success: bool
+    no_error: bool = True
+    no_answer: bool = False
+
+
+@dataclass(slots=True)
+class RolloutResult:
+    """What one attempt at one problem came to.
+
+    `latency` is in seconds. Metrics are averaged per `dataset_name`. The actor fills in the other names.
+    """
+
+    training_texts: list[TrainingText]
+    metrics: BaseMetrics
+    latency: float = 0.0
+    model_version: int | None = None
+    dataset_name: str | None = None
+    group_id: str | None = None
+    problem_id: str | int | None = None
+    domain: str | None = None
