@@ -8,4 +8,11 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """A frozen part of the configuration; unknown keys are refused (`config.load` names the nearest known key)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        # A name made of digits (`wandb.wandb_name=123`) is read as a number by the command line.
+        coerce_numbers_to_str=True,
+    )

@@ -43,6 +43,7 @@ class RunConfig(Section):
     train_dataset_names: list[Any] = []
     test_dataset_names: list[Any] = []
     environment: dict[str, Any] | None = None
+    custom: dict[str, Any] = {}
     actor: ActorConfig = ActorConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
     finetune: FinetuneConfig = FinetuneConfig()

@@ -58,6 +58,9 @@ class ActorConfig(Section):
     test_samples: int | None = Field(default=None, ge=1, description="held-out rollouts per evaluation; null: one each")
     evaluation_concurrency: int | None = Field(default=None, ge=1)
     agent_func_path: str | None = None
+    system_prompt: str | None = None
+    task_template: str | None = None
+    task_prompt: str | None = None
 
 
 class PreprocessConfig(Section):
@@ -145,11 +148,15 @@ class FSDPConfig(Section):
 
 
 class RewardsConfig(Section):
-    """Reward shaping by name; domains that know these components use them."""
+    """Reward of an answer by its kind, for the tasks that judge answers. `finished`: the model ended by itself."""
 
     name: str = "pure_success"
-    success: float = 1.0
-    wrong_answer: float = 0.0
-    no_answer: float = 0.0
-    unfinished: float = 0.0
-    length_penalty: float = 0.0
+    correct_answer_finished: float = 1.0
+    correct_answer_not_finished: float = 0.0
+    wrong_answer_finished: float = 0.0
+    wrong_answer_not_finished: float = 0.0
+    no_answer_finished: float = 0.0
+    no_answer_not_finished: float = 0.0
+    unparsable_finished: float = 0.0
+    unparsable_not_finished: float = 0.0
+    buffer_tokens: int = Field(default=0, ge=0)

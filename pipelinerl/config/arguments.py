@@ -1,0 +1,78 @@
+"""The command line of the launcher: a few flags and any number of Hydra overrides. Called by the composition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipelinerl.config.messages import did_you_mean
+from pipelinerl.errors import ConfigError
+
+DEFAULT_CONFIG = "base"
+_CONFIG_NAME = ("--config-name", "-cn")
+_CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
+_FLAGS = (*_CONFIG_NAME, *_CONFIG_DIR, "--help", "-h", "--cfg", "-c", "--resolve")
+
+
+@dataclass
+class Arguments:
+    """What the command line says. `overrides` keeps its order."""
+
+    config_name: str = DEFAULT_CONFIG
+    config_dir: Path | None = None
+    help: bool = False
+    show_config: bool = False
+    overrides: list[str] = field(default_factory=list)
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read the arguments after `python -m pipelinerl.launch`.
+
+    Raises:
+        ConfigError: an unknown flag, a flag without its value, or a folder that does not exist.
+    """
+    arguments = Arguments()
+    rest = iter(argv)
+    for word in rest:
+        flag, given, value = word.partition("=")
+        if not word.startswith("-"):
+            arguments.overrides.append(word)
+        elif flag in ("--help", "-h"):
+            arguments.help = True
+        elif flag in ("--cfg", "-c"):
+            arguments.show_config = True
+            _value(flag, given, value, rest, default="job")
+        elif flag == "--resolve":
+            continue  # what is shown is resolved anyway
+        elif flag in _CONFIG_NAME:
+            arguments.config_name = _value(flag, given, value, rest).removesuffix(".yaml")
+        elif flag in _CONFIG_DIR:
+            arguments.config_dir = _folder(flag, _value(flag, given, value, rest))
+        else:
+            raise ConfigError(
+                flag,
+                word,
+                "--config-name NAME, --config-dir DIR, --cfg, --help, or overrides such as finetune.learning_rate=1e-5",
+                did_you_mean(flag, _FLAGS),
+            )
+    return arguments
+
+
+def _value(flag: str, given: str, value: str, rest: Iterator[str], default: str | None = None) -> str:
+    """Return the value behind `=`, or the next word."""
+    if given:
+        return value
+    if default is not None:
+        return default
+    following = next(rest, None)
+    if following is None or following.startswith("-") or "=" in following:
+        raise ConfigError(flag, following, "a value", f"Write {flag}=VALUE.")
+    return following
+
+
+def _folder(flag: str, value: str) -> Path:
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(flag, value, "an existing folder with your yaml files", f"There is none at {folder.absolute()}.")
+    return folder.resolve()

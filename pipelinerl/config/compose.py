@@ -1,0 +1,89 @@
+"""From a command line to a checked configuration: Hydra composes, pydantic types, the rules compare sections.
+
+Called by the launcher before it writes any file. Hydra runs as a library (its own `main` would create folders first and
+answer with tracebacks). Waits for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.arguments import Arguments, parse_arguments
+from pipelinerl.config.help_text import help_text
+from pipelinerl.config.keys import known_keys
+from pipelinerl.config.messages import faults_of, raise_faults
+from pipelinerl.config.paths import conf_dir
+from pipelinerl.config.rules import validate
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.secrets import refuse_secrets
+from pipelinerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ComposedConfig:
+    """What a command line asks for.
+
+    Exactly one of `config` (start a run) and `help_text` (print it and exit 0) is set. `search_dirs` are folders of the
+    user that hold code: they belong on the Python path of every process. `notes` says which keys do nothing here.
+    """
+
+    config: RunConfig | None = None
+    help_text: str | None = None
+    search_dirs: list[Path] = field(default_factory=list)
+    config_name: str = ""
+    overrides: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def compose(argv: Sequence[str]) -> ComposedConfig:
+    """Compose and check the configuration that `argv` (without the program) describes.
+
+    Raises:
+        ConfigError: anything that the user has to change; every message has key, value, expectation and next step.
+    """
+    from pydantic import ValidationError
+
+    from pipelinerl.config.hydra_compose import compose_plain
+    from pipelinerl.config.linked import settle_linked_keys
+    from pipelinerl.config.reference import take_reference_keys
+
+    arguments = parse_arguments(argv)
+    search_dirs = [arguments.config_dir] if arguments.config_dir else []
+    if arguments.help:
+        return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()]), search_dirs=search_dirs)
+    composed = compose_plain(arguments)
+    if arguments.show_config:
+        return ComposedConfig(help_text=composed.to_yaml(), search_dirs=search_dirs)
+    data = composed.data
+    notes = take_reference_keys(data)
+    _require_output_dir(data, arguments)
+    settle_linked_keys(data, composed.interpolated, composed.override_keys)
+    refuse_secrets(data, os.environ)
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise_faults(faults_of(error, data, known_keys(), composed.origin_of))
+        raise
+    validate(config)
+    return ComposedConfig(
+        config=config,
+        search_dirs=search_dirs,
+        config_name=arguments.config_name,
+        overrides=arguments.overrides,
+        notes=notes,
+    )
+
+
+def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
+    if data.get("output_dir") in (None, "", "???"):
+        name = "" if arguments.config_name == "base" else f" --config-name {arguments.config_name}"
+        raise ConfigError(
+            "output_dir",
+            data.get("output_dir"),
+            "the folder that the run writes to",
+            f"Write for instance: python -m pipelinerl.launch{name} output_dir=results/my_run",
+        )

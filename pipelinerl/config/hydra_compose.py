@@ -1,0 +1,175 @@
+"""Hydra's compose API behind one function: files and overrides in, plain data out, every error a `ConfigError`.
+
+Called by the composition. The user's folder is searched before the shipped one, so that a user's file may say
+`defaults: [base, _self_]` and may add files to the groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipelinerl.config.arguments import Arguments
+from pipelinerl.config.keys import is_known, known_keys
+from pipelinerl.config.messages import did_you_mean, unknown_key
+from pipelinerl.config.paths import conf_dir, config_names
+from pipelinerl.config.reference import is_reference_key
+from pipelinerl.errors import ConfigError
+
+_COMMAND_LINE = "on the command line"
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """The composed data. `interpolated` are the keys whose values came from other keys."""
+
+    data: dict[str, Any]
+    interpolated: frozenset[str]
+    override_keys: frozenset[str]
+    config_file: Path
+
+    def origin_of(self, key: str) -> str:
+        """Return the words that say where `key` was set."""
+        if any(key == name or key.startswith(name + ".") for name in self.override_keys):
+            return _COMMAND_LINE
+        return f"in {self.config_file} or a file that it includes"
+
+    def to_yaml(self) -> str:
+        """Return the data as YAML text; what was not given reads `???`."""
+        return yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
+
+
+def compose_plain(arguments: Arguments) -> PlainConfig:
+    """Compose the files and overrides that `arguments` name.
+
+    Raises:
+        ConfigError: no such configuration or group, an override that cannot be read, an unknown key on the command line,
+            a file that is not YAML, an interpolation that cannot be resolved.
+    """
+    shipped = conf_dir()
+    first = arguments.config_dir or shipped
+    search_dirs = list(dict.fromkeys([first, shipped]))
+    config_file = _config_file(arguments.config_name, search_dirs)
+    overrides = [_parse(text) for text in arguments.overrides]
+    prepared = [_prepare(override, search_dirs) for override in overrides]
+    if first != shipped:
+        prepared.append(f"hydra.searchpath=['file://{shipped}']")
+    try:
+        with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pipelinerl"):
+            config = compose(config_name=arguments.config_name, overrides=prepared)
+        return PlainConfig(
+            data=_plain(config),
+            interpolated=frozenset(_interpolated(config)),
+            override_keys=frozenset(override.key_or_group for override in overrides),
+            config_file=config_file,
+        )
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise _translate(error, config_file, search_dirs) from error
+
+
+def _config_file(name: str, search_dirs: Sequence[Path]) -> Path:
+    for folder in search_dirs:
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    names = sorted({known for folder in search_dirs for known in config_names(folder)})
+    hint = did_you_mean(name, names)
+    if len(search_dirs) == 1:
+        hint += " For a file of your own add --config-dir FOLDER."
+    raise ConfigError("--config-name", name, "one of " + ", ".join(names), hint)
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_overrides([text])[0]
+    except OverrideParseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            "override",
+            text,
+            "key=value, group=name, +key=value or ~key",
+            f"Quote values with special characters, as in 'key=\"a, b\"' ({reason}).",
+        ) from error
+
+
+def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
+    """Check the key of an override; let `key=value` also set known keys that no file mentions."""
+    key, text = override.key_or_group, str(override.input_line)
+    if override.is_sweep_override():
+        raise ConfigError(key, text, "one value", "Start one run for each value.")
+    if key.split(".")[0] == "hydra" or override.package is not None:
+        return text
+    group = key.replace(".", "/")
+    if any((folder / group).is_dir() for folder in search_dirs) and not isinstance(override.value(), dict):
+        if "/" not in group and group in ("deepspeed", "accelerate"):
+            raise ConfigError(key, override.value(), "no such key", f"Write {group}_config={override.value()}.")
+        return text
+    if is_reference_key(key):
+        return text if override.type == OverrideType.DEL else "++" + text.lstrip("+")
+    if not is_known(key):
+        raise unknown_key(key, override.value(), known_keys(), _COMMAND_LINE)
+    return "++" + text if override.type == OverrideType.CHANGE else text
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+    if not isinstance(resolved, dict):
+        raise ConfigError("config", resolved, "a mapping of keys to values", "Write `key: value` lines.")
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _interpolated(config: Container, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    if not isinstance(config, DictConfig) or OmegaConf.is_missing(config, "") or config._is_none():
+        return found
+    for key in config:
+        name = f"{prefix}{key}"
+        if OmegaConf.is_interpolation(config, str(key)):
+            found.append(name)
+        elif not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
+            found.extend(_interpolated(config[key], name + "."))
+    return found
+
+
+def _translate(error: Exception, config_file: Path, search_dirs: Sequence[Path]) -> ConfigError:
+    """Turn what Hydra, OmegaConf or YAML raised into one `ConfigError`."""
+    text = " ".join(str(error).split())
+    where = f"It is in {config_file}, a file that it includes, or the command line."
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(config_file)
+        return ConfigError("config file", place, "YAML", f"Correct that line: {error.problem}.")
+    if isinstance(error, MissingConfigException):
+        return _missing_config(error, config_file, search_dirs)
+    interpolation = re.search(r"[Ii]nterpolation key '([^']*)' not found|Unsupported interpolation type (\S+)", text)
+    key = str(getattr(error, "full_key", None) or "")
+    if interpolation:
+        name = interpolation.group(1) or interpolation.group(2)
+        return ConfigError(key or "interpolation", "${" + name + "}", "the name of an existing key", where)
+    variable = re.search(r"Environment variable '([^']*)' not found", text)
+    if variable:
+        next_step = f"Set it, or give a default: ${{oc.env:{variable.group(1)},DEFAULT}}."
+        return ConfigError(key or "interpolation", f"${variable.group(1)}", "a set environment variable", next_step)
+    if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:
+        inner = str(error.__cause__).splitlines()
+        text = f"{text} ({inner[0]})" if inner else text
+    return ConfigError(key or "configuration", text, "files and overrides that compose", where)
+
+
+def _missing_config(error: MissingConfigException, config_file: Path, search_dirs: Sequence[Path]) -> ConfigError:
+    missing = str(error.missing_cfg_file or "").removesuffix(".yaml")
+    group, _, name = missing.rpartition("/")
+    names = sorted({known for folder in search_dirs for known in config_names(folder / group)}) if missing else []
+    expected = "one of " + ", ".join(names) if names else "an existing file"
+    hint = f"{did_you_mean(name, names)} It is named in {config_file} or on the command line."
+    return ConfigError(group or "defaults", name or missing, expected, hint)

@@ -1,0 +1,110 @@
+"""Saving and loading the resolved configuration of a run, and the `cfg` that user code gets.
+
+The launcher saves it once in the run directory; every process of the run loads it. The file is plain YAML, and what is
+loaded equals what was saved, odd strings (`"null"`, `"1e-3"`, `"yes"`, `"${x}"`) included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import ValidationError
+
+from pipelinerl.config.keys import known_keys
+from pipelinerl.config.messages import faults_of, raise_faults
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.secrets import refuse_secrets
+from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+# YAML readers disagree about these; in quotes they are text for all of them.
+_LOOKS_LIKE_A_NUMBER = re.compile(r"[-+.\d][-+.\deE_:xXoObB]*")
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that looks like a number, and never writes aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if _LOOKS_LIKE_A_NUMBER.fullmatch(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def save_config(config: RunConfig, path: str | Path) -> Path:
+    """Write the resolved configuration to `path` (atomically; folders are made) and return the path.
+
+    Raises:
+        ConfigError: a value is a secret, which is never written.
+    """
+    data = config.model_dump()
+    refuse_secrets(data, os.environ)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(target)
+    return target
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read what `save_config` wrote.
+
+    Raises:
+        ConfigError: the file is not there, is not YAML, or does not fit the schema.
+    """
+    source = Path(path)
+    try:
+        data = yaml.safe_load(source.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            "config file", str(source), "the resolved configuration of a run", "Give the directory of a started run."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "config file", str(source), "YAML text", f"The file is damaged: {error}. Start the run again."
+        ) from error
+    return to_run_config(data, origin=f"in {source}")
+
+
+def to_run_config(data: Any, origin: str = "in code") -> RunConfig:
+    """Check plain data against the schema; every fault is one line of the `ConfigError`."""
+    if not isinstance(data, dict):
+        raise ConfigError("config", data, "a mapping of keys to values", f"It was set {origin}.")
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise_faults(faults_of(error, data, known_keys(), lambda _: origin))
+        raise
+
+
+def to_dictconfig(config: RunConfig) -> DictConfig:
+    """Return the `cfg` of user code: a resolved OmegaConf `DictConfig` with all keys."""
+    from omegaconf import OmegaConf
+
+    created: DictConfig = OmegaConf.create(_escape(config.model_dump()))
+    return created
+
+
+def _escape(value: Any) -> Any:
+    """Keep text with `${` as text: OmegaConf would resolve it again."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    if isinstance(value, str):
+        return _INTERPOLATION.sub(lambda found: found.group(1) * 2 + r"\${", value)
+    return value

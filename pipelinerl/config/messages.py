@@ -1,0 +1,139 @@
+"""Words of the configuration's errors: the nearest known key, and pydantic's faults in plain terms.
+
+Called by the composition. Pure: data in, `ConfigError` out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipelinerl.errors import ConfigError
+
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "dict": "a mapping of keys to values",
+    "model": "a mapping of keys to values",
+    "finite": "a finite number",
+}
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+
+
+class ConfigFaults(ConfigError):
+    """Several faults of one configuration, one line each. `faults` holds them; the first gives `key` and `got`."""
+
+    def __init__(self, faults: list[ConfigError]) -> None:
+        self.faults = faults
+        first = faults[0]
+        super().__init__(first.key, first.got, first.expected, first.next_step)
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.faults,)
+
+
+def raise_faults(faults: list[ConfigError]) -> None:
+    """Raise nothing, the one fault, or all of them as one error."""
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        raise ConfigFaults(faults)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `Did you mean X?`, or a general hint when nothing is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"Did you mean {near[0]!r}?" if near else "Use one of these names."
+
+
+def nearest_key(key: str, known: Iterable[str]) -> str | None:
+    """Return the known dotted key that is most like `key`, or None.
+
+    A key at the wrong depth is found by its last part: `seq_length` -> `finetune.seq_length`.
+    """
+    head, _, leaf = key.rpartition(".")
+    best, best_score = None, 0.0
+    for candidate in known:
+        candidate_head, _, candidate_leaf = candidate.rpartition(".")
+        whole = SequenceMatcher(None, key, candidate).ratio()
+        last = SequenceMatcher(None, leaf, candidate_leaf).ratio()
+        score = max(whole, last * (1.0 if head == candidate_head else 0.9))
+        if score > best_score:
+            best, best_score = candidate, score
+    return best if best_score >= 0.6 else None
+
+
+def unknown_key(key: str, got: object, known: Iterable[str], origin: str) -> ConfigError:
+    """Return the error for a key that the schema does not have. `origin` says where it was set."""
+    near = nearest_key(key, known)
+    next_step = f"It was set {origin}. Remove it; settings of your own task belong under `custom`."
+    if near is None:
+        return ConfigError(key, got, "a known key", next_step)
+    return ConfigError(key, got, f"a known key (the nearest is {near})", next_step)
+
+
+def faults_of(error: ValidationError, data: Mapping[str, Any], known: Iterable[str], origin_of: Any) -> list[ConfigError]:
+    """Return one `ConfigError` for each fault that pydantic found.
+
+    Args:
+        error: what pydantic raised.
+        data: the configuration that was validated.
+        known: all dotted keys of the schema.
+        origin_of: function from a dotted key to the words that say where it was set.
+    """
+    names = list(known)
+    found: dict[str, ConfigError] = {}
+    for fault in error.errors(include_url=False):
+        key = _dotted(fault["loc"], data)
+        if key in found:
+            continue
+        if fault["type"] == "extra_forbidden":
+            found[key] = unknown_key(key, fault["input"], names, origin_of(key))
+        elif fault["type"] == "missing":
+            found[key] = ConfigError(key, None, "a value", f"Add {key}=... to the command line.")
+        else:
+            found[key] = ConfigError(key, fault["input"], _expected(fault), f"It was set {origin_of(key)}.")
+    return list(found.values())
+
+
+def _dotted(loc: tuple[int | str, ...], data: Any) -> str:
+    """Join the parts of `loc` that exist in the data (pydantic appends names of union branches)."""
+    parts: list[str] = []
+    for position, part in enumerate(loc):
+        parts.append(str(part))
+        if isinstance(data, Mapping) and part in data:
+            data = data[part]
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            if position > 0 and not isinstance(data, Mapping):
+                parts.pop()
+            break
+    return ".".join(parts)
+
+
+def _expected(fault: Any) -> str:
+    kind, ctx = str(fault["type"]), fault.get("ctx") or {}
+    if kind == "literal_error":
+        return "one of " + str(ctx["expected"]).replace(" or ", ", ")
+    if kind in _BOUNDS:
+        word, name = _BOUNDS[kind]
+        return f"{word} {ctx[name]}"
+    for prefix, words in _EXPECTED.items():
+        if kind.startswith(prefix):
+            return words
+    return str(fault["msg"])

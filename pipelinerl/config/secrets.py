@@ -1,0 +1,65 @@
+"""No secret in the configuration, because the configuration is saved and sent to trackers.
+
+Called by the composition and before saving. Pure: the environment is passed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipelinerl.errors import ConfigError
+
+_SECRET_NAME = re.compile(
+    r"(^|[_\-.])(api[_\-]?key|password|passwd|secret|credentials?|private[_\-]?key|(auth|access|api|hf|bearer)[_\-]?token)$"
+    r"|(^|\.)token$",
+    re.I,
+)
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+_MIN_SECRET_LENGTH = 12
+_NEXT_STEP = "Put it into an environment variable and read that variable in your code; the configuration is saved as text."
+
+
+def refuse_secrets(data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Raise `ConfigError` (which does not show the value) if a value is a secret.
+
+    A value counts as one if its key is called like one (`api_key`, `password`, `token`, ...), if it is a URL with a
+    password, or if it contains the value of an environment variable that is called like one.
+    """
+    secrets = {
+        value: name
+        for name, value in environ.items()
+        if len(value) >= _MIN_SECRET_LENGTH and _SECRET_VARIABLE.search(name)
+    }
+    for key, value in _texts(data, ""):
+        if not value:
+            continue
+        if _SECRET_NAME.search(key):
+            raise ConfigError(key, "(hidden)", "no secret in the configuration", _NEXT_STEP)
+        if _has_password(value):
+            raise ConfigError(key, "(hidden)", "a URL without a password", _NEXT_STEP)
+        for secret, name in secrets.items():
+            if secret in value:
+                raise ConfigError(key, f"(the value of ${name})", "no secret in the configuration", _NEXT_STEP)
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            yield from _texts(item, f"{key}.{position}")
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _has_password(text: str) -> bool:
+    if "://" not in text or "@" not in text:
+        return False
+    try:
+        return bool(urlsplit(text).password)
+    except ValueError:
+        return False
