@@ -1,0 +1,126 @@
+"""Finds the user's functions by the dotted paths in the configuration, and checks their shape before they are used.
+
+Called by the actor (dataset loader), the rollout workers (rollout policy) and the check before a run. Every complaint
+is a `DomainError` that says what, where, what was expected and what to do. Waits for nothing but imports.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import DomainError
+
+LOADER_KEY = "dataset_loader"
+ROLLOUT_KEY = "actor.rollout_policy"
+_LOADER_SHAPE = "def load_problems(dataset_names: list[str], **params) -> list[dict]"
+_ROLLOUT_SHAPE = "async def generate_rollout(cfg, llm, problem, session) -> RolloutResult"
+
+DatasetLoader = Callable[..., list[dict[str, Any]]]
+RolloutFunction = Callable[[Any, Any, dict[str, Any], Any], Awaitable[Any]]
+
+
+def load_dataset_loader(config: RunConfig) -> DatasetLoader:
+    """Return the function of `dataset_loader`, checked to take the names and `dataset_loader_params`."""
+    loader = _resolve(config.dataset_loader, LOADER_KEY, _LOADER_SHAPE)
+    where = _where(loader, LOADER_KEY, config.dataset_loader)
+    if inspect.iscoroutinefunction(loader):
+        raise DomainError(f"{where} is async, expected a plain function: {_LOADER_SHAPE}. Remove `async`.")
+    _check_call(loader, where, _LOADER_SHAPE, ([],), config.dataset_loader_params)
+    return loader
+
+
+def load_rollout_function(config: RunConfig) -> RolloutFunction:
+    """Return the function of `actor.rollout_policy`, checked to be async and to take four arguments."""
+    path = config.actor.rollout_policy
+    function = _resolve(path, ROLLOUT_KEY, _ROLLOUT_SHAPE)
+    where = _where(function, ROLLOUT_KEY, path)
+    call = function if inspect.isfunction(function) else getattr(function, "func", type(function).__call__)
+    if not inspect.iscoroutinefunction(call):
+        raise DomainError(f"{where} is not async, expected {_ROLLOUT_SHAPE}. Write `async def`.")
+    _check_call(function, where, _ROLLOUT_SHAPE, (None, None, {}, None), {})
+    return function
+
+
+def _resolve(path: str | None, key: str, shape: str) -> Callable[..., Any]:
+    if not path:
+        raise DomainError(f"{key} is not set, expected the dotted path of a function: {shape}. Set {key}=my_task.name.")
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise DomainError(
+            f"{key}: got {path!r}, expected module and function with a dot between them, for instance my_task.{path}. "
+            "A file next to the configuration (the folder of --config-dir) is found by its name."
+        )
+    target = getattr(_import(module_name, path, key), name, None)
+    if target is None:
+        module = importlib.import_module(module_name)
+        names = [each for each in vars(module) if not each.startswith("_")]
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"Did you mean {module_name}.{near[0]}?" if near else f"Define {name} there, or change {key}."
+        raise DomainError(f"{key}: {path!r}: {_file_of(module)} has no {name!r}, expected {shape}. {hint}")
+    if not callable(target):
+        raise DomainError(f"{key}: {path!r} is a {type(target).__name__}, expected a function: {shape}.")
+    return target
+
+
+def _import(module_name: str, path: str, key: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise DomainError(
+                f"{key}: {path!r}: there is no module {missing!r}. Expected a file {missing.replace('.', '/')}.py next "
+                "to your configuration (the folder of --config-dir), in an installed package or on PYTHONPATH."
+            ) from error
+        raise DomainError(
+            f"{key}: {path!r}: importing {module_name} failed{_line_of(error)}: it needs the module {missing!r}, which "
+            "is not installed. Install it, or remove that import."
+        ) from error
+    except Exception as error:
+        raise DomainError(
+            f"{key}: {path!r}: importing {module_name} failed{_line_of(error)}: {type(error).__name__}: {error}. "
+            "Mend the file."
+        ) from error
+
+
+def _check_call(
+    function: Callable[..., Any], where: str, shape: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Check that `function` can be called with these arguments, without calling it."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        extra = f" with dataset_loader_params {sorted(kwargs)}" if kwargs else ""
+        raise DomainError(
+            f"{where} has the signature {signature}, expected {shape}: it cannot be called{extra} ({error}). "
+            "Change its parameters."
+        ) from error
+
+
+def _where(function: Any, key: str, path: str | None) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{key}: {path!r}{place}"
+
+
+def _file_of(module: Any) -> str:
+    return getattr(module, "__file__", None) or module.__name__
+
+
+def _line_of(error: BaseException) -> str:
+    """Return ` (file:line)` of the user's line that raised, or nothing."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f" ({error.filename}:{error.lineno})"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
