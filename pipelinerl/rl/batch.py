@@ -1,0 +1,227 @@
+"""Samples -> tensors of one micro-batch. Called by every trainer rank for each entry of its plan; waits for nothing.
+
+Targets are shifted here, once: `targets[r, t]` is the token that the hidden state at `t` predicts, so every per-token
+tensor lines up with the model's outputs and no later code shifts anything. The last token of one sample never
+predicts the first of the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample
+from pipelinerl.rl.aggregation import StepScale
+
+PADDING_SEGMENT = -1
+NO_VERSION = -1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass: R rows of T positions (R = 1 if packed). Token tensors are 0 where `mask` is False.
+
+    Attributes:
+        input_ids, position_ids: [R, T] int64; positions restart at 0 for every sample.
+        attention_mask: [R, T] int64, 1 for real tokens; None if packed (segments say what may attend to what).
+        segment_ids: [R, T] int64, 0..num_segments-1 by sample, -1 on padding.
+        targets: [R, T] int64, next token if it is trained, else -100.
+        mask: [R, T] bool, `targets != -100`.
+        old_logprobs: [R, T] float32, log-prob of the target under the policy that sampled it.
+        ref_logprobs: the same under the frozen reference model, or None.
+        advantages: [R, T] float32.
+        weights: [R, T] float32, weight of the token in the step's loss (see `rl/aggregation.py`).
+        versions: [R, T] int64, policy version that sampled the target, -1 where nothing is trained.
+        rewards: [num_segments] float32.
+        num_segments: samples in this micro-batch; 0 for a sentinel.
+        step_tokens: trained tokens of the whole step (over all micro-batches and ranks).
+        indices: which samples of the step these are.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    segment_ids: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor
+    old_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    versions: torch.Tensor
+    rewards: torch.Tensor
+    num_segments: int
+    step_tokens: int
+    indices: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, prompts included, padding excluded."""
+        return int((self.segment_ids != PADDING_SEGMENT).sum())
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sample as lists that line up with its tokens; the last position predicts nothing."""
+
+    input_ids: list[int]
+    targets: list[int]
+    old_logprobs: list[float]
+    ref_logprobs: list[float]
+    advantages: list[float]
+    versions: list[int]
+    weight: float
+    segment: int
+
+
+def collate(
+    samples: Sequence[ScoredSample], indices: Sequence[int], *, scale: StepScale, packed: bool, pad_id: int
+) -> MicroBatch:
+    """Build the micro-batch of `indices`.
+
+    Args:
+        samples: all samples of the step.
+        indices: those of this micro-batch (one entry of the plan).
+        scale: `step_scale(samples, ...)`, computed once per step.
+        packed: one row with restarting positions, or padded rows.
+        pad_id: token of padding (any valid id; padding is never attended to or trained).
+
+    Raises:
+        ValueError: lengths of a sample disagree, its first token is marked as trained, or only some samples have
+            reference log-probs.
+    """
+    if not indices:
+        return sentinel(pad_id=pad_id, step_tokens=scale.num_tokens)
+    chosen = [samples[index] for index in indices]
+    with_ref = _all_or_none_have_reference(chosen)
+    rows = [
+        _row(scored, scale.token_weights[index], segment)
+        for segment, (index, scored) in enumerate(zip(indices, chosen, strict=True))
+    ]
+    lines = [rows] if packed else [[row] for row in rows]
+    width = max(sum(len(row.input_ids) for row in line) for line in lines)
+    targets = _tensor(lines, width, lambda row: row.targets, IGNORED_LABEL, torch.int64)
+    segment_ids = _tensor(lines, width, lambda row: [row.segment] * len(row.input_ids), PADDING_SEGMENT, torch.int64)
+    ref = _tensor(lines, width, lambda row: row.ref_logprobs, 0.0, torch.float32) if with_ref else None
+    mask = targets != IGNORED_LABEL
+    weights = _tensor(lines, width, lambda row: [row.weight] * len(row.input_ids), 0.0, torch.float32)
+    return MicroBatch(
+        input_ids=_tensor(lines, width, lambda row: row.input_ids, pad_id, torch.int64),
+        position_ids=_tensor(lines, width, lambda row: list(range(len(row.input_ids))), 0, torch.int64),
+        attention_mask=None if packed else (segment_ids != PADDING_SEGMENT).to(torch.int64),
+        segment_ids=segment_ids,
+        targets=targets,
+        mask=mask,
+        old_logprobs=_tensor(lines, width, lambda row: row.old_logprobs, 0.0, torch.float32),
+        ref_logprobs=ref,
+        advantages=_tensor(lines, width, lambda row: row.advantages, 0.0, torch.float32),
+        weights=weights * mask,
+        versions=_tensor(lines, width, lambda row: row.versions, NO_VERSION, torch.int64),
+        rewards=torch.tensor([scored.sample.reward for scored in chosen], dtype=torch.float32),
+        num_segments=len(chosen),
+        step_tokens=scale.num_tokens,
+        indices=tuple(indices),
+    )
+
+
+def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False) -> MicroBatch:
+    """A micro-batch that trains nothing: for ranks that have fewer micro-batches than others, so that collectives stay
+    in step. Its loss and every gradient are exactly zero."""
+    shape = (1, 2)
+    zeros = torch.zeros(shape)
+    return MicroBatch(
+        input_ids=torch.full(shape, pad_id),
+        position_ids=torch.arange(2).unsqueeze(0),
+        attention_mask=None,
+        segment_ids=torch.zeros(shape, dtype=torch.int64),
+        targets=torch.full(shape, IGNORED_LABEL),
+        mask=torch.zeros(shape, dtype=torch.bool),
+        old_logprobs=zeros,
+        ref_logprobs=zeros.clone() if with_reference else None,
+        advantages=zeros.clone(),
+        weights=zeros.clone(),
+        versions=torch.full(shape, NO_VERSION),
+        rewards=torch.zeros(0),
+        num_segments=0,
+        step_tokens=step_tokens,
+        indices=(),
+    )
+
+
+def _tensor(lines, width, values, padding, dtype) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    out = torch.full((len(lines), width), padding, dtype=dtype)
+    for position, line in enumerate(lines):
+        flat = [value for row in line for value in values(row)]
+        out[position, : len(flat)] = torch.tensor(flat, dtype=dtype)
+    return out
+
+
+def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
+    sample = scored.sample
+    trained = check_sample(sample)
+    advantages = scored.advantages
+    if len(advantages) not in (1, len(trained)):
+        raise ValueError(
+            f"sample {sample.id}: {len(advantages)} advantages for {len(trained)} trained tokens, expected 1 or as many"
+        )
+    if len(advantages) == 1:
+        advantages = advantages * len(trained)
+    length = len(sample.input_ids)
+    # Position t predicts token t + 1.
+    at = [position - 1 for position in trained]
+    versions = [span.version for span in sample.version_spans for _ in range(span.end - span.start)]
+    return _Row(
+        input_ids=sample.input_ids,
+        targets=[*sample.labels[1:], IGNORED_LABEL],
+        old_logprobs=_scatter(sample.logprobs, at, length, 0.0),
+        ref_logprobs=_scatter(sample.ref_logprobs, at, length, 0.0) if sample.ref_logprobs else [0.0] * length,
+        advantages=_scatter(advantages, at, length, 0.0),
+        versions=_scatter(versions, at, length, NO_VERSION),
+        weight=weight,
+        segment=segment,
+    )
+
+
+def _scatter(values: Sequence, at: list[int], length: int, fill) -> list:  # type: ignore[no-untyped-def, type-arg]
+    out = [fill] * length
+    for position, value in zip(at, values, strict=True):
+        out[position] = value
+    return out
+
+
+def check_sample(sample: Sample) -> list[int]:
+    """Positions of the trained tokens; ValueError if the lengths inside a sample disagree (never cut or filled)."""
+    trained = [position for position, label in enumerate(sample.labels) if label != IGNORED_LABEL]
+    spans = sum(span.end - span.start for span in sample.version_spans)
+    faults = []
+    if len(sample.labels) != len(sample.input_ids):
+        faults.append(f"{len(sample.labels)} labels for {len(sample.input_ids)} input_ids")
+    if len(sample.logprobs) != len(trained):
+        faults.append(f"{len(sample.logprobs)} logprobs for {len(trained)} trained tokens")
+    if sample.ref_logprobs and len(sample.ref_logprobs) != len(trained):
+        faults.append(f"{len(sample.ref_logprobs)} ref_logprobs for {len(trained)} trained tokens")
+    if spans != len(trained):
+        faults.append(f"version_spans cover {spans} of {len(trained)} trained tokens")
+    if trained and trained[0] == 0:
+        faults.append("the first token is marked as trained but nothing predicts it")
+    if faults:
+        raise ValueError(f"sample {sample.id}: {'; '.join(faults)}")
+    return trained
+
+
+def _all_or_none_have_reference(chosen: Sequence[ScoredSample]) -> bool:
+    have = [bool(scored.sample.ref_logprobs) for scored in chosen if scored.sample.num_trained_tokens]
+    if any(have) and not all(have):
+        raise ValueError(f"{have.count(False)} of {len(have)} samples have no ref_logprobs, expected all or none")
+    return bool(have) and all(have)

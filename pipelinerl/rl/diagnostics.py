@@ -1,0 +1,117 @@
+"""How far off-policy a step was, and how well trainer and sampler agree: sums that add up over micro-batches and ranks.
+
+Called by the trainer: `StepDiagnostics.of(inputs, clamp)` per micro-batch, `+` over micro-batches, one all-reduce (sum)
+of `sums` and one (max) of `maxima`, then `values()`. No host synchronisation before `values()`.
+
+Effective sample size, with w = new / old by token (arXiv 2509.19128): ESS = (sum w)^2 / (N * sum w^2), 1 if on-policy.
+It is reported before clamping (the truth) and after (what the gradient sees). Quantiles come from a fixed histogram of
+log-ratios, exact to one bin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pipelinerl.rl.losses.base import LossInputs
+
+RATIO_BINS = 2000
+RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
+MAX_LAG_BIN = 64
+_SCALARS = ("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag")
+
+
+@dataclass(frozen=True)
+class StepDiagnostics:
+    """Sums [scalars + ratio histogram + lag histogram] in fp64, and maxima [max |diff|, max ratio, max lag]."""
+
+    sums: torch.Tensor
+    maxima: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: LossInputs, clamp: float) -> StepDiagnostics:
+        """Diagnostics of one micro-batch; `clamp` is the upper bound of the importance weight."""
+        mask = inputs.mask
+        log_ratio = inputs.log_ratio().detach().double()[mask]
+        w = log_ratio.exp()
+        bounded = w.clamp(max=clamp)
+        lag = (inputs.trainer_version - inputs.versions[mask]).clamp(min=0)
+        scalars = torch.stack(
+            [
+                torch.ones_like(w).sum(),
+                w.sum(),
+                w.square().sum(),
+                bounded.sum(),
+                bounded.square().sum(),
+                log_ratio.abs().sum(),
+                # k3 of KL(sampler || trainer): tokens were drawn by the sampler, so r = log new - log old.
+                (w - log_ratio - 1).sum(),
+                (w > clamp).double().sum(),
+                lag.double().sum(),
+            ]
+        )
+        place = ((log_ratio + RATIO_RANGE) * (RATIO_BINS / (2 * RATIO_RANGE))).long().clamp(0, RATIO_BINS - 1)
+        ratios = torch.zeros(RATIO_BINS, dtype=torch.float64, device=w.device).index_add(0, place, torch.ones_like(w))
+        lags = torch.zeros(MAX_LAG_BIN + 1, dtype=torch.float64, device=w.device).index_add(
+            0, lag.clamp(max=MAX_LAG_BIN), torch.ones_like(w)
+        )
+        zero = torch.zeros(1, dtype=torch.float64, device=w.device)
+        maxima = torch.stack([torch.cat([x.double(), zero]).max() for x in (log_ratio.abs(), w, lag)])
+        return cls(torch.cat([scalars, ratios, lags]), maxima)
+
+    def __add__(self, other: StepDiagnostics) -> StepDiagnostics:
+        return StepDiagnostics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def values(self) -> dict[str, float]:
+        """Metrics of the step (names in docs/metrics.md). Empty if nothing was trained."""
+        sums = self.sums.tolist()
+        s = dict(zip(_SCALARS, sums, strict=False))
+        count = s["tokens"]
+        if not count:
+            return {}
+        ratios, lags = sums[len(_SCALARS) : -(MAX_LAG_BIN + 1)], sums[-(MAX_LAG_BIN + 1) :]
+        values = {
+            "rl/ess": s["w"] ** 2 / (count * s["w2"]) if s["w2"] else 0.0,
+            "rl/ess_clamped": s["clamped"] ** 2 / (count * s["clamped2"]) if s["clamped2"] else 0.0,
+            "rl/ratio_mean": s["w"] / count,
+            "rl/ratio_max": float(self.maxima[1]),
+            "rl/ratio_over_clamp_fraction": s["over"] / count,
+            "rl/kl_sampler_trainer": s["kl"] / count,
+            "rl/logprob_abs_diff_mean": s["abs_diff"] / count,
+            "rl/logprob_abs_diff_max": float(self.maxima[0]),
+            "rl/logprob_abs_diff_p99": _abs_quantile(ratios, 0.99),
+            "rl/lag_mean_versions": s["lag"] / count,
+            "rl/lag_max_versions": float(self.maxima[2]),
+        }
+        for q in (0.01, 0.5, 0.99):
+            values[f"rl/log_ratio_p{round(q * 100):02d}"] = _quantile(ratios, q)
+        for name, low, high in (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_plus", 8, MAX_LAG_BIN)):
+            values[f"rl/lag_share_{name}"] = sum(lags[low : high + 1]) / count
+        return values
+
+
+def _quantile(histogram: list[float], q: float) -> float:
+    """Middle of the bin in which the q-quantile of the log-ratio lies."""
+    target, seen = q * sum(histogram), 0.0
+    for place, number in enumerate(histogram):
+        seen += number
+        if seen >= target and number:
+            return _bin_middle(place)
+    return _bin_middle(len(histogram) - 1)
+
+
+def _abs_quantile(histogram: list[float], q: float) -> float:
+    """The same for |log-ratio|: bins are folded at 0."""
+    half = len(histogram) // 2
+    folded = [histogram[half + k] + histogram[half - 1 - k] for k in range(half)]
+    target, seen = q * sum(folded), 0.0
+    for place, number in enumerate(folded):
+        seen += number
+        if seen >= target and number:
+            return _bin_middle(half + place)
+    return RATIO_RANGE
+
+
+def _bin_middle(place: int) -> float:
+    return (place + 0.5) * (2 * RATIO_RANGE / RATIO_BINS) - RATIO_RANGE

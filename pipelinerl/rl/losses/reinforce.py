@@ -1,0 +1,21 @@
+"""REINFORCE with truncated importance weights (PipelineRL, arXiv 2509.19128): the default.
+
+    loss = -(1/B) * sum_t min(w_t, c) * A_t * log pi(y_t)        w_t = pi(y_t) / mu(y_t), no gradient through w
+
+mu is the policy version that really sampled the token, c = `finetune.rl.clamp` (5 in the paper). The published code of
+that system clamps at 1 + epsilon_high = 1.02 instead; set `clamp: 1.02` for the same behaviour.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+
+
+def reinforce(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+    ratio = inputs.log_ratio().detach().exp()
+    weight = ratio.clamp(max=config.clamp)
+    per_token = -weight * inputs.advantages * inputs.new_logprobs
+    return TokenLoss(per_token, {"rl/clip_fraction_high": inputs.token_mean((ratio > config.clamp).to(torch.float32))})

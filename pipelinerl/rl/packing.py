@@ -1,0 +1,135 @@
+"""Which samples share a micro-batch, and which rank gets it. Pure lists of integers; no torch.
+
+Called by the preprocessor when it closes a step, and by the trainer when its number of ranks differs from the plan's.
+Every sample lands in exactly one micro-batch. The result depends on nothing but the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+Plan = list[list[list[int]]]
+
+# Length at which causal attention costs as much as the matrix products of a model of 0.5-7 B parameters (a rough
+# figure between 23k and 70k tokens; it only decides how ranks are balanced, never what is computed).
+ATTENTION_CROSSOVER_TOKENS = 32768
+
+
+def sample_cost(length: int) -> float:
+    """Relative time of one sequence: linear in its tokens plus the quadratic share of attention."""
+    return length * (1.0 + length / ATTENTION_CROSSOVER_TOKENS)
+
+
+def make_plan(
+    lengths: Sequence[int], num_ranks: int, seq_length: int, packed: bool, rows_per_micro_batch: int = 1
+) -> Plan:
+    """Spread samples over ranks and micro-batches.
+
+    Args:
+        lengths: tokens of each sample.
+        num_ranks: trainer ranks; the plan has one list for each.
+        seq_length: most tokens of one packed row, and of one sample.
+        packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
+            padded rows of similar length.
+        rows_per_micro_batch: used only if not `packed`.
+
+    Returns:
+        `plan[rank][micro_batch]` = sorted indices into `lengths`. Numbers of micro-batches differ by at most one
+        between ranks; the trainer fills the gap with sentinels.
+
+    Raises:
+        ValueError: a sample is empty or longer than `seq_length` (the caller filters those), or an argument is < 1.
+    """
+    _check(lengths, num_ranks, seq_length, rows_per_micro_batch)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    if packed:
+        micro_batches = _pack(order, lengths, num_ranks, seq_length)
+        cost = _packed_cost(lengths)
+    else:
+        micro_batches = _rows(order, num_ranks, rows_per_micro_batch)
+        cost = _padded_cost(lengths)
+    return _deal(micro_batches, num_ranks, cost)
+
+
+def _check(lengths: Sequence[int], num_ranks: int, seq_length: int, rows: int) -> None:
+    for name, value in (("num_ranks", num_ranks), ("seq_length", seq_length), ("rows_per_micro_batch", rows)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, expected at least 1")
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= seq_length:
+            raise ValueError(
+                f"lengths[{index}]: got {length} tokens, expected 1..{seq_length} (seq_length). "
+                "Filter longer samples before packing, or raise finetune.seq_length"
+            )
+
+
+def _pack(order: list[int], lengths: Sequence[int], num_ranks: int, capacity: int) -> list[list[int]]:
+    """Bins of at most `capacity` tokens: as few as first-fit-decreasing needs, rounded up to a multiple of the ranks
+    (more bins cost nothing when ranks would idle), then filled as evenly as they go."""
+    fewest = _first_fit(order, lengths, capacity)
+    count = min(-(-len(fewest) // num_ranks) * num_ranks, len(order))
+    even = _fill_evenly(order, lengths, count, capacity)
+    return even if even is not None else fewest
+
+
+def _first_fit(order: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    used: list[int] = []
+    for index in order:
+        target = next((b for b, tokens in enumerate(used) if tokens + lengths[index] <= capacity), len(bins))
+        if target == len(bins):
+            bins.append([])
+            used.append(0)
+        bins[target].append(index)
+        used[target] += lengths[index]
+    return bins
+
+
+def _fill_evenly(order: list[int], lengths: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
+    """Longest first into the cheapest bin with room; None if that greedy order leaves a sample without room."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    used = [0] * count
+    cost = [0.0] * count
+    for index in order:
+        room = [b for b in range(count) if used[b] + lengths[index] <= capacity]
+        if not room:
+            return None
+        target = min(room, key=lambda b: (cost[b], b))
+        bins[target].append(index)
+        used[target] += lengths[index]
+        cost[target] += sample_cost(lengths[index])
+    return bins
+
+
+def _rows(order: list[int], num_ranks: int, rows: int) -> list[list[int]]:
+    """Cut the length-sorted order into even runs of at most `rows`, so that rows of one micro-batch pad little."""
+    fewest = -(-len(order) // rows)
+    count = min(-(-fewest // num_ranks) * num_ranks, len(order))
+    cuts = [len(order) * k // count for k in range(count + 1)] if count else []
+    return [order[start:end] for start, end in pairwise(cuts)]
+
+
+def _packed_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:
+    return lambda indices: sum(sample_cost(lengths[index]) for index in indices)
+
+
+def _padded_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:
+    return lambda indices: len(indices) * sample_cost(max(lengths[index] for index in indices))
+
+
+def _deal(micro_batches: list[list[int]], num_ranks: int, cost: Callable[[list[int]], float]) -> Plan:
+    """Deal micro-batches, dearest first, to the cheapest rank that has not had its share; costs even out and no rank
+    gets two micro-batches more than another."""
+    costs = {position: cost(indices) for position, indices in enumerate(micro_batches)}
+    plan: Plan = [[] for _ in range(num_ranks)]
+    load = [0.0] * num_ranks
+    share = -(-len(micro_batches) // num_ranks)
+    full_ranks = len(micro_batches) - (share - 1) * num_ranks if micro_batches else num_ranks
+    for position in sorted(costs, key=lambda p: (-costs[p], p)):
+        at_share = sum(len(assigned) == share for assigned in plan)
+        limit = share if at_share < full_ranks else share - 1
+        rank = min((r for r in range(num_ranks) if len(plan[r]) < limit), key=lambda r: (load[r], r))
+        plan[rank].append(sorted(micro_batches[position]))
+        load[rank] += costs[position]
+    return plan

@@ -1,0 +1,9 @@
+"""Makes the helper module of this folder importable under `--import-mode=importlib`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)

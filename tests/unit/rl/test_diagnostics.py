@@ -1,0 +1,66 @@
+"""ESS, log-prob differences, quantiles and lag of a step, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rl_samples import make_sample, scored
+
+from pipelinerl.rl.aggregation import step_scale
+from pipelinerl.rl.batch import collate, sentinel
+from pipelinerl.rl.diagnostics import StepDiagnostics
+from pipelinerl.rl.losses import LossInputs
+
+
+def inputs_for(log_ratios, spans=None, trainer_version=3):
+    n = len(log_ratios)
+    sample = scored(make_sample([1], [2] * n, logprobs=[-6.0] * n, spans=spans))
+    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    new = torch.tensor([[*[-6.0 + r for r in log_ratios], 0.0]])
+    return LossInputs.of(batch, new, trainer_version=trainer_version)
+
+
+def test_ess_before_and_after_clamping():
+    # w = 1, 1, 1, 9: before (12^2) / (4 * 84) = 0.4286, clamped at 5: (8^2) / (4 * 28) = 0.5714.
+    values = StepDiagnostics.of(inputs_for([0, 0, 0, math.log(9)]), clamp=5.0).values()
+    assert values["rl/ess"] == pytest.approx(144 / 336, rel=1e-5)
+    assert values["rl/ess_clamped"] == pytest.approx(64 / 112, rel=1e-5)
+    assert values["rl/ratio_over_clamp_fraction"] == 0.25
+    assert values["rl/ratio_mean"] == pytest.approx(3.0, rel=1e-5)
+    assert values["rl/ratio_max"] == pytest.approx(9.0, rel=1e-5)
+
+
+def test_differences_and_kl():
+    values = StepDiagnostics.of(inputs_for([0.5, -0.5]), clamp=5.0).values()
+    assert values["rl/logprob_abs_diff_mean"] == pytest.approx(0.5)
+    assert values["rl/logprob_abs_diff_max"] == pytest.approx(0.5)
+    assert values["rl/logprob_abs_diff_p99"] == pytest.approx(0.5, abs=0.0051)
+    k3 = (math.exp(0.5) - 0.5 - 1 + math.exp(-0.5) + 0.5 - 1) / 2
+    assert values["rl/kl_sampler_trainer"] == pytest.approx(k3, rel=1e-5)
+
+
+def test_quantiles_within_one_bin():
+    ratios = [k / 100 - 0.5 for k in range(100)]
+    values = StepDiagnostics.of(inputs_for(ratios), clamp=5.0).values()
+    assert values["rl/log_ratio_p50"] == pytest.approx(-0.01, abs=0.011)
+    assert values["rl/log_ratio_p01"] == pytest.approx(-0.5, abs=0.011)
+    assert values["rl/log_ratio_p99"] == pytest.approx(0.48, abs=0.011)
+
+
+def test_lag_by_token_across_an_update():
+    # Tokens 0-1 from version 1, token 2 from version 3; the trainer is at 3: lags 2, 2, 0.
+    values = StepDiagnostics.of(inputs_for([0, 0, 0], spans=[(1, 0, 2), (3, 2, 3)]), clamp=5.0).values()
+    assert values["rl/lag_mean_versions"] == pytest.approx(4 / 3)
+    assert values["rl/lag_max_versions"] == 2
+    assert values["rl/lag_share_0"] == pytest.approx(1 / 3)
+    assert values["rl/lag_share_2_3"] == pytest.approx(2 / 3)
+
+
+def test_micro_batches_add_up_and_sentinels_add_nothing():
+    whole = StepDiagnostics.of(inputs_for([0.1, -0.2, 1.9, 0.4]), clamp=5.0).values()
+    empty = StepDiagnostics.of(LossInputs.of(sentinel(pad_id=0), torch.zeros(1, 2)), clamp=5.0)
+    parts = StepDiagnostics.of(inputs_for([0.1]), 5.0) + StepDiagnostics.of(inputs_for([-0.2, 1.9, 0.4]), 5.0) + empty
+    assert parts.values() == pytest.approx(whole)
+    assert empty.values() == {}

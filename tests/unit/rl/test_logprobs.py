@@ -1,0 +1,111 @@
+"""Chunked head against PyTorch's own path: values, gradients, skipped rows, memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.rl.logprobs import logprobs_from_logits, plain_token_logprobs, token_logprobs
+
+
+def head(rows=7, dim=5, vocab=11, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, dim, generator=g, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocab, dim, generator=g, dtype=dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=g, dtype=dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), generator=g)
+    targets[::3] = -100
+    return hidden, weight, bias, targets
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.floats(0.3, 3.0), st.booleans(), st.booleans(), st.integers(0, 1000))
+def test_equals_the_plain_path(chunk, temperature, with_entropy, with_bias, seed):
+    hidden, weight, bias, targets = head(seed=seed)
+    b = bias if with_bias else None
+    inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
+    fused = token_logprobs(hidden, weight, targets, temperature, chunk, with_entropy, b)
+    plain = plain_token_logprobs(hidden, weight, targets, temperature, with_entropy, b)
+
+    def objective(out):
+        steep = torch.linspace(-2, 2, targets.numel(), dtype=torch.float64)
+        return (out[0] * steep).sum() + ((out[1] * steep.square()).sum() if with_entropy else 0)
+
+    for ours, theirs in zip(fused, plain, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    grads = torch.autograd.grad(objective(fused), inputs), torch.autograd.grad(objective(plain), inputs)
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_numbers_by_hand():
+    # Logits (0, ln 3) at temperature 1: p = (1/4, 3/4). At temperature 2: (1, sqrt 3) / (1 + sqrt 3).
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [math.log(3)]])
+    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), with_entropy=True)
+    assert logprobs.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    warm, _ = token_logprobs(hidden, weight, torch.tensor([0]), temperature=2.0)
+    assert warm.item() == pytest.approx(math.log(1 / (1 + math.sqrt(3))))
+
+
+def test_gradcheck():
+    hidden, weight, bias, targets = head(rows=4, dim=3, vocab=5)
+    function = lambda h, w, b: token_logprobs(h, w, targets, 0.7, 2, True, b)  # noqa: E731
+    assert torch.autograd.gradcheck(function, (hidden, weight, bias))
+
+
+def test_rows_without_target_stay_connected_and_give_zero():
+    hidden, weight, _, targets = head()
+    logprobs, _ = token_logprobs(hidden, weight, torch.full_like(targets, -100))
+    assert logprobs.requires_grad and not logprobs.any()
+    logprobs.sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_skipped_rows_may_be_nan():
+    hidden, weight, _, targets = head()
+    with torch.no_grad():
+        hidden[::3] = float("nan")
+    token_logprobs(hidden, weight, targets, with_entropy=True)[0].sum().backward()
+    assert torch.isfinite(weight.grad).all() and not hidden.grad[::3].any()
+
+
+def test_two_dimensional_targets():
+    hidden, weight, _, targets = head(rows=6)
+    flat = token_logprobs(hidden, weight, targets)[0]
+    folded = token_logprobs(hidden.reshape(2, 3, 5), weight, targets.reshape(2, 3), chunk_tokens=2)[0]
+    torch.testing.assert_close(folded.reshape(-1), flat)
+
+
+def test_fp32_head_is_closer_than_a_bf16_head():
+    hidden, weight, _, targets = head(rows=64, dim=64, vocab=512, dtype=torch.float64)
+    low = [t.detach().to(torch.bfloat16).requires_grad_() for t in (hidden, weight)]
+    exact = plain_token_logprobs(low[0].double(), low[1].double(), targets)[0]
+    wide = token_logprobs(*low, targets, chunk_tokens=16)[0]
+    narrow = token_logprobs(*low, targets, chunk_tokens=16, fp32_head=False)[0]
+    assert wide.dtype == torch.float32
+    assert (wide - exact).abs().max() < 1e-4 < (narrow - exact).abs().max()
+    wide.sum().backward()
+    assert low[0].grad.dtype == torch.bfloat16
+
+
+def test_from_logits_agrees():
+    hidden, weight, _, targets = head()
+    a = logprobs_from_logits(hidden @ weight.T, targets, 0.8, True)
+    b = token_logprobs(hidden, weight, targets, 0.8, 3, True)
+    for left, right in zip(a, b, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_bad_arguments():
+    hidden, weight, _, targets = head()
+    with pytest.raises(ValueError, match="temperature"):
+        token_logprobs(hidden, weight, targets, 0.0)
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        token_logprobs(hidden, weight, targets, 1.0, 0)

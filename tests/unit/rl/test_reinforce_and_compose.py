@@ -1,0 +1,140 @@
+"""The default loss with numbers worked out by hand; masks, sentinels and extreme values for every loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_samples import make_sample, scored
+
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.aggregation import step_scale
+from pipelinerl.rl.batch import collate, sentinel
+from pipelinerl.rl.losses import POLICY_LOSSES, Coefficients, LossInputs, coefficients_at, compute_loss
+from pipelinerl.rl.metrics import combine
+
+NONE = Coefficients(kl=0.0, entropy=0.0)
+
+
+def one_sample(old, advantage=1.0, ref=None):
+    sample = scored(make_sample([1], [2] * len(old), logprobs=old, ref_logprobs=ref), advantage)
+    return collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+
+
+def run(batch, new, config=None, coefficients=NONE, **more):
+    new = torch.tensor([[*new, 0.0]], dtype=torch.float64, requires_grad=True)
+    out = compute_loss(LossInputs.of(batch, new, **more), config or RLConfig(), coefficients)
+    (grad,) = torch.autograd.grad(out.loss, new)
+    return out, grad[0, :-1].tolist()
+
+
+def test_reinforce_by_hand():
+    # Ratios: e^0.5 kept, e^2 = 7.39 truncated to 5. loss = -(w1 * l1 + w2 * l2) * A / B, gradient = -w * A / B.
+    out, grad = run(one_sample([-1.0, -3.0], advantage=2.0), [-0.5, -1.0])
+    w = [math.exp(0.5), 5.0]
+    assert out.loss.item() == pytest.approx(-2 * (w[0] * -0.5 + w[1] * -1.0))
+    assert grad == pytest.approx([-2 * w[0], -2 * w[1]])
+    assert out.metrics["rl/clip_fraction_high"].value.item() == 0.5
+
+
+def test_kl_and_entropy_by_hand():
+    entropy = torch.tensor([[0.7, 0.0]], dtype=torch.float64)
+    batch = one_sample([-1.0], advantage=0.0, ref=[-1.5])
+    out, grad = run(batch, [-1.0], coefficients=Coefficients(kl=0.1, entropy=0.01), entropy=entropy)
+    # r = ref - new = -0.5; k3 = e^r - r - 1; d k3 / d new = 1 - e^r.
+    assert out.loss.item() == pytest.approx(0.1 * (math.exp(-0.5) + 0.5 - 1) - 0.01 * 0.7)
+    assert grad == pytest.approx([0.1 * (1 - math.exp(-0.5))])
+    assert out.metrics["rl/entropy"].value.item() == pytest.approx(0.7)
+
+
+def test_kl_without_reference_and_entropy_without_entropy_are_refused():
+    with pytest.raises(ValueError, match="kl_coef"):
+        run(one_sample([-1.0]), [-1.0], coefficients=Coefficients(kl=0.1, entropy=0.0))
+    with pytest.raises(ValueError, match="entropy"):
+        run(one_sample([-1.0]), [-1.0], coefficients=Coefficients(kl=0.0, entropy=0.1))
+
+
+def test_schedule():
+    config = RLConfig(kl_coef=0.1, final_kl_coef=0.0, entropy_bonus=0.2)
+    assert [coefficients_at(config, step, 5).kl for step in (1, 3, 5, 9)] == pytest.approx([0.1, 0.05, 0.0, 0.0])
+    assert coefficients_at(config, 3, 5).entropy == 0.2
+    assert coefficients_at(config, 1, 1).kl == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(-1e4, 0), st.floats(-1e4, 0), st.floats(-100, 100), st.booleans()), min_size=1, max_size=6
+    )
+)
+def test_finite_and_masked_tokens_have_no_gradient(name, tokens):
+    old, new, advantages, trained = (list(column) for column in zip(*tokens, strict=True))
+    ids = range(2, 2 + len(tokens))
+    kept = [i for i, is_trained in enumerate(trained) if is_trained]
+    base = make_sample([1], list(ids), logprobs=[old[i] for i in kept], spans=[(0, 0, len(kept))])
+    labels = [-100, *[token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]]
+    from msgspec.structs import replace
+
+    sample = scored(replace(base, labels=labels), [advantages[i] for i in kept] if kept else [0.0])
+    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    values = [*[x if t else float("nan") for x, t in zip(new, trained, strict=True)], float("nan")]
+    logprobs = torch.tensor([values], requires_grad=True)
+    config = RLConfig(policy_loss=name)
+    out = compute_loss(LossInputs.of(batch, logprobs, trainer_version=3), config, NONE)
+    out.loss.backward()
+    assert torch.isfinite(out.loss)
+    assert torch.isfinite(logprobs.grad).all()
+    assert not logprobs.grad[~batch.mask].any()
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_sentinel_contributes_exactly_zero(name):
+    logprobs = torch.full((1, 2), float("nan"), requires_grad=True)
+    entropy = torch.full((1, 2), float("nan"))
+    batch = sentinel(pad_id=0, step_tokens=10, with_reference=True)
+    inputs = LossInputs.of(batch, logprobs, entropy=entropy, trainer_version=4)
+    out = compute_loss(inputs, RLConfig(policy_loss=name), Coefficients(kl=0.1, entropy=0.1))
+    out.loss.backward()
+    assert out.loss.item() == 0.0
+    assert not logprobs.grad.any()
+    assert all(metric.value.item() == 0.0 for metric in out.metrics.values())
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("aggregation", ["sample", "sample_mean", "token", "group", "constant_length"])
+def test_loss_and_gradient_do_not_depend_on_micro_batches(name, aggregation):
+    g = torch.Generator().manual_seed(1)
+    samples = []
+    for k, length in enumerate([3, 1, 5, 2, 4, 7, 1, 6]):
+        old = (-torch.rand(length, generator=g) * 3).tolist()
+        advantage = torch.randn(1, generator=g).item()
+        samples.append(
+            scored(make_sample([1, 2], [3] * length, logprobs=old, sample_id=f"0-{k // 3}/r{k}/s0"), advantage)
+        )
+    scale = step_scale(samples, aggregation, 8)
+    new = {k: -torch.rand(s.sample.num_trained_tokens, generator=g, dtype=torch.float64) for k, s in enumerate(samples)}
+
+    def total(micro_batches, packed):
+        leaves = {k: value.clone().requires_grad_() for k, value in new.items()}
+        outs = []
+        for indices in micro_batches:
+            batch = collate(samples, indices, scale=scale, packed=packed, pad_id=0)
+            flat = torch.zeros(batch.mask.shape, dtype=torch.float64)
+            flat = flat.masked_scatter(batch.mask, torch.cat([leaves[i] for i in batch.indices]))
+            inputs = LossInputs.of(batch, flat, trainer_version=3)
+            outs.append(compute_loss(inputs, RLConfig(policy_loss=name), NONE))
+        loss = sum(out.loss for out in outs)
+        loss.backward()
+        metrics = {key: m.value.item() for key, m in combine(out.metrics for out in outs).items()}
+        return loss.item(), torch.cat([leaves[k].grad for k in sorted(leaves)]), metrics
+
+    reference = total([list(range(8))], True)
+    for micro_batches, packed in [([[i] for i in range(8)], True), ([[0, 5], [1, 2, 3], [4, 6, 7]], False)]:
+        loss, grad, metrics = total(micro_batches, packed)
+        assert loss == pytest.approx(reference[0], rel=1e-6)
+        torch.testing.assert_close(grad, reference[1])
+        assert metrics == pytest.approx(reference[2], rel=1e-5, abs=1e-7)
