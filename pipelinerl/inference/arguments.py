@@ -86,7 +86,8 @@ def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     """
     options, notes = _user_options(settings.vllm_kwargs)
     if (mode := options.get("logprobs-mode", "processed_logprobs")) != "processed_logprobs":
-        raise _error("logprobs-mode", mode, "processed_logprobs", "Log-probs must be those of the sampling distribution.")
+        next_step = "Remove it: log-probs must be those of the sampling distribution."
+        raise _error("logprobs-mode", mode, "processed_logprobs", next_step)
     for name, value in _defaults(settings).items():
         options.setdefault(name, value)
     if settings.fp32_head:

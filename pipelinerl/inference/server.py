@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import math
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
@@ -29,6 +29,9 @@ def prepare_environment(environ: MutableMapping[str, str], settings: ServerSetti
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))
         # Pinned threads of several servers and the trainer would share one core of a small machine.
         environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if _is_eager(settings.vllm_kwargs):
+            # Even then vLLM compiles the ranking of log-probs at the first request, which takes 10-20 s of two cores.
+            environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     elif importlib.util.find_spec("flashinfer") is None:
         environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
@@ -67,6 +70,10 @@ def _run_vllm(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
+
+
+def _is_eager(kwargs: Mapping[str, object]) -> bool:
+    return any(name.replace("_", "-") == "enforce-eager" and value is not False for name, value in kwargs.items())
 
 
 def _is_loopback(host: str) -> bool:

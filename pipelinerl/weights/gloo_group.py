@@ -53,9 +53,7 @@ class GlooGroup:
             group.abort()
 
 
-def _process_group(
-    store: TCPStore, rank: int, world_size: int, timeout: timedelta, address: str
-) -> ProcessGroupGloo:
+def _process_group(store: TCPStore, rank: int, world_size: int, timeout: timedelta, address: str) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
     # By default gloo looks its own host name up, which fails on machines without name resolution.

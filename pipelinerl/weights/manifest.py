@@ -64,9 +64,7 @@ def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], 
     if unknown := sorted(set(sent) - set(expected) - optional):
         problems.append(f"{len(unknown)} tensors are unknown to the model: {_some(unknown)}")
     wrong = sorted(name for name in set(sent) & set(expected) if tuple(sent[name]) != tuple(expected[name]))
-    problems += [
-        f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong[:4]
-    ]
+    problems += [f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong[:4]]
     if len(wrong) > 4:
         problems.append(f"{len(wrong) - 4} more tensors have wrong shapes")
     return problems

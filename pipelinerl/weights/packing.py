@@ -32,16 +32,17 @@ class TensorMeta:
         return str(self.dtype).removeprefix("torch.")
 
 
-def meta_from_wire(names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
+def meta_from_wire(
+    names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[TensorMeta]:
     """Tensor descriptions from the three lists of an update request.
 
     Raises:
         ValueError: the lists differ in length, or a dtype is unknown.
     """
     if not len(names) == len(dtype_names) == len(shapes):
-        raise ValueError(
-            f"update: got {len(names)} names, {len(dtype_names)} dtypes and {len(shapes)} shapes, expected equal numbers"
-        )
+        numbers = f"{len(names)} names, {len(dtype_names)} dtypes and {len(shapes)} shapes"
+        raise ValueError(f"update: got {numbers}, expected equal numbers")
     metas = []
     for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
         dtype = getattr(torch, dtype_name, None)

@@ -1,0 +1,184 @@
+"""The connection of the trainer with one server: its control client, its transfer group, one update at a time.
+
+The publisher runs the coroutines of all links on one event loop and feeds every link the same packed buffers from the
+trainer's thread. A link that failed swallows what it is fed, so that it never holds the others up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import torch
+
+from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.control import ControlClient, KVCache
+from pipelinerl.weights.manifest import coverage_problems
+from pipelinerl.weights.packing import TensorMeta
+from pipelinerl.weights.report import ServerAddress, ServerUpdate
+from pipelinerl.weights.threads import in_thread
+from pipelinerl.weights.transport import Transport
+
+#: Buffers that may wait for one server; more would only hold memory.
+_OUTBOX_BUFFERS = 2
+
+
+class ServerLink:
+    """One server and the group that carries weights to it.
+
+    Args:
+        address: the server.
+        client: its control client.
+        make_transport: opens a fresh transport; called again after a failure.
+        timeout_s: limit of one attempt at connecting or updating.
+        kv_cache: what happens to the KV cache of running requests at an update.
+    """
+
+    def __init__(
+        self,
+        address: ServerAddress,
+        client: ControlClient,
+        make_transport: Callable[[], Transport],
+        timeout_s: float,
+        kv_cache: KVCache,
+    ) -> None:
+        self.address = address
+        self.client = client
+        self.error: str | None = None
+        self._make_transport = make_transport
+        self._timeout_s = timeout_s
+        self._kv_cache: KVCache = kv_cache
+        self._transport: Transport | None = None
+        self._expected: Mapping[str, tuple[int, ...]] | None = None
+        self._tied = False
+        self._phase = "connect"
+        self._outbox: queue.Queue[torch.Tensor | None] = queue.Queue(_OUTBOX_BUFFERS)
+
+    @property
+    def name(self) -> str:
+        return self.address.name
+
+    async def connect(self) -> None:
+        """Form the group, whatever state an earlier trainer or a failed update left the server in.
+
+        Raises:
+            WeightSyncError: the server did not answer in time, or its answer is quoted.
+        """
+        async with self._attempt("connect"):
+            self.close()
+            await self.client.abort_update()
+            info = await self.client.model_info()
+            tensors = info.get("tensors")
+            self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
+            self._tied = bool(info.get("tied", False))
+            self._transport = transport = self._make_transport()
+            init_info = transport.prepare(await self.client.world_size())
+            await _together(self.client.init_engine(init_info), in_thread(f"weights-join-{self.name}", transport.join))
+            self.error = None
+
+    def check(self, metas: list[TensorMeta]) -> None:
+        """Compare what is to be sent with the server's model, before anything is paused.
+
+        Raises:
+            WeightSyncError: tensors are missing, unknown or of another shape; sending again cannot help.
+        """
+        if self._expected is None:
+            return
+        if problems := coverage_problems(self._expected, {meta.name: meta.shape for meta in metas}, self._tied):
+            raise WeightSyncError(self.name, "the update does not fit the server's model: " + "; ".join(problems))
+
+    async def update(self, version: int, metas: list[TensorMeta]) -> ServerUpdate:
+        """One round: pause, start, transfer, load, resume. Buffers come through `feed`.
+
+        Raises:
+            WeightSyncError: with the phase and the quoted error; the server is left paused.
+        """
+        seconds: dict[str, float] = {}
+        async with self._attempt("pause"):
+            with self._timed("pause", seconds):
+                await self.client.pause(self._kv_cache)
+            with self._timed("start", seconds):
+                await self.client.start_update()
+            with self._timed("transfer", seconds):
+                await _together(
+                    self.client.receive_update(metas), in_thread(f"weights-send-{self.name}", self._send_all)
+                )
+            with self._timed("load", seconds):
+                await self.client.finish_update(version)
+            with self._timed("resume", seconds):
+                await self.client.resume()
+        return ServerUpdate(self.name, seconds)
+
+    def feed(self, buffer: torch.Tensor | None) -> None:
+        """Hand the next buffer (None: that was the last) to this server. Called from the trainer's thread."""
+        deadline = time.monotonic() + self._timeout_s
+        while self.error is None:
+            try:
+                # In short waits, because the link may fail meanwhile and nobody empties the queue any more.
+                self._outbox.put(buffer, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+                return
+            except queue.Full:
+                if time.monotonic() >= deadline:
+                    self.error = f"phase {self._phase}: no buffer was taken for {self._timeout_s:g} s"
+
+    def begin_round(self) -> None:
+        """Forget buffers of an earlier attempt. Call before `feed` and `update` of a round."""
+        self._outbox = queue.Queue(_OUTBOX_BUFFERS)
+
+    def close(self) -> None:
+        """Leave the transfer group; the server keeps running."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def _send_all(self) -> None:
+        transport, outbox = self._transport, self._outbox
+        if transport is None:
+            raise RuntimeError("the transfer group is not connected")
+        while (buffer := outbox.get(timeout=self._timeout_s)) is not None:
+            transport.send(buffer)
+
+    @asynccontextmanager
+    async def _attempt(self, phase: str) -> AsyncIterator[None]:
+        """One attempt with a deadline; whatever goes wrong closes the group and becomes a WeightSyncError."""
+        self._phase = phase
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError as error:
+            self._fail(f"phase {self._phase}: no end after {self._timeout_s:g} s")
+            raise WeightSyncError(self.name, str(self.error)) from error
+        except (WeightSyncError, RuntimeError, OSError, ValueError, KeyError, queue.Empty) as error:
+            self._fail(f"phase {self._phase}: {error or type(error).__name__}")
+            raise WeightSyncError(self.name, str(self.error)) from error
+
+    def _fail(self, message: str) -> None:
+        self.error = message
+        # Frees a worker that waits in a broadcast: its peer is gone, so its call fails now.
+        self.close()
+
+    @contextmanager
+    def _timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
+        self._phase = phase
+        start = time.monotonic()
+        yield
+        seconds[phase] = time.monotonic() - start
+
+
+async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
+    """Await all calls; the first error cancels the others and is raised as it is, not in a group."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        # Of several errors the server's answer says most: it comes first in the list.
+        for task in tasks:
+            if task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

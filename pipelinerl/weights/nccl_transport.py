@@ -1,0 +1,80 @@
+"""The trainer's end of vLLM's packed NCCL transfer, for servers on other GPUs than the trainer's.
+
+The workers receive with vLLM's own engine; the group is vLLM's `PyNcclCommunicator` over a TCP rendezvous. NCCL has no
+time-out: a call that never returns is left to its thread, and the server is reported as failed.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+
+class NCCLTransport:
+    """Broadcasts packed buffers to the workers of one server. See `weights.transport` for the protocol."""
+
+    def __init__(self, address: str, port: int | None, timeout_s: float, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._address = address
+        self._port = port
+        self._timeout_s = timeout_s
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)
+        self._world_size = 0
+        self._communicator: PyNcclCommunicator | None = None
+        self._closed = False
+
+    def prepare(self, num_workers: int) -> dict[str, Any]:
+        self._world_size = 1 + num_workers
+        if self._port is None:
+            with socket.create_server((self._address, 0)) as listener:
+                self._port = int(listener.getsockname()[1])
+        return {
+            "master_address": self._address,
+            "master_port": self._port,
+            "rank_offset": 1,
+            "world_size": self._world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": self.chunk_bytes,
+            # One buffer at a time per side: the sender's chunks arrive in order on one stream.
+            "packed_num_buffers": 2,
+        }
+
+    def join(self) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        if self._port is None:
+            raise RuntimeError("nccl transport: prepare() comes before join()")
+        torch.cuda.set_device(self._device)
+        group = StatelessProcessGroup.create(
+            self._address, self._port, rank=0, world_size=self._world_size, store_timeout=int(self._timeout_s)
+        )
+        with unpinned_nccl_env():
+            communicator = PyNcclCommunicator(group, device=self._device)
+        self._communicator = communicator
+        if self._closed:
+            communicator.destroy()
+
+    def send(self, buffer: torch.Tensor) -> None:
+        communicator = self._communicator
+        if communicator is None:
+            raise RuntimeError("nccl transport: it is not open")
+        torch.cuda.set_device(self._device)
+        on_device = buffer.to(self._device)
+        # The buffer was packed on the default stream by the trainer's thread.
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        communicator.broadcast(on_device, src=0, stream=self._stream)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._closed = True
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.destroy()

@@ -1,0 +1,246 @@
+"""Sends weights to all servers at once: what the trainer's loop calls on rank 0.
+
+Waits for: the servers' control routes, the collectives of each server's group, the weight source. Every wait has
+`timeout_s`. One server's failure costs only that server: it gets a second attempt with everything, then it is reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiohttp
+import torch
+
+from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.control import ControlClient, KVCache, control_session
+from pipelinerl.weights.link import ServerLink
+from pipelinerl.weights.packing import DEFAULT_CHUNK_BYTES, TensorMeta, pack
+from pipelinerl.weights.report import ServerAddress, ServerUpdate, UpdateReport
+from pipelinerl.weights.source import WeightSource
+from pipelinerl.weights.transport import Transport, TransportName, create_transport
+from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+#: Added to a link's own deadline when the trainer's thread waits for it: the link reports first.
+_MARGIN_S = 10.0
+
+
+class WeightPublisher:
+    """Sends versions of the weights to servers and verifies them. Use as a context manager, from one thread.
+
+    Args:
+        token: control token of the servers.
+        transport: `gloo` (servers on CPUs) or `nccl` (servers on other GPUs).
+        timeout_s: limit of one attempt (connecting, one update) at one server.
+        kv_cache: `keep` continues running requests on their old KV cache, `recompute` computes it anew.
+        master_address: address of this machine at which the servers' workers reach it.
+        chunk_bytes: size of the packed buffers.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        transport: TransportName = "gloo",
+        timeout_s: float = 120.0,
+        kv_cache: KVCache = "keep",
+        master_address: str = "127.0.0.1",
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        self._token = token
+        self._transport: TransportName = transport
+        self._timeout_s = timeout_s
+        self._kv_cache: KVCache = kv_cache
+        self._master_address = master_address
+        self._chunk_bytes = chunk_bytes
+        self._links: dict[str, ServerLink] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-publisher", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def servers(self) -> list[str]:
+        """Names of the connected servers."""
+        return list(self._links)
+
+    def connect(self, servers: Sequence[ServerAddress], start_timeout_s: float | None = None) -> None:
+        """Wait until `servers` are up and form one transfer group with each.
+
+        Works on fresh servers and on servers that an earlier trainer left paused, in the middle of an update.
+
+        Args:
+            servers: all servers that get every version from now on, beside those already connected.
+            start_timeout_s: how long they may take to come up; None for `timeout_s`.
+
+        Raises:
+            WeightSyncError: a server did not come up or refused; its error is quoted.
+        """
+        limit = self._timeout_s if start_timeout_s is None else start_timeout_s
+        self._run(self._connect_all(servers, limit), limit + self._timeout_s)
+
+    def publish(self, version: int, source: WeightSource) -> UpdateReport:
+        """Give every server `version`. Blocks until all of them sample with it or were given up.
+
+        A server that failed is connected anew and gets everything once more. If that fails too it is left paused,
+        dropped from the connected servers and reported.
+
+        Raises:
+            WeightSyncError: the tensors of `source` do not fit a server's model; nothing was paused or sent.
+        """
+        started = time.monotonic()
+        metas = source.metadata()
+        for link in self._links.values():
+            link.check(metas)
+        updated, failed = self._round(version, source, metas, list(self._links.values()))
+        first_errors = {link.name: str(link.error) for link in failed}
+        if failed:
+            logger.warning("update to version %d failed, trying again: %s", version, first_errors)
+            recovered, failed = self._recover(version, source, metas, failed)
+            updated += [replace(update, recovered_from=first_errors[update.name]) for update in recovered]
+        errors: dict[str, str] = {}
+        for link in failed:
+            errors[link.name] = f"{link.error} (first attempt: {first_errors[link.name]})"
+            del self._links[link.name]
+        return UpdateReport(version, updated, errors, time.monotonic() - started)
+
+    def probe(self, sequences: Sequence[ProbeSequence]) -> ProbeResult:
+        """Compare the trainer's log-probs with those that every connected server computes afresh.
+
+        Raises:
+            WeightSyncError: a server did not answer in time, or with something else than log-probs.
+        """
+        clients = [link.client for link in self._links.values()]
+        return self._run(probe_servers(clients, sequences, self._timeout_s), self._timeout_s)
+
+    def close(self) -> None:
+        """Leave all groups and stop the thread. The servers keep running with what they have."""
+        if self._loop.is_closed():
+            return
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        if self._session is not None:
+            self._run(self._session.close(), 0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_MARGIN_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _recover(
+        self, version: int, source: WeightSource, metas: list[TensorMeta], links: list[ServerLink]
+    ) -> tuple[list[ServerUpdate], list[ServerLink]]:
+        """Connect failed servers anew and send them everything. Returns what worked and what did not."""
+        futures = {link.name: self._submit(link.connect()) for link in links}
+        for link in links:
+            self._outcome(link, futures[link.name])
+        connected = [link for link in links if link.error is None]
+        # A pass of the source may be a collective: it is made only if somebody takes it.
+        updated, failed = self._round(version, source, metas, connected) if connected else ([], [])
+        return updated, failed + [link for link in links if link not in connected]
+
+    def _round(
+        self, version: int, source: WeightSource, metas: list[TensorMeta], links: list[ServerLink]
+    ) -> tuple[list[ServerUpdate], list[ServerLink]]:
+        """One update of `links`, all at once. Returns the updates that worked and the links that failed."""
+        buffers = _packed(source, metas, self._chunk_bytes)
+        # The first buffer is ready before anybody is paused.
+        staged = next(buffers, None)
+        for link in links:
+            link.begin_round()
+        futures = {link.name: self._submit(link.update(version, metas)) for link in links}
+        while staged is not None:
+            for link in links:
+                link.feed(staged)
+            staged = next(buffers, None)
+        for link in links:
+            link.feed(None)
+        outcomes = {link.name: self._outcome(link, futures[link.name]) for link in links}
+        updated = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerUpdate)]
+        return updated, [link for link in links if outcomes[link.name] is None]
+
+    def _outcome(self, link: ServerLink, future: Future[Result]) -> Result | None:
+        """The result of a link's coroutine, or None if it failed (the link then holds the error)."""
+        try:
+            return future.result(self._timeout_s + _MARGIN_S)
+        except WeightSyncError as error:
+            link.error = link.error or str(error)
+        except TimeoutError:
+            link.error = link.error or f"no end after {self._timeout_s:g} s"
+            future.cancel()
+        return None
+
+    async def _connect_all(self, servers: Sequence[ServerAddress], start_timeout_s: float) -> None:
+        if self._session is None:
+            self._session = control_session(self._token)
+        session = self._session
+        links = [self._new_link(session, address) for address in servers]
+
+        async def bring_up(link: ServerLink) -> None:
+            try:
+                async with asyncio.timeout(start_timeout_s):
+                    await link.client.wait_healthy()
+            except TimeoutError as error:
+                message = f"{link.address.url}/health did not answer within {start_timeout_s:g} s"
+                raise WeightSyncError(link.name, message) from error
+            await link.connect()
+
+        await asyncio.gather(*(bring_up(link) for link in links))
+        self._links.update({link.name: link for link in links})
+
+    def _new_link(self, session: aiohttp.ClientSession, address: ServerAddress) -> ServerLink:
+        def make_transport() -> Transport:
+            return create_transport(
+                self._transport, self._master_address, address.group_port, self._timeout_s, self._chunk_bytes
+            )
+
+        client = ControlClient(session, address.name, address.url)
+        return ServerLink(address, client, make_transport, self._timeout_s, self._kv_cache)
+
+    def _submit(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _run(self, call: Coroutine[Any, Any, Result], limit_s: float) -> Result:
+        return self._submit(call).result(limit_s + _MARGIN_S)
+
+
+def _packed(source: WeightSource, metas: list[TensorMeta], chunk_bytes: int) -> Iterator[torch.Tensor]:
+    """The tensors of one pass in packed buffers, split as the workers split them (`packing.plan_chunks`).
+
+    Raises:
+        ValueError: the pass yields something else than `metas` declare.
+    """
+    chunk: list[torch.Tensor] = []
+    total = 0
+    expected = iter(metas)
+    for bucket in source.buckets():
+        for name, tensor in bucket:
+            meta = next(expected, None)
+            if meta is None or (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, meta.shape):
+                raise ValueError(f"weight source: got {name} {tensor.dtype} {list(tensor.shape)}, expected {meta}")
+            chunk.append(tensor)
+            total += meta.num_bytes
+            if total > chunk_bytes:
+                yield pack(chunk)
+                chunk, total = [], 0
+    if (missing := next(expected, None)) is not None:
+        raise ValueError(f"weight source: the pass ended before {missing.name}")
+    if chunk:
+        yield pack(chunk)

@@ -1,0 +1,62 @@
+"""What is known about servers and updates: plain data, handed to the trainer's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: The phases of an update, in order. `load` is what the server does after the last byte arrived.
+PHASES = ("pause", "start", "transfer", "load", "resume")
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """One server that receives weights.
+
+    Attributes:
+        name: for messages, for instance the job name.
+        url: `http://host:port`.
+        group_port: TCP port of this server's transfer group on the trainer's machine; None lets the system choose.
+    """
+
+    name: str
+    url: str
+    group_port: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerUpdate:
+    """One server that has the new weights and samples again."""
+
+    name: str
+    seconds: dict[str, float]
+    recovered_from: str | None = None
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """The outcome of one update over all servers.
+
+    Attributes:
+        version: the policy version that was sent.
+        updated: servers that have it.
+        failed: name -> quoted error of servers that could not be given it even on the second attempt. They are left
+            paused (half-loaded weights must not sample) and have to be restarted.
+        total_s: wall-clock seconds of the whole call.
+    """
+
+    version: int
+    updated: list[ServerUpdate] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    total_s: float = 0.0
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The slowest server's seconds by phase, and `total`."""
+        seconds = {"total": self.total_s}
+        for phase in PHASES:
+            seconds[phase] = max((update.seconds.get(phase, 0.0) for update in self.updated), default=0.0)
+        return seconds
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.updated)

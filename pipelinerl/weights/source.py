@@ -1,0 +1,113 @@
+"""Where the weights of an update come from. Used by the publisher (trainer rank 0) and by the other trainer ranks.
+
+A source declares names, dtypes and shapes without gathering anything, and yields tensors bucket by bucket, so that
+a sharded model never exists as a second full copy. A pass may be repeated: a server that failed gets everything again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from pipelinerl.weights.packing import TensorMeta
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+class WeightSource(Protocol):
+    """What `WeightPublisher.publish` takes."""
+
+    def metadata(self) -> list[TensorMeta]:
+        """Every tensor of an update, in the order of `buckets`, without gathering."""
+        ...
+
+    def buckets(self) -> Iterator[Bucket]:
+        """One fresh pass over the tensors. The publisher always reads a pass to its end."""
+        ...
+
+
+class ModuleSource:
+    """The weights of a plain `torch.nn.Module` in Hugging Face names.
+
+    Args:
+        module: a model whose parameter names are those of its checkpoint.
+        dtype: dtype on the wire; None keeps each parameter's own.
+        bucket_bytes: about how much one bucket holds.
+        rename: maps a parameter name to the checkpoint's; returning None leaves it out (a tied head, an adapter).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 256 * 2**20,
+        rename: Callable[[str], str | None] | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._parameters: list[tuple[str, torch.Tensor]] = []
+        # `named_parameters` reports a shared parameter once, so a tied head does not travel twice.
+        for name, parameter in module.named_parameters():
+            if (wire_name := name if rename is None else rename(name)) is not None:
+                self._parameters.append((wire_name, parameter))
+
+    def metadata(self) -> list[TensorMeta]:
+        return [
+            TensorMeta(name, self._dtype or parameter.dtype, tuple(parameter.shape))
+            for name, parameter in self._parameters
+        ]
+
+    def buckets(self) -> Iterator[Bucket]:
+        bucket: Bucket = []
+        total = 0
+        for name, parameter in self._parameters:
+            tensor = parameter.detach().to(self._dtype or parameter.dtype)
+            bucket.append((name, tensor))
+            total += tensor.numel() * tensor.element_size()
+            if total >= self._bucket_bytes:
+                yield bucket
+                bucket, total = [], 0
+        if bucket:
+            yield bucket
+
+
+class CollectiveSource:
+    """A source whose tensors are gathered by all trainer ranks together (ZeRO-3, FSDP2, tensor parallelism).
+
+    Rank 0 passes it to the publisher and calls `done` afterwards; every other rank calls `follow`, which takes part in
+    as many passes as rank 0 makes.
+
+    Args:
+        metas: descriptions of all tensors, in the order of `gather`.
+        gather: one pass of the collective; yields buckets (empty ones on ranks that only take part).
+        announce: broadcasts a flag from rank 0 to all ranks and returns it.
+    """
+
+    def __init__(
+        self,
+        metas: list[TensorMeta],
+        gather: Callable[[], Iterable[Bucket]],
+        announce: Callable[[bool], bool],
+    ) -> None:
+        self._metas = metas
+        self._gather = gather
+        self._announce = announce
+
+    def metadata(self) -> list[TensorMeta]:
+        return self._metas
+
+    def buckets(self) -> Iterator[Bucket]:
+        self._announce(True)
+        yield from self._gather()
+
+    def done(self) -> None:
+        """Rank 0: no further pass follows in this round. Call it whatever happened to the update."""
+        self._announce(False)
+
+    def follow(self) -> None:
+        """Other ranks: take part in every pass of one round."""
+        while self._announce(False):
+            for _ in self._gather():
+                pass
