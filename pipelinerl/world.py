@@ -52,5 +52,5 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: PortSource) -> W
         rank=cluster.rank,
         gpus_per_llm=split.gpus_per_llm,
         master_addr=cluster.hosts[master_node],
-        master_port=cluster.master_port or ports.take(master_node, DEFAULT_MASTER_PORT),
+        master_port=cluster.master_port or ports.take(master_node, DEFAULT_MASTER_PORT, "MASTER_PORT"),
     )

@@ -17,8 +17,8 @@ from pipelinerl.placement.split import Split
 class PortSource(Protocol):
     """Hands out TCP ports. A port is handed out once per node."""
 
-    def take(self, node_rank: int, preferred: int | None) -> int:
-        """A port that is free on that node: `preferred`, or the next free one after it."""
+    def take(self, node_rank: int, preferred: int, key: str) -> int:
+        """A port that is free on that node: `preferred`, or another one. `key` is where the user sets it."""
         ...
 
 
@@ -58,8 +58,8 @@ class Placer:
         servers = self._servers("actor_llm", self.split.actor_llms, free)
         servers += self._servers("preprocessor_llm", self.split.preprocessor_llms, free)
         if self.config.environment is not None:
-            servers += self._services("environment", world.env_replicas, world.environment_start_port)
-        servers += self._services("verifier", world.verifier_replicas, world.environment_start_port)
+            servers += self._services("environment", world.env_replicas)
+        servers += self._services("verifier", world.verifier_replicas)
         clients = [self._job(kind, i, i, 0, []) for i in range(world.replicas) for kind in ("actor", "preprocessor")]
         ranks = self._ranks(self._all_gpus() if world.placement == "colocated" else free)
         return self._with_cores([*self._with_group_ports(servers, ranks), *clients, *ranks])
@@ -83,15 +83,16 @@ class Placer:
                     )
                 node, gpus = place
             replica = idx * self.config.world.replicas // count
-            port = self.ports.take(node, self.config.world.llm_start_port + idx)
+            port = self.ports.take(node, self.config.world.llm_start_port + idx, "world.llm_start_port")
             jobs.append(self._job(kind, idx, replica, node, gpus, port))
         return jobs
 
-    def _services(self, kind: str, count: int, start_port: int) -> list[Job]:
+    def _services(self, kind: str, count: int) -> list[Job]:
         jobs = []
         for idx in range(count):
             node = idx % self.cluster.world_size
-            port = self.ports.take(node, start_port + idx)
+            start = self.config.world.environment_start_port
+            port = self.ports.take(node, start + idx, "world.environment_start_port")
             jobs.append(self._job(kind, idx, idx % self.config.world.replicas, node, [], port))
         return jobs
 
@@ -115,9 +116,10 @@ class Placer:
 
     def _with_group_ports(self, servers: list[Job], ranks: list[Job]) -> list[Job]:
         """Give each actor server the port where it meets trainer rank 0; the port is one of rank 0's node."""
-        node, start = ranks[0].node_rank if ranks else 0, self.config.world.actor_group_port
+        node = ranks[0].node_rank if ranks else 0
+        start, key = self.config.world.actor_group_port, "world.actor_group_port"
         return [
-            msgspec.structs.replace(job, weight_group_port=self.ports.take(node, start + job.idx))
+            msgspec.structs.replace(job, weight_group_port=self.ports.take(node, start + job.idx, key))
             if job.kind == "actor_llm"
             else job
             for job in servers

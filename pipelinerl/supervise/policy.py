@@ -1,0 +1,57 @@
+"""Which end of which job means what: the exit policy of a run, pure. Used by the supervisor.
+
+Trainer ranks, actor and preprocessor end by themselves with exit code 0 once training is complete. Servers never end
+by themselves. Every other end fails the run. (A restart of servers in place would be one more verdict here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipelinerl.errors import EXIT_USER_ERROR
+from pipelinerl.supervise.process import describe_exit
+from pipelinerl.world import SERVER_KINDS, Job
+
+VerdictKind = Literal["go_on", "finished", "failed", "user_error"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an exit means for the run; `reason` completes the sentence `<job> ...`."""
+
+    kind: VerdictKind
+    reason: str = ""
+
+
+@dataclass
+class ExitPolicy:
+    """State: which jobs have ended well. `is_training_complete` asks the trainer's stream."""
+
+    jobs: Sequence[Job]
+    is_training_complete: Callable[[], bool]
+    _done: set[str] = field(default_factory=set)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Jobs that still have to end by themselves."""
+        return [job.name for job in self.jobs if job.kind not in SERVER_KINDS and job.name not in self._done]
+
+    @property
+    def has_finished_jobs(self) -> bool:
+        return bool(self._done)
+
+    def on_exit(self, job: Job, returncode: int) -> Verdict:
+        """Judge the end of one job."""
+        if job.kind in SERVER_KINDS:
+            return Verdict("failed", f"ended while the run needed it ({describe_exit(returncode)})")
+        if returncode == EXIT_USER_ERROR:
+            return Verdict("user_error", "refused its input")
+        if returncode != 0:
+            return Verdict("failed", f"ended with {describe_exit(returncode)}")
+        is_other_rank = job.kind == "finetune" and job.idx > 0
+        if not is_other_rank and not self.is_training_complete():
+            return Verdict("failed", "ended (exit code 0) before training was complete")
+        self._done.add(job.name)
+        return Verdict("go_on") if self.unfinished else Verdict("finished")

@@ -1,0 +1,109 @@
+"""Free TCP ports for the plan of a run, such that two runs on one machine never get the same. Called by the launcher.
+
+A port counts as free if it can be bound now and no other launcher has reserved it. The reservation is a locked file,
+held for the life of the launcher: servers bind their ports only half a minute after the plan was made. A preferred
+port that is taken is replaced by another one, unless the user chose it: then it is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import WorldConfig
+from pipelinerl.errors import ConfigError
+
+_SCAN = 200
+_PORT_KEYS = ("actor_group_port", "environment_start_port", "llm_start_port")
+
+
+def can_bind(port: int) -> bool:
+    """Whether nobody listens on that port of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+            raise
+    return True
+
+
+def chosen_port_keys(config: RunConfig) -> frozenset[str]:
+    """Keys of ports that differ from their defaults, so that the user must have chosen them."""
+    fields = WorldConfig.model_fields
+    return frozenset(f"world.{key}" for key in _PORT_KEYS if getattr(config.world, key) != fields[key].default)
+
+
+def default_lock_dir() -> Path:
+    """Where launchers of this user reserve ports."""
+    return Path(tempfile.gettempdir()) / f"pipelinerl-ports-{os.getuid()}"
+
+
+@dataclass
+class FreePorts:
+    """A `PortSource` for the node `rank`. Ports of other nodes cannot be probed: they are counted up from `preferred`.
+
+    `lock_dir=None` reserves nothing (a dry run). Use as a context manager: leaving it frees the reservations.
+    """
+
+    rank: int = 0
+    chosen: Collection[str] = ()
+    lock_dir: Path | None = None
+    probe: Callable[[int], bool] = can_bind
+    _taken: set[tuple[int, int]] = field(default_factory=set)
+    _locks: list[int] = field(default_factory=list)
+
+    def take(self, node_rank: int, preferred: int, key: str) -> int:
+        """See `PortSource`; ConfigError if a port that the user chose is taken, or none of 200 is free."""
+        last = min(preferred + _SCAN, 65536)
+        for port in range(preferred, last):
+            if (node_rank, port) in self._taken:
+                continue
+            if node_rank != self.rank or (self.probe(port) and self._reserve(port)):
+                self._taken.add((node_rank, port))
+                return port
+            if key in self.chosen:
+                raise ConfigError(
+                    key,
+                    port,
+                    "a port that is free on this machine, another process uses it",
+                    f"Choose another {key}, or leave it out to get a free port.",
+                )
+        raise ConfigError(key, preferred, f"a free port from {preferred} to {last - 1}", "Choose another start port.")
+
+    def close(self) -> None:
+        """Free the reservations. The empty lock files stay: removing one could split a lock in two."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def __enter__(self) -> FreePorts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reserve(self, port: int) -> bool:
+        if self.lock_dir is None:
+            return True
+        self.lock_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.lock_dir / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return False
+        self._locks.append(lock)
+        return True

@@ -1,0 +1,28 @@
+"""SIGINT, SIGTERM and SIGHUP of the launcher become events on its queue. Used as a context manager around the run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import FrameType
+
+from pipelinerl.supervise.process import Event, Interrupted
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Put an `Interrupted` on `events` for each signal (a `SimpleQueue` may be filled from a signal handler)."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        events.put(Interrupted(signum))
+
+    before = {signum: signal.signal(signum, handle) for signum in HANDLED}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,194 @@
+"""Starts the jobs of this node, waits for the first thing that matters, and ends every process. Used by the launcher.
+
+Waits on one queue: ends of children (a thread per child) and signals. Its ticks, while nothing happens, read the
+heartbeats. Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
+from pipelinerl.supervise.commands import JOB_KEY, Command, child_environment
+from pipelinerl.supervise.descendants import end_all, wait_gone
+from pipelinerl.supervise.last_error import last_error, user_error
+from pipelinerl.supervise.monitor import StuckMonitor, read_beat
+from pipelinerl.supervise.policy import ExitPolicy, Verdict
+from pipelinerl.supervise.process import Child, ChildExited, Event, Interrupted, describe_exit, spawn
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.world import SERVER_KINDS, Job
+
+logger = logging.getLogger(__name__)
+Status = Literal["completed", "failed", "interrupted"]
+MAX_GRACE_S = 10.0
+_COLLECT_S = 1.0
+_STACK_DUMP_S = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `job` is the one to blame, if one is."""
+
+    status: Status
+    reason: str | None
+    exit_code: int
+    job: str | None = None
+
+
+@dataclass
+class Supervisor:
+    """Supervises one run on one node; `run` is called once."""
+
+    commands: Sequence[Command]
+    run_dir: RunDir
+    config: SuperviseConfig
+    policy: ExitPolicy
+    monitor: StuckMonitor
+    environ: Mapping[str, str]
+    token: str
+    death_fd: int
+    events: SimpleQueue[Event]
+    on_tick: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.time
+    _children: dict[str, Child] = field(default_factory=dict)
+    _last_tick: float = 0.0
+
+    def run(self) -> Outcome:
+        """Start everything and block until the run is over and all its processes are gone."""
+        try:
+            outcome = self._start() or self._watch()
+        finally:
+            left = self._end_everything()
+        if left:
+            logger.error("processes that outlived SIGKILL: %s", left)
+        return outcome
+
+    def _start(self) -> Outcome | None:
+        for command in self.commands:
+            name = command.job.name
+            folder = self.run_dir.job(name)
+            folder.mkdir(parents=True, exist_ok=True)
+            script = folder / "command.sh"
+            script.write_text(command.script(), encoding="utf-8")
+            script.chmod(0o755)
+            env = child_environment(command, self.environ, self.token, self.death_fd)
+            try:
+                child = spawn(name, command.argv, env, folder, self.events, self.clock(), (self.death_fd,))
+            except OSError as error:
+                return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
+            self._children[name] = child
+            logger.info("started %s (pid %d), logs in %s", name, child.pid, folder)
+        return None
+
+    def _watch(self) -> Outcome:
+        self._last_tick = self.clock()
+        finish_by: float | None = None
+        while True:
+            event = self._next_event(self.config.heartbeat_interval_s)
+            now = self.clock()
+            if isinstance(event, Interrupted):
+                return self._interrupted(event)
+            if isinstance(event, ChildExited):
+                outcome = self._judge_exit(event)
+                if outcome is not None:
+                    return outcome
+                if self.policy.has_finished_jobs and finish_by is None:
+                    finish_by = now + self.config.finish_timeout_s
+            stuck = self._find_stuck(now)
+            if stuck is not None:
+                return stuck
+            if finish_by is not None and now > finish_by:
+                return self._late_finish()
+            self.on_tick()
+
+    def _next_event(self, timeout_s: float) -> Event | None:
+        try:
+            return self.events.get(timeout=max(timeout_s, 0.0))
+        except Empty:
+            return None
+
+    def _interrupted(self, event: Interrupted) -> Outcome:
+        name = signal.Signals(event.signum).name
+        return Outcome("interrupted", f"stopped by {name}", 128 + event.signum)
+
+    def _judge_exit(self, event: ChildExited) -> Outcome | None:
+        """The outcome of the run if this end decides it."""
+        verdict = self.policy.on_exit(self._job_of(event.name), event.returncode)
+        if verdict.kind == "go_on":
+            logger.info("%s is done", event.name)
+            return None
+        if verdict.kind == "finished":
+            return Outcome("completed", None, 0)
+        return self._blame(event, verdict)
+
+    def _blame(self, first: ChildExited, verdict: Verdict) -> Outcome:
+        """Name the job that failed. One death causes others: those that follow at once are looked at, too."""
+        ends: list[tuple[ChildExited, Verdict]] = [(first, verdict)]
+        deadline = self.clock() + _COLLECT_S
+        while (left_s := deadline - self.clock()) > 0:
+            event = self._next_event(left_s)
+            if isinstance(event, ChildExited):
+                ends.append((event, self.policy.on_exit(self._job_of(event.name), event.returncode)))
+        ends = [end for end in ends if end[1].kind in ("failed", "user_error")]
+        event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
+        child = self._children[event.name]
+        if verdict.kind == "user_error":
+            message = user_error(child.stderr_file, child.log_offset)
+            if message is not None:
+                return Outcome("failed", f"{event.name}: {message}", EXIT_USER_ERROR, event.name)
+        reason = f"{event.name} {verdict.reason}. Last error: {last_error(child.stderr_file, child.log_offset)}"
+        others = [f"{e.name} ({describe_exit(e.returncode)})" for e, _ in ends if e.name != event.name]
+        if others:
+            reason += f"\nAlso ended: {', '.join(others)}"
+        return Outcome("failed", f"{reason}\nIts log: {child.stderr_file}", EXIT_RUN_FAILED, event.name)
+
+    def _blame_order(self, end: tuple[ChildExited, Verdict]) -> int:
+        """User errors first, then what was killed by a signal, then servers, then the rest."""
+        event, verdict = end
+        if verdict.kind == "user_error":
+            return 0
+        if event.returncode < 0:
+            return 1
+        return 2 if self._job_of(event.name).kind in SERVER_KINDS else 3
+
+    def _find_stuck(self, now: float) -> Outcome | None:
+        pause_s, self._last_tick = now - self._last_tick, now
+        if pause_s > self.config.heartbeat_timeout_s / 2:
+            logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
+            return None
+        for name, child in self._children.items():
+            if child.returncode is not None:
+                continue
+            beat = read_beat(self.run_dir.heartbeat_file(name))
+            reason = self.monitor.judge(name, child.pid, child.started_at, beat, now)
+            if reason is not None:
+                return self._blame_stuck(child, reason)
+        return None
+
+    def _blame_stuck(self, child: Child, reason: str) -> Outcome:
+        error = last_error(child.stderr_file, child.log_offset)
+        offset = child.stderr_file.stat().st_size
+        child.dump_stacks()
+        wait_gone([child.pid], _STACK_DUMP_S)
+        stacks = last_error(child.stderr_file, offset)
+        message = f"{child.name} {reason}. Last error: {error}\nIts threads at the end: {stacks}"
+        return Outcome("failed", f"{message}\nIts log: {child.stderr_file}", EXIT_RUN_FAILED, child.name)
+
+    def _late_finish(self) -> Outcome:
+        names = ", ".join(self.policy.unfinished)
+        reason = f"{names} did not end within {self.config.finish_timeout_s:.0f} s after training was complete"
+        return Outcome("failed", reason, EXIT_RUN_FAILED, self.policy.unfinished[0])
+
+    def _end_everything(self) -> list[int]:
+        grace_s = min(self.config.shutdown_grace_s, MAX_GRACE_S)
+        return end_all([child.pid for child in self._children.values()], JOB_KEY, grace_s)
+
+    def _job_of(self, name: str) -> Job:
+        return next(command.job for command in self.commands if command.job.name == name)

@@ -1,0 +1,186 @@
+"""The run directory at the start of a run: new, continued, moved aside or refused. Called by the launcher.
+
+`inspect` only looks, so that a refusal leaves everything as it was; `enter` writes. A lock, held for the life of the
+launcher, keeps a second one out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.supervise.identity import RunIdentity, read_identity, write_identity
+from pipelinerl.supervise.run_dir import RunDir
+
+_NOT_IDENTITY = ("output_dir", "force_restart", "dry_run")
+_CHOOSE = "Choose another output_dir, or set force_restart=true to move the old content aside and start anew."
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with the directory. `identity` is the one this start will have."""
+
+    kind: Literal["new", "continue", "move_aside"]
+    run_dir: RunDir
+    identity: RunIdentity
+
+
+@dataclass
+class Workspace:
+    """An entered run directory; `close` lets another launcher in."""
+
+    run_dir: RunDir
+    identity: RunIdentity
+    moved_to: Path | None
+    _lock: int
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def config_hash(config: RunConfig) -> str:
+    """Hash of everything that makes two configurations the same run."""
+    data = config.model_dump(mode="json", exclude=set(_NOT_IDENTITY))
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def inspect(config: RunConfig, new_run_id: str) -> Decision:
+    """Decide without writing anything.
+
+    Raises:
+        ConfigError: the directory cannot be used: another launcher runs in it, it holds another run or a finished
+            one, or a run that has nothing to continue from.
+    """
+    run_dir = RunDir(Path(config.output_dir).absolute())
+    root, digest = run_dir.root, config_hash(config)
+    fresh = RunIdentity(run_id=new_run_id, incarnation=0, config_hash=digest)
+    if root.exists() and not root.is_dir():
+        raise ConfigError("output_dir", str(root), "a directory, it is a file", "Choose another output_dir.")
+    _refuse_unwritable(root)
+    if not _holds_a_run(run_dir):
+        return Decision("new", run_dir, fresh)
+    _refuse_running(run_dir)
+    if config.force_restart:
+        return Decision("move_aside", run_dir, fresh)
+    if not run_dir.identity_file.exists():
+        raise ConfigError(
+            "output_dir", str(root), "a new directory or a run of pipelinerl; it holds streams or weights", _CHOOSE
+        )
+    old = read_identity(run_dir.identity_file)
+    _refuse_what_cannot_continue(run_dir, old, digest)
+    identity = RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1, config_hash=digest)
+    return Decision("continue", run_dir, identity)
+
+
+def enter(decision: Decision, clock: Callable[[], float] = time.time) -> Workspace:
+    """Do what was decided: move the old run aside or create the directory, lock it, write the identity."""
+    run_dir, moved_to = decision.run_dir, None
+    if decision.kind == "move_aside":
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
+        moved_to = _free_name(run_dir.root, stamp)
+        run_dir.root.rename(moved_to)
+    lock_file = _lock_file(run_dir)
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise _running(run_dir) from error
+    write_identity(run_dir.identity_file, decision.identity)
+    return Workspace(run_dir, decision.identity, moved_to, lock)
+
+
+def _lock_file(run_dir: RunDir) -> Path:
+    return run_dir.root / "conf" / "launch.lock"
+
+
+def _holds_a_run(run_dir: RunDir) -> bool:
+    marks = (run_dir.identity_file, run_dir.config_file, run_dir.streams, run_dir.finetune, run_dir.summary_file)
+    return any(mark.exists() for mark in marks)
+
+
+def _refuse_unwritable(root: Path) -> None:
+    existing = root
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "output_dir",
+            str(root),
+            f"a directory that can be written ({existing} cannot)",
+            "Choose another output_dir.",
+        )
+
+
+def _refuse_running(run_dir: RunDir) -> None:
+    if not _lock_file(run_dir).exists():
+        return
+    lock = os.open(_lock_file(run_dir), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _running(run_dir) from error
+    finally:
+        os.close(lock)
+
+
+def _running(run_dir: RunDir) -> ConfigError:
+    return ConfigError(
+        "output_dir",
+        str(run_dir.root),
+        "a directory that no other launcher is using right now",
+        "Wait for that run, stop it, or choose another output_dir.",
+    )
+
+
+def _refuse_what_cannot_continue(run_dir: RunDir, old: RunIdentity, digest: str) -> None:
+    root = str(run_dir.root)
+    if _status(run_dir) == "completed":
+        raise ConfigError("output_dir", root, f"an unfinished run; run {old.run_id} in it is complete", _CHOOSE)
+    if old.config_hash != digest:
+        raise ConfigError(
+            "output_dir",
+            root,
+            f"the same configuration as that of run {old.run_id} in it (conf/exp_config.yaml)",
+            f"A run is continued with the configuration that it was started with. {_CHOOSE}",
+        )
+    if not _has_training_state(run_dir):
+        raise ConfigError(
+            "output_dir",
+            root,
+            f"a new directory; run {old.run_id} in it ended before its first checkpoint, nothing can be continued",
+            _CHOOSE,
+        )
+
+
+def _status(run_dir: RunDir) -> str | None:
+    try:
+        summary = json.loads(run_dir.summary_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError("output_dir", str(run_dir.summary_file), f"JSON text ({error})", _CHOOSE) from error
+    status = summary.get("status") if isinstance(summary, dict) else None
+    return status if isinstance(status, str) else None
+
+
+def _has_training_state(run_dir: RunDir) -> bool:
+    states = run_dir.finetune / "training_state"
+    return states.is_dir() and any(entry.is_dir() and entry.name.isdecimal() for entry in states.iterdir())
+
+
+def _free_name(root: Path, stamp: str) -> Path:
+    candidate, number = root.with_name(f"{root.name}.old-{stamp}"), 1
+    while candidate.exists():
+        candidate, number = root.with_name(f"{root.name}.old-{stamp}-{number}"), number + 1
+    return candidate
