@@ -1,0 +1,105 @@
+"""What actor and rollout workers say to each other, and how: msgpack frames behind a length of four bytes.
+
+Used by both ends of a socket pair. `read_frame` waits for the other end; plain data only, so that neither end can make
+the other one run anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from pipelinerl.records import RolloutSummary, Sample
+
+_LENGTH_BYTES = 4
+_MAX_FRAME_BYTES = 1 << 31
+
+
+class Servers(msgspec.Struct, tag="servers"):
+    """To a worker, before the first rollout: the longest sequence of each server, in tokens (None: unknown)."""
+
+    max_model_lens: list[int | None]
+
+
+class StartRollout(msgspec.Struct, tag="start"):
+    """To a worker. `ticket` names this attempt in all answers; `server` is the index of the server to use."""
+
+    ticket: int
+    rollout_id: str
+    group_id: str
+    server: int
+    evaluation: bool
+    seed: int
+    problem: dict[str, Any]
+
+
+class CancelRollout(msgspec.Struct, tag="cancel"):
+    ticket: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """From a worker, once: user code is imported and the tokenizer is loaded."""
+
+    pid: int
+
+
+class RolloutEnded(msgspec.Struct, tag="ended"):
+    """From a worker: a rollout came to its end. Evaluations leave `samples` empty; versions are those of its tokens."""
+
+    ticket: int
+    samples: list[Sample]
+    summary: RolloutSummary
+    dataset_name: str | None
+    min_version: int | None
+    max_version: int | None
+    requests: int
+    retries: int
+
+
+class RolloutFailed(msgspec.Struct, tag="failed"):
+    """From a worker: a rollout failed; `transient` means that another server may do better."""
+
+    ticket: int
+    reason: str
+    message: str
+    transient: bool = False
+    requests: int = 0
+    retries: int = 0
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """From a worker: the run cannot go on. `user_error` asks for exit code 2 and no traceback."""
+
+    user_error: bool
+    message: str
+
+
+ToWorker = Servers | StartRollout | CancelRollout
+FromWorker = Ready | RolloutEnded | RolloutFailed | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Queue one message. What is in flight is bounded by the scheduler, so the buffer is too."""
+    payload = _encoder.encode(message)
+    writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
+
+
+async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    """Return the next message, or None when the other end is gone (also in the middle of a message).
+
+    Raises:
+        ValueError: the length is impossible.
+        msgspec.MsgspecError: the content is not a known message.
+    """
+    try:
+        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+        if length > _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes, expected at most {_MAX_FRAME_BYTES}")
+        payload = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return decoder.decode(payload)

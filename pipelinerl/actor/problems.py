@@ -1,0 +1,44 @@
+"""The order in which problems are attempted, and the seeds of their rollouts. Pure; waits for nothing.
+
+Called by the actor for every new group and for evaluations. The same seed gives the same order and the same seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+
+from pipelinerl.domains.datasets import Problem
+
+
+def endless_order(problems: list[Problem], seed: str) -> Iterator[Problem]:
+    """Yield problems for ever, every pass over all of them in another shuffled order."""
+    epoch = 0
+    while True:
+        order = list(problems)
+        random.Random(f"order/{seed}/{epoch}").shuffle(order)
+        yield from order
+        epoch += 1
+
+
+def evaluation_problems(problems: list[Problem], num_rollouts: int | None, seed: str) -> list[Problem]:
+    """Return the problems of one evaluation, the same for every evaluation of a run.
+
+    Args:
+        problems: the held-out problems.
+        num_rollouts: how many to return; more than there are problems means several rollouts a problem; None: one each.
+        seed: decides which ones, when there are more problems than rollouts.
+    """
+    if num_rollouts is None or not problems:
+        return list(problems)
+    shuffled = list(problems)
+    random.Random(f"evaluation/{seed}").shuffle(shuffled)
+    rounds = -(-num_rollouts // len(shuffled))
+    return (shuffled * rounds)[:num_rollouts]
+
+
+def rollout_seed(*parts: str | int) -> int:
+    """Return a seed in [0, 2^63) that depends on all parts (run seed, purpose, group, attempt) and nothing else."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
