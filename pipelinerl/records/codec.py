@@ -1,0 +1,134 @@
+"""Records to bytes and back: one line of JSON a record, checked for its schema and for finite numbers.
+
+Called by both stream backends and by nothing else. Pure: no I/O, waits for nothing.
+
+JSON has no NaN and no infinity. The encoder writes them as `null`, which a reader would take for "no value", so a
+record that holds one is refused here, with the path to the number.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+from pipelinerl.errors import StreamError
+from pipelinerl.records.sample import SCHEMA_VERSION
+
+T = TypeVar("T")
+
+_SCHEMA_SUFFIX = b'"schema":%d}' % SCHEMA_VERSION
+_SHOWN_BYTES = 120
+
+
+class _SchemaProbe(msgspec.Struct):
+    schema: int | None = None
+
+
+class RecordCodec(Generic[T]):
+    """Encodes and decodes records of one type (a msgspec struct with a field `schema`, or a union of such)."""
+
+    def __init__(self, record_type: Any) -> None:
+        self._types = _struct_types(record_type)
+        self._name = " | ".join(struct.__name__ for struct in self._types)
+        self._decoder = msgspec.json.Decoder(record_type)
+        self._encoder = msgspec.json.Encoder()
+        self._probe = msgspec.json.Decoder(_SchemaProbe)
+
+    def encode(self, record: T) -> bytes:
+        """Return the record as one line of JSON, without the newline.
+
+        Raises:
+            StreamError: wrong type, a value that JSON cannot hold, NaN or infinity, or a foreign `schema`.
+        """
+        if not isinstance(record, self._types):
+            raise StreamError(f"cannot write a {type(record).__name__}: this stream holds {self._name}")
+        schema = getattr(record, "schema", None)
+        if schema != SCHEMA_VERSION:
+            raise StreamError(f"cannot write a record with schema {schema!r}: this version writes {SCHEMA_VERSION}")
+        try:
+            line = self._encoder.encode(record)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StreamError(f"cannot write a {type(record).__name__}: {error}") from error
+        # Every non-finite number becomes `null`, so a line without that word needs no walk over its numbers.
+        if b"null" in line:
+            for path, value in _non_finite(record, ""):
+                raise StreamError(
+                    f"cannot write a {type(record).__name__}: {path} is {value}; numbers on a stream must be finite. "
+                    "Reject the sample, or leave the metric out, where the number is made"
+                )
+        return line
+
+    def decode(self, data: bytes) -> T:
+        """Return the record of one line.
+
+        Raises:
+            StreamError: not JSON, not of this type, or written with another `schema`; the message says why.
+        """
+        # The encoder writes `schema` last, so its own lines need no second look.
+        if not data.endswith(_SCHEMA_SUFFIX):
+            self._check_schema(data)
+        try:
+            record: T = self._decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise StreamError(f"not a {self._name}: {error}; {_shown(data)}") from error
+        except UnicodeDecodeError as error:
+            raise StreamError(f"not UTF-8: {error}; {_shown(data)}") from error
+        return record
+
+    def _check_schema(self, data: bytes) -> None:
+        try:
+            schema = self._probe.decode(data).schema
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise StreamError(f"not a JSON record: {error}; {_shown(data)}") from error
+        if schema == SCHEMA_VERSION:
+            return
+        found = "no schema" if schema is None else f"schema {schema}"
+        raise StreamError(
+            f"the record has {found}, this version reads schema {SCHEMA_VERSION}. Read the run with the version of "
+            "pipelinerl that wrote it, or start a new run in another output_dir"
+        )
+
+
+def encode(record: Any) -> bytes:
+    """Encode one record; see `RecordCodec.encode`. In a loop, keep a `RecordCodec`."""
+    return RecordCodec[Any](type(record)).encode(record)
+
+
+def decode(data: bytes, record_type: Any) -> Any:
+    """Decode one record of `record_type`; see `RecordCodec.decode`. In a loop, keep a `RecordCodec`."""
+    return RecordCodec[Any](record_type).decode(data)
+
+
+def _struct_types(record_type: Any) -> tuple[type[msgspec.Struct], ...]:
+    members = get_args(record_type) if get_origin(record_type) in (Union, types.UnionType) else (record_type,)
+    for member in members:
+        if not (isinstance(member, type) and issubclass(member, msgspec.Struct)):
+            raise StreamError(f"{member!r} cannot go on a stream: a record is a msgspec.Struct")
+        if "schema" not in member.__struct_fields__:
+            raise StreamError(f"{member.__name__} cannot go on a stream: it has no field `schema`")
+    return tuple(members)
+
+
+def _non_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """Yield (path, number) of every NaN or infinity inside `value`."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            yield path, value
+    elif isinstance(value, msgspec.Struct):
+        for field in value.__struct_fields__:
+            yield from _non_finite(getattr(value, field), f"{path}.{field}" if path else field)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _non_finite(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, item in enumerate(value):
+            yield from _non_finite(item, f"{path}[{index}]")
+
+
+def _shown(data: bytes) -> str:
+    cut = "..." if len(data) > _SHOWN_BYTES else ""
+    return f"{len(data)} bytes, starting with {data[:_SHOWN_BYTES]!r}{cut}"
