@@ -12,7 +12,6 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 ACTOR_TOPIC = "actor"
@@ -39,7 +38,8 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
 
 
 class StreamWriter(Protocol[T_contra]):
-    """Appends records. A record is visible to readers once `write` returned; `flush` makes it durable."""
+    """Appends records. A record is visible to readers once `write` returned; `flush` makes it as durable as the
+    config `streams.fsync` asks for. One process at a time may write a stream. Threads may share a writer."""
 
     def write(self, record: T_contra) -> int:
         """Append one record and return its offset. Raises StreamError if it cannot be written."""
@@ -50,17 +50,21 @@ class StreamWriter(Protocol[T_contra]):
     def close(self) -> None: ...
 
 
-class StreamReader(Protocol[T_co]):
-    """Reads records in order from `offset` (the next one to be returned)."""
+class StreamReader(Protocol[T]):
+    """Reads records in order from `offset` (the next one to be returned). One thread reads; any may call `wake`."""
 
     @property
     def offset(self) -> int: ...
 
-    def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T_co]]:
+    def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T]]:
         """Return 1..max_records entries, blocking up to `timeout_s` for the first; an empty list means time-out.
 
         Raises StreamError with file or key, offset and reason for a corrupt record.
         """
+        ...
+
+    def wake(self) -> None:
+        """Let a `read` that blocks now, or else the next one, return at once, maybe with an empty list. Thread-safe."""
         ...
 
     def close(self) -> None: ...

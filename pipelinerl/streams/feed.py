@@ -1,0 +1,107 @@
+"""Follows a stream in a background thread and hands its records to a listener.
+
+Called by the roles that follow a stream beside their main work (messages of the trainer, metrics). The thread waits
+in the reader's blocking read. What goes wrong in the thread, in the reader or in the listener, is kept and raised
+again in every thread that waits on the feed, so a dead listener never hides.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from pipelinerl.streams.base import Entry, StreamReader
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_READ_TIMEOUT_S = 5.0
+
+
+class Feed(Generic[T]):
+    """One followed stream. Owns the reader: `stop` closes it.
+
+    Args:
+        reader: where the records come from.
+        listener: called in the feed's thread with each entry, one at a time and in order.
+        name: of the thread, for logs and tracebacks.
+        on_failure: called once, in the feed's thread, with what ended it (to wake an event loop, for instance).
+    """
+
+    def __init__(
+        self,
+        reader: StreamReader[T],
+        listener: Callable[[Entry[T]], None],
+        name: str,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._reader = reader
+        self._listener = listener
+        self._on_failure = on_failure
+        self._condition = threading.Condition()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"feed-{name}", daemon=True)
+
+    def start(self) -> Feed[T]:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Hand over what is in the stream now, end the thread, and raise what it died of, if it did."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify_all()
+        if self._thread.is_alive():
+            self._reader.wake()
+            self._thread.join()
+        self._reader.close()
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise the exception that ended the thread, if one did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Block until `predicate` holds; it is tried now and after every record that the listener took.
+
+        Returns:
+            Its last value: False means that the time is over, or that the feed was stopped.
+
+        Raises:
+            BaseException: what ended the thread.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended() or predicate(), timeout_s)
+            if not (held := predicate()):
+                self.raise_if_failed()
+            return held
+
+    def _ended(self) -> bool:
+        return self._failure is not None or self._stopping
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._deliver(self._reader.read(_READ_TIMEOUT_S))
+            while entries := self._reader.read(0):
+                self._deliver(entries)
+        except BaseException as error:  # noqa: BLE001 - kept, and raised again in whoever waits
+            logger.error("%s ended: %s: %s", self._thread.name, type(error).__name__, error)
+            with self._condition:
+                self._failure = error
+            if self._on_failure is not None:
+                self._on_failure(error)
+        finally:
+            with self._condition:
+                self._condition.notify_all()
+
+    def _deliver(self, entries: Sequence[Entry[T]]) -> None:
+        for entry in entries:
+            with self._condition:
+                self._listener(entry)
+                self._condition.notify_all()

@@ -1,0 +1,292 @@
+"""What is special to streams in files: layout, torn tails, corrupt lines, missing shards, failing disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.records import MetricRecord
+from pipelinerl.records.codec import encode
+from pipelinerl.streams import file_writer
+from pipelinerl.streams.file_reader import FileReader
+from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.layout import list_shards, shard_of
+from pipelinerl.streams.repair import repair_shard
+from pipelinerl.supervise.run_dir import RunDir
+
+
+def record(n: int) -> MetricRecord:
+    return MetricRecord(source="s", step=n, time=0.0, values={})
+
+
+LINE = encode(record(0)) + b"\n"  # every record with a one-digit step is as long
+
+
+def open_writer(directory: Path, shard_bytes: int = 10**6) -> FileWriter[MetricRecord]:
+    return FileWriter(directory, MetricRecord, shard_bytes, "never")
+
+
+def open_reader(directory: Path, offset: int = 0) -> FileReader[MetricRecord]:
+    return FileReader(directory, MetricRecord, offset)
+
+
+def shard(directory: Path, first: int = 0) -> Path:
+    return directory / f"{first:020d}.jsonl"
+
+
+def write(directory: Path, count: int, shard_bytes: int = 10**6) -> None:
+    writer = open_writer(directory, shard_bytes)
+    for _ in range(count):
+        writer.write(record(writer.next_offset))
+    writer.close()
+
+
+def read_steps(reader: FileReader[MetricRecord]) -> list[int]:
+    return [entry.record.step for entry in reader.read(0)]
+
+
+def test_a_stream_lies_where_the_design_says(tmp_path: Path) -> None:
+    hub = StreamHub(StreamsConfig(shard_bytes=2 * len(LINE)), RunDir(tmp_path), "r")
+    writer = hub.writer("actor", "actor_0", MetricRecord, partition=3)
+    for n in range(5):
+        writer.write(record(n))
+    folder = tmp_path / "streams/actor/actor_0/3"
+    assert list_shards(folder) == [0, 2, 4]
+    assert shard(folder, 2).read_bytes() == encode(record(2)) + b"\n" + encode(record(3)) + b"\n"
+
+
+def test_a_record_larger_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, 3, shard_bytes=1)
+    assert list_shards(tmp_path) == [0, 1, 2]
+    assert read_steps(open_reader(tmp_path)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a b", "-x", "x\n"])
+def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "r")
+    with pytest.raises(StreamError, match="expected letters"):
+        hub.writer(name, "a", MetricRecord)
+    with pytest.raises(StreamError, match="expected letters"):
+        hub.reader("actor", name, MetricRecord)
+
+
+def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+    StreamHub(StreamsConfig(), RunDir(tmp_path), "one")
+    StreamHub(StreamsConfig(), RunDir(tmp_path), "one")
+    with pytest.raises(StreamError, match=r"streams of run 'one', this is run 'two'.*force_restart"):
+        StreamHub(StreamsConfig(), RunDir(tmp_path), "two")
+    assert [path.name for path in (tmp_path / "streams").iterdir()] == ["run_id"]
+
+
+def test_shard_of() -> None:
+    assert [shard_of([3, 7], offset) for offset in (2, 3, 6, 7, 99)] == [None, 3, 3, 7, 7]
+    assert shard_of([], 0) is None
+
+
+@pytest.mark.parametrize("cut", range(1, len(LINE)))
+def test_a_line_torn_at_any_byte_is_waited_for_and_then_cut_off(tmp_path: Path, cut: int) -> None:
+    write(tmp_path, 2)
+    os.truncate(shard(tmp_path), 2 * len(LINE) - cut)
+    reader = open_reader(tmp_path)
+    assert read_steps(reader) == [0]
+    assert read_steps(reader) == []
+    writer = open_writer(tmp_path)
+    assert writer.write(record(5)) == 1
+    assert read_steps(reader) == [5]
+    assert shard(tmp_path).stat().st_size == 2 * len(LINE)
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\x00" * 5000, b"\x00" * 7 + b"\n", b'{"so' + b"\x00" * 9 + b'"}\n', b"\x00\n\x00\n"]
+)
+def test_a_tail_of_nul_bytes_is_cut_off_by_the_writer(tmp_path: Path, tail: bytes) -> None:
+    write(tmp_path, 2)
+    with shard(tmp_path).open("ab") as file:
+        file.write(tail)
+    assert open_writer(tmp_path).write(record(2)) == 2
+    assert read_steps(open_reader(tmp_path)) == [0, 1, 2]
+
+
+def test_nul_bytes_alone_become_an_empty_shard(tmp_path: Path) -> None:
+    shard(tmp_path).write_bytes(b"\x00" * 100 + b"\n")
+    assert repair_shard(shard(tmp_path)) == (0, 0)
+    assert shard(tmp_path).stat().st_size == 0
+
+
+def test_repair_reads_lines_longer_than_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    long = b"x" * (3 << 20)
+    path.write_bytes(b"a\n" + long + b"\n" + long)
+    assert repair_shard(path) == (2, 2 + len(long) + 1)
+    path.write_bytes(b"a\n" + b"\x00" * (3 << 20) + b"\n")
+    assert repair_shard(path) == (1, 2)
+
+
+def test_a_corrupt_line_in_the_middle_is_reported_with_file_offset_and_reason(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    with shard(tmp_path).open("r+b") as file:
+        file.seek(2 * len(LINE) + 3)
+        file.write(b"\x00\x00")
+    reader = open_reader(tmp_path)
+    assert read_steps(reader) == [0, 1]
+    for _ in range(2):
+        with pytest.raises(StreamError, match=rf"{shard(tmp_path)} at byte {2 * len(LINE)}, offset 2: not a"):
+            reader.read(0)
+    assert read_steps(open_reader(tmp_path, offset=3)) == [3]
+
+
+def test_a_corrupt_line_that_changed_on_disk_is_read_again(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    reader = open_reader(tmp_path)
+    assert len(reader.read(0, max_records=1)) == 1
+    reader._lines[0] = b"\x00" * (len(LINE) - 1)
+    assert read_steps(reader) == [1]
+
+
+def test_an_empty_line_is_corrupt(tmp_path: Path) -> None:
+    shard(tmp_path).write_bytes(LINE + b"\n" + LINE)
+    reader = open_reader(tmp_path)
+    assert read_steps(reader) == [0]
+    with pytest.raises(StreamError, match="offset 1"):
+        reader.read(0)
+
+
+def test_a_missing_shard_is_reported(tmp_path: Path) -> None:
+    write(tmp_path, 6, shard_bytes=2 * len(LINE))
+    shard(tmp_path, 2).unlink()
+    reader = open_reader(tmp_path)
+    assert read_steps(reader) == [0, 1]
+    with pytest.raises(StreamError, match="offset 2: the record is missing, but the shard of offset 4 exists"):
+        reader.read(0.5)
+
+
+def test_an_offset_before_the_oldest_shard_is_reported(tmp_path: Path) -> None:
+    write(tmp_path, 6, shard_bytes=2 * len(LINE))
+    shard(tmp_path, 0).unlink()
+    with pytest.raises(StreamError, match="offset 1: the record was removed; the oldest one left is 2"):
+        open_reader(tmp_path, offset=1).read(0)
+    assert read_steps(open_reader(tmp_path, offset=2)) == [2, 3, 4, 5]
+
+
+def test_a_shortened_shard_is_reported(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    reader = open_reader(tmp_path)
+    assert read_steps(reader) == [0, 1, 2]
+    os.truncate(shard(tmp_path), len(LINE))
+    with pytest.raises(StreamError, match="shorter"):
+        reader.read(0)
+
+
+def test_a_negative_offset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StreamError, match="offset -1"):
+        open_reader(tmp_path, offset=-1)
+
+
+def test_a_full_disk_is_a_stream_error_and_leaves_no_half_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_writer(tmp_path)
+    writer.write(record(0))
+    real_write = os.write
+    calls = 0
+
+    def half_then_full(fd: int, data: memoryview) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(fd, data[:10])
+
+    monkeypatch.setattr(file_writer.os, "write", half_then_full)
+    with pytest.raises(StreamError, match=r"offset 1 cannot be written.*No space left"):
+        writer.write(record(1))
+    monkeypatch.undo()
+    assert shard(tmp_path).read_bytes() == LINE
+    assert writer.write(record(2)) == 1
+    assert read_steps(open_reader(tmp_path)) == [0, 2]
+
+
+def test_a_failed_fsync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer: FileWriter[MetricRecord] = FileWriter(tmp_path, MetricRecord, 10**6, "always")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("pipelinerl.streams.fsync.os.fdatasync", fail)
+    for _ in range(2):
+        with pytest.raises(StreamError, match="forced to the disk"):
+            writer.write(record(0))
+
+
+def test_the_interval_policy_syncs_without_another_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = threading.Event()
+    monkeypatch.setattr("pipelinerl.streams.fsync.os.fdatasync", lambda fd: synced.set())
+    writer: FileWriter[MetricRecord] = FileWriter(tmp_path, MetricRecord, 10**6, "interval")
+    synced.clear()
+    writer.write(record(0))
+    assert synced.wait(5)
+    writer.close()
+
+
+def test_a_folder_that_cannot_be_written_is_a_stream_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StreamError, match="cannot be opened for writing"):
+        open_writer(tmp_path / "file" / "x")
+    with pytest.raises(StreamError, match="cannot be opened for reading"):
+        open_reader(tmp_path / "file" / "x")
+    with pytest.raises(StreamError, match="cannot hold streams"):
+        StreamHub(StreamsConfig(), RunDir(tmp_path / "file"), "r")
+
+
+def test_without_inotify_the_wait_is_bounded(tmp_path: Path) -> None:
+    reader: FileReader[MetricRecord] = FileReader(tmp_path, MetricRecord, use_inotify=False)
+    threading.Timer(0.1, lambda: write(tmp_path, 1)).start()
+    start = time.monotonic()
+    assert len(reader.read(20)) == 1
+    assert time.monotonic() - start < 2
+
+
+WRITE_FOREVER = """
+import sys
+from pathlib import Path
+from pipelinerl.records import MetricRecord
+from pipelinerl.streams.file_writer import FileWriter
+writer = FileWriter(Path(sys.argv[1]), MetricRecord, 20_000, "never")
+print("ready", flush=True)
+while True:
+    writer.write(MetricRecord(source="s" * 3000, step=writer.next_offset, time=0.0, values={}))
+"""
+
+
+def test_a_killed_writer_loses_nothing_and_frees_the_stream(tmp_path: Path) -> None:
+    reader = open_reader(tmp_path)
+    expected = 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        with pytest.raises(StreamError, match=f"process {process.pid} is already writing"):
+            open_writer(tmp_path)
+        for _ in range(50):
+            for entry in reader.read(10):
+                assert entry.offset == entry.record.step == expected
+                expected += 1
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+    writer = open_writer(tmp_path)
+    while entries := reader.read(0):
+        expected += len(entries)
+    assert writer.next_offset == expected
