@@ -1,0 +1,160 @@
+"""The sign of life of one process: what it waits for, since when, and how far it has come.
+
+`Heartbeat` runs in every role (the role context starts it); `read_heartbeat` is called by the supervisor and by the
+`status` command. The thread waits for its interval or for `stop`. A beat alone says that the process exists; whether
+it is stuck is judged by the deadline of what it waits for and by the time of its last progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+
+class HeartbeatState(msgspec.Struct, frozen=True, kw_only=True):
+    """One beat. All times are seconds since the epoch; `deadline_s` is a duration counted from `waiting_since`.
+
+    `progress` counts units of work since the process started, `progress_time` is when it last grew (or the start).
+    """
+
+    pid: int
+    time: float
+    progress: int
+    progress_time: float
+    waiting_for: str | None = None
+    waiting_since: float | None = None
+    deadline_s: float | None = None
+
+    def overdue_s(self, now: float) -> float:
+        """How long the process has been waiting past its deadline; 0 while it is within it or waits for nothing."""
+        if self.waiting_since is None or self.deadline_s is None:
+            return 0.0
+        return max(0.0, now - self.waiting_since - self.deadline_s)
+
+
+class _Wait(msgspec.Struct, frozen=True):
+    what: str
+    since: float
+    deadline_s: float | None
+
+    @property
+    def ends(self) -> float:
+        return float("inf") if self.deadline_s is None else self.since + self.deadline_s
+
+
+class Heartbeat:
+    """Writes the state of this process to `file` every `interval_s`, from a background thread.
+
+    The file is replaced atomically. A disk that refuses it costs one warning, never the process. All methods are
+    thread-safe.
+
+    Args:
+        file: where the state goes; its folder is created.
+        interval_s: time between two beats.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, file: Path, interval_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._file = file
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waits: dict[int, _Wait] = {}
+        self._next_wait = 0
+        self._progress = 0
+        self._progress_time = clock()
+        self._stopped = threading.Event()
+        self._warned = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Heartbeat:
+        """Write the first beat now and the others from a daemon thread."""
+        self.beat()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the thread and leave a last beat. May be called twice, and without `start`."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self.beat()
+
+    def __enter__(self) -> Heartbeat:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def progress(self, n: int = 1) -> None:
+        """Count `n` finished units of work."""
+        with self._lock:
+            self._progress += n
+            self._progress_time = self._clock()
+
+    @contextmanager
+    def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
+        """Say that this process waits for `what`; past `deadline_s` seconds the supervisor counts it as stuck.
+
+        Waits may nest and may run in several threads or tasks: the one whose deadline comes first is shown.
+        """
+        with self._lock:
+            key, self._next_wait = self._next_wait, self._next_wait + 1
+            self._waits[key] = _Wait(what, self._clock(), deadline_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._waits[key]
+
+    def state(self) -> HeartbeatState:
+        """What the next beat would say."""
+        with self._lock:
+            wait = min(self._waits.values(), key=lambda wait: (wait.ends, wait.since), default=None)
+            return HeartbeatState(
+                pid=os.getpid(),
+                time=self._clock(),
+                progress=self._progress,
+                progress_time=self._progress_time,
+                waiting_for=wait.what if wait else None,
+                waiting_since=wait.since if wait else None,
+                deadline_s=wait.deadline_s if wait else None,
+            )
+
+    def beat(self) -> None:
+        """Write the state now."""
+        draft = self._file.with_name(f"{self._file.name}.{os.getpid()}.tmp")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(self.state()))
+            os.replace(draft, self._file)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("the heartbeat %s cannot be written: %s", self._file, error)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self.beat()
+
+
+def read_heartbeat(path: Path) -> HeartbeatState | None:
+    """Return the last beat in `path`; None if there is none yet or the file is not a heartbeat."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HeartbeatState)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        logger.warning("the heartbeat %s cannot be read: %s", path, error)
+        return None
