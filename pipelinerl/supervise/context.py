@@ -76,7 +76,7 @@ def load_context(run_dir: Path | str, job_name: str, environ: Mapping[str, str] 
         run_id=identity.run_id,
         incarnation=identity.incarnation,
         token=env.get(TOKEN_KEY, ""),
-        heartbeat=heartbeat,
+        heartbeat=heartbeat.start(),
         streams=StreamHub(config.streams, files, identity.run_id),
     )
 
@@ -106,10 +106,13 @@ def _run(main: Callable[[RoleContext], None], run_dir: str, job_name: str) -> in
     from pipelinerl.supervise.death_pipe import watch_death_pipe
 
     try:
-        watch_death_pipe(os.environ)
+        if os.environ.get(DEATH_FD_KEY):
+            watch_death_pipe(int(os.environ[DEATH_FD_KEY]))
         context = load_context(run_dir, job_name)
-        with context.heartbeat:
+        try:
             main(context)
+        finally:
+            context.heartbeat.stop()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR

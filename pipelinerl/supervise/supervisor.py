@@ -18,8 +18,9 @@ from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.supervise.commands import JOB_KEY, Command, child_environment
 from pipelinerl.supervise.descendants import end_all, wait_gone
+from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import last_error, user_error
-from pipelinerl.supervise.monitor import StuckMonitor, read_beat
+from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
 from pipelinerl.supervise.process import Child, ChildExited, Event, Interrupted, describe_exit, spawn
 from pipelinerl.supervise.run_dir import RunDir
@@ -166,8 +167,8 @@ class Supervisor:
         for name, child in self._children.items():
             if child.returncode is not None:
                 continue
-            beat = read_beat(self.run_dir.heartbeat_file(name))
-            reason = self.monitor.judge(name, child.pid, child.started_at, beat, now)
+            beat = read_heartbeat(self.run_dir.heartbeat_file(name))
+            reason = self.monitor.judge(child.pid, child.started_at, beat, now)
             if reason is not None:
                 return self._blame_stuck(child, reason)
         return None

@@ -1,0 +1,123 @@
+"""Checks of what a run needs before any file is written or process started. Called by the launcher.
+
+User code is imported in a child process only: the launcher stays free of it (and of torch).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.load import save_config
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
+from pipelinerl.supervise.last_error import last_error, user_error
+from pipelinerl.world import Cluster
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+DOMAIN_CHECK_TIMEOUT_S = 300.0
+_HUB_TIMEOUT_S = 10.0
+
+
+def check_device(config: RunConfig, cluster: Cluster, gpu_lister: Callable[[], Sequence[str]]) -> None:
+    """Refuse GPUs that are named in the environment but not there."""
+    if config.world.device == "cpu" or not cluster.gpus:
+        return
+    found = len(gpu_lister())
+    if found == 0:
+        raise ConfigError(
+            "CUDA_VISIBLE_DEVICES",
+            ",".join(cluster.gpus),
+            "GPUs of this machine; it has no NVIDIA driver or no GPU",
+            "Unset CUDA_VISIBLE_DEVICES, or use world.device=cpu.",
+        )
+    too_high = [gpu for gpu in cluster.gpus if gpu.isdecimal() and int(gpu) >= found]
+    if too_high:
+        raise ConfigError(
+            "CUDA_VISIBLE_DEVICES",
+            ",".join(cluster.gpus),
+            f"indices below {found}, the number of GPUs of this machine",
+            f"Remove {', '.join(too_high)}.",
+        )
+
+
+def check_model(model_path: str) -> None:
+    """Refuse a model that is neither a Hugging Face folder nor a model on the hub (or in its cache)."""
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                "model_path", model_path, f"a folder with a model; {folder / 'config.json'} is missing", _model_help()
+            )
+        return
+    expected = "a folder with a Hugging Face model, or the name of one on the hub"
+    if folder.exists() or not _HUB_NAME.fullmatch(model_path):
+        raise ConfigError("model_path", model_path, f"{expected}; there is no such folder", _model_help())
+    reason = _missing_on_hub(model_path)
+    if reason is not None:
+        raise ConfigError(
+            "model_path", model_path, f"{expected}; no such folder, and the hub says: {reason}", _model_help()
+        )
+
+
+def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Sequence[Path]) -> None:
+    """Import and try the user's dataset loader and rollout function in a child process.
+
+    Raises:
+        UserError: with the message of the child.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-check-") as folder:
+        file = save_config(config, Path(folder) / "exp_config.yaml")
+        log = Path(folder) / "stderr.log"
+        paths = [str(path) for path in search_dirs] + ([environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else [])
+        env = {**environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        argv = [sys.executable, "-m", "pipelinerl.entrypoints.check_domain", "--run-config", str(file)]
+        try:
+            with log.open("wb") as stderr:
+                code = subprocess.run(
+                    argv,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    check=False,
+                    timeout=DOMAIN_CHECK_TIMEOUT_S,
+                ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise DomainError(
+                f"dataset_loader {config.dataset_loader} or actor.rollout_policy {config.actor.rollout_policy} took "
+                f"over {DOMAIN_CHECK_TIMEOUT_S:.0f} s to import and load its problems. Make the module quick to import."
+            ) from error
+        if code == EXIT_USER_ERROR:
+            raise UserError(user_error(log) or last_error(log))
+        if code != 0:
+            raise DomainError(
+                f"the check of dataset_loader {config.dataset_loader} and actor.rollout_policy "
+                f"{config.actor.rollout_policy} failed: {last_error(log)}"
+            )
+
+
+def _model_help() -> str:
+    return "Correct model_path; `python -m pipelinerl tiny-model` makes a tiny one for CPUs."
+
+
+def _missing_on_hub(name: str) -> str | None:
+    """Why the model cannot be had from the hub; None if it can."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return None
+    if HF_HUB_OFFLINE:
+        return "not in the local cache, and HF_HUB_OFFLINE is set"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - any failure to reach the hub is the answer to the question
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[0] if lines else type(error).__name__
+    return None
