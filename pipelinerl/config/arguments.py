@@ -74,5 +74,7 @@ def _value(flag: str, given: str, value: str, rest: Iterator[str], default: str 
 def _folder(flag: str, value: str) -> Path:
     folder = Path(value).expanduser()
     if not folder.is_dir():
-        raise ConfigError(flag, value, "an existing folder with your yaml files", f"There is none at {folder.absolute()}.")
+        raise ConfigError(
+            flag, value, "an existing folder with your yaml files", f"There is none at {folder.absolute()}."
+        )
     return folder.resolve()

@@ -16,8 +16,8 @@ from pipelinerl.config.arguments import Arguments, parse_arguments
 from pipelinerl.config.help_text import help_text
 from pipelinerl.config.keys import known_keys
 from pipelinerl.config.messages import faults_of, raise_faults
-from pipelinerl.config.paths import conf_dir
-from pipelinerl.config.rules import validate
+from pipelinerl.config.paths import conf_dir, group_file
+from pipelinerl.config.rules import advice, validate
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
 from pipelinerl.errors import ConfigError
@@ -28,7 +28,8 @@ class ComposedConfig:
     """What a command line asks for.
 
     Exactly one of `config` (start a run) and `help_text` (print it and exit 0) is set. `search_dirs` are folders of the
-    user that hold code: they belong on the Python path of every process. `notes` says which keys do nothing here.
+    user that hold code: they belong on the Python path of every process. `notes` are
+    remarks for the user, such as keys that do nothing here.
     """
 
     config: RunConfig | None = None
@@ -49,7 +50,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
 
     from pipelinerl.config.hydra_compose import compose_plain
     from pipelinerl.config.linked import settle_linked_keys
-    from pipelinerl.config.reference import take_reference_keys
+    from pipelinerl.config.retired import take_retired_keys
 
     arguments = parse_arguments(argv)
     search_dirs = [arguments.config_dir] if arguments.config_dir else []
@@ -59,10 +60,11 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     if arguments.show_config:
         return ComposedConfig(help_text=composed.to_yaml(), search_dirs=search_dirs)
     data = composed.data
-    notes = take_reference_keys(data)
+    notes = take_retired_keys(data, composed.origin_of)
     _require_output_dir(data, arguments)
     settle_linked_keys(data, composed.interpolated, composed.override_keys)
     refuse_secrets(data, os.environ)
+    _find_named_files(data, search_dirs)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -74,7 +76,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
         search_dirs=search_dirs,
         config_name=arguments.config_name,
         overrides=arguments.overrides,
-        notes=notes,
+        notes=notes + advice(config),
     )
 
 
@@ -87,3 +89,16 @@ def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
             "the folder that the run writes to",
             f"Write for instance: python -m pipelinerl.launch{name} output_dir=results/my_run",
         )
+
+
+def _find_named_files(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
+    """Check that the files named for the trainer's backend exist; one of the user becomes a path, in place."""
+    for key, group, suffix, wanted in (
+        ("deepspeed_config", "deepspeed", ".json", data.get("use_deepspeed")),
+        ("accelerate_config", "accelerate", ".yaml", data.get("accelerate_config")),
+    ):
+        name = data.get(key)
+        if wanted and isinstance(name, str):
+            found = group_file(key, group, name, suffix, search_dirs)
+            if not found.is_relative_to(conf_dir()):
+                data[key] = str(found)

@@ -30,7 +30,7 @@ class RLConfig(Section):
     advantage_estimator: Literal["rloo", "grpo", "dr_grpo", "reinforce", "reinforce_baseline", "gae"] = "rloo"
     divide_advantage_by_std: bool = False
     normalize_reward: bool = False
-    aggregation: Literal["sample", "token", "group", "constant_length"] = "sample"
+    aggregation: Literal["sample", "sample_mean", "token", "group", "constant_length"] = "sample"
     constant_length_tokens: int | None = Field(default=None, ge=1)
     kl_coef: float = Field(default=0.0, ge=0)
     final_kl_coef: float | None = Field(default=None, ge=0)

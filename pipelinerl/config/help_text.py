@@ -55,7 +55,8 @@ def help_text(search_dirs: Sequence[Path]) -> str:
     """Return the help, with the names of the configurations found in `search_dirs`."""
     names = sorted({name for folder in search_dirs for name in config_names(folder)})
     groups = [
-        f"group {group}: " + ", ".join(sorted({name for folder in search_dirs for name in config_names(folder / group)}))
+        f"group {group}: "
+        + ", ".join(sorted({name for folder in search_dirs for name in config_names(folder / group)}))
         for group in GROUPS
     ]
     return _TEXT.format(names=", ".join(names), groups="\n".join(groups))

@@ -24,7 +24,7 @@ from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.keys import is_known, known_keys
 from pipelinerl.config.messages import did_you_mean, unknown_key
 from pipelinerl.config.paths import conf_dir, config_names
-from pipelinerl.config.reference import is_reference_key
+from pipelinerl.config.retired import is_retired_key
 from pipelinerl.errors import ConfigError
 
 _COMMAND_LINE = "on the command line"
@@ -47,15 +47,15 @@ class PlainConfig:
 
     def to_yaml(self) -> str:
         """Return the data as YAML text; what was not given reads `???`."""
-        return yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
+        return str(yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True))
 
 
 def compose_plain(arguments: Arguments) -> PlainConfig:
     """Compose the files and overrides that `arguments` name.
 
     Raises:
-        ConfigError: no such configuration or group, an override that cannot be read, an unknown key on the command line,
-            a file that is not YAML, an interpolation that cannot be resolved.
+        ConfigError: no such configuration or group, an override that cannot be read, an unknown key on the command
+            line, a file that is not YAML, an interpolation that cannot be resolved.
     """
     shipped = conf_dir()
     first = arguments.config_dir or shipped
@@ -114,7 +114,7 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
         if "/" not in group and group in ("deepspeed", "accelerate"):
             raise ConfigError(key, override.value(), "no such key", f"Write {group}_config={override.value()}.")
         return text
-    if is_reference_key(key):
+    if is_retired_key(key):
         return text if override.type == OverrideType.DEL else "++" + text.lstrip("+")
     if not is_known(key):
         raise unknown_key(key, override.value(), known_keys(), _COMMAND_LINE)
@@ -132,9 +132,9 @@ def _interpolated(config: Container, prefix: str = "") -> list[str]:
     found: list[str] = []
     if not isinstance(config, DictConfig) or OmegaConf.is_missing(config, "") or config._is_none():
         return found
-    for key in config:
+    for key in (str(key) for key in config):
         name = f"{prefix}{key}"
-        if OmegaConf.is_interpolation(config, str(key)):
+        if OmegaConf.is_interpolation(config, key):
             found.append(name)
         elif not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
             found.extend(_interpolated(config[key], name + "."))

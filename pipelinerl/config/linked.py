@@ -1,7 +1,7 @@
-"""Keys that exist twice: one value under two names, as in the reference (`attempts` and `finetune.attempts`).
+"""Keys that exist twice: one setting under two names, such as `attempts` and `finetune.attempts`.
 
-Called by the composition, before validation. In the shipped files one name is an interpolation of the other, so a name that
-is no interpolation any more was set on purpose.
+Called by the composition, before validation. In the shipped files one name is an interpolation of the other, so a name
+that is no interpolation any more was set on purpose.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def settle_linked_keys(data: dict[str, Any], interpolated: Collection[str], over
         if _is_set(root, first, interpolated, overridden, child):
             if _is_set(child, second, interpolated, overridden, root):
                 raise ConfigError(
-                    child, second, f"the value of {root}, which is {first!r}", f"They are one setting: set {root} alone."
+                    child,
+                    second,
+                    f"the value of {root}, which is {first!r}",
+                    f"They are one setting: set {root} alone.",
                 )
             _set(data, child, first)
         else:

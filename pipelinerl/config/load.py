@@ -28,7 +28,7 @@ _LOOKS_LIKE_A_NUMBER = re.compile(r"[-+.\d][-+.\deE_:xXoObB]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes text that looks like a number, and never writes aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -5,7 +5,7 @@ Called by the composition. Pure: data in, `ConfigError` out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
@@ -86,7 +86,9 @@ def unknown_key(key: str, got: object, known: Iterable[str], origin: str) -> Con
     return ConfigError(key, got, f"a known key (the nearest is {near})", next_step)
 
 
-def faults_of(error: ValidationError, data: Mapping[str, Any], known: Iterable[str], origin_of: Any) -> list[ConfigError]:
+def faults_of(
+    error: ValidationError, data: Mapping[str, Any], known: Iterable[str], origin_of: Callable[[str], str]
+) -> list[ConfigError]:
     """Return one `ConfigError` for each fault that pydantic found.
 
     Args:
@@ -111,18 +113,17 @@ def faults_of(error: ValidationError, data: Mapping[str, Any], known: Iterable[s
 
 
 def _dotted(loc: tuple[int | str, ...], data: Any) -> str:
-    """Join the parts of `loc` that exist in the data (pydantic appends names of union branches)."""
+    """Join the parts of `loc` up to the value (behind it pydantic names the branches of a union)."""
     parts: list[str] = []
-    for position, part in enumerate(loc):
-        parts.append(str(part))
-        if isinstance(data, Mapping) and part in data:
-            data = data[part]
+    for part in loc:
+        if isinstance(data, Mapping):
+            inner = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            data = data[part]
+            inner = data[part]
         else:
-            if position > 0 and not isinstance(data, Mapping):
-                parts.pop()
             break
+        parts.append(str(part))
+        data = inner
     return ".".join(parts)
 
 

@@ -56,6 +56,4 @@ def group_file(key: str, group: str, name: str, suffix: str, search_dirs: Sequen
         if found.is_file():
             return found.resolve()
     names = sorted({known for folder in folders for known in config_names(folder, suffix)})
-    raise ConfigError(
-        key, name, f"the path of a {suffix} file or one of {', '.join(names)}", did_you_mean(name, names)
-    )
+    raise ConfigError(key, name, f"the path of a {suffix} file or one of {', '.join(names)}", did_you_mean(name, names))

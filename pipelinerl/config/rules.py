@@ -1,17 +1,46 @@
-"""Rules that compare keys of different sections. Called by the composition after the types are right."""
+"""Rules that compare keys with each other, and advice. Called by the composition after the types are right.
+
+Each rule is a small function from the configuration to its one `ConfigError`, or None. They live by topic in
+`rules_training`, `rules_sampling` and `rules_world`. What needs the machine (GPUs, ports) belongs to the world plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipelinerl.config import rules_sampling, rules_training, rules_world
 from pipelinerl.config.messages import raise_faults
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
 Rule = Callable[[RunConfig], ConfigError | None]
-RULES: tuple[Rule, ...] = ()
+RULES: tuple[Rule, ...] = (*rules_training.RULES, *rules_sampling.RULES, *rules_world.RULES)
 
 
 def validate(config: RunConfig) -> None:
-    """Raise one `ConfigError` with a line for each broken rule."""
+    """Check every rule.
+
+    Raises:
+        ConfigError: with one line for each broken rule.
+    """
     raise_faults([fault for fault in (rule(config) for rule in RULES) if fault is not None])
+
+
+def advice(config: RunConfig) -> list[str]:
+    """Return remarks on settings that work but are probably not meant."""
+    remarks = []
+    finetune = config.finetune
+    if finetune.lr_scheduler_type != "constant" and finetune.num_warmup_steps >= finetune.max_train_steps:
+        remarks.append(
+            f"finetune.num_warmup_steps={finetune.num_warmup_steps} is not below "
+            f"finetune.max_train_steps={finetune.max_train_steps}: the learning rate is still rising at the end"
+        )
+    slots = rules_sampling.vllm_number(config, "max-num-seqs")
+    if slots is not None and slots < config.actor.llm_max_rollouts:
+        remarks.append(
+            f"actor.llm_max_rollouts={config.actor.llm_max_rollouts} is above the servers' max-num-seqs={slots}: "
+            "the rest waits inside the server"
+        )
+    if config.vllm_config.use_v1 is False:
+        remarks.append("vllm_config.use_v1=false does nothing here: vLLM has one engine")
+    return remarks

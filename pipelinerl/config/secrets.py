@@ -19,7 +19,7 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 _MIN_SECRET_LENGTH = 12
-_NEXT_STEP = "Put it into an environment variable and read that variable in your code; the configuration is saved as text."
+_NEXT_STEP = "Put it into an environment variable and read that variable in your code; the configuration is saved."
 
 
 def refuse_secrets(data: Mapping[str, Any], environ: Mapping[str, str]) -> None:

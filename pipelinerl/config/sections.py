@@ -17,7 +17,7 @@ class LLMParameters(Section):
     max_tokens: int = Field(default=8192, ge=1)
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, description="-1 or 0: all tokens")
+    top_k: int = Field(default=-1, ge=-1, description="-1 or 0: all tokens")
     min_tokens: int = Field(default=0, ge=0)
     stop: list[str] = []
     ignore_eos: bool = False

@@ -1,0 +1,207 @@
+"""Rules of the trainer and the algorithm. Called through `rules.validate`."""
+
+from __future__ import annotations
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
+
+_GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo")
+_VALUE_HEAD = "causal-language-modeling-with-value-head"
+
+
+def group_size(config: RunConfig) -> ConfigError | None:
+    """A baseline from the group needs another rollout in it."""
+    estimator = config.finetune.rl.advantage_estimator
+    if estimator in _GROUP_ESTIMATORS and config.attempts < 2:
+        return ConfigError(
+            "attempts",
+            config.attempts,
+            f"at least 2 with finetune.rl.advantage_estimator={estimator}, which compares rollouts of one problem",
+            "Set attempts=8, or finetune.rl.advantage_estimator=reinforce.",
+        )
+    return None
+
+
+def linked_keys(config: RunConfig) -> ConfigError | None:
+    """`attempts` and `max_lag` have two names each."""
+    for root, first, second in (
+        ("attempts", config.attempts, config.finetune.attempts),
+        ("max_lag", config.max_lag, config.finetune.max_lag),
+    ):
+        if first != second:
+            return ConfigError(
+                f"finetune.{root}", second, f"the value of {root}, which is {first!r}", f"Set {root} alone."
+            )
+    return None
+
+
+def reference_for_kl(config: RunConfig) -> ConfigError | None:
+    """A KL term compares with a frozen model, which somebody has to serve."""
+    rl = config.finetune.rl
+    wanted = {
+        "finetune.rl.kl_coef": rl.kl_coef,
+        "finetune.rl.final_kl_coef": rl.final_kl_coef or 0.0,
+        "finetune.rl.reward_minus_kl_coef": rl.reward_minus_kl_coef,
+    }
+    world = config.world
+    if world.num_preprocessor_llms is not None:
+        served = world.num_preprocessor_llms > 0
+    else:
+        served = world.preprocessor_fraction > 0
+    for key, value in wanted.items():
+        if value > 0 and not served:
+            return ConfigError(
+                key,
+                value,
+                "0, or servers of the reference model",
+                "Set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1), or leave the KL term out.",
+            )
+    return None
+
+
+def value_head(config: RunConfig) -> ConfigError | None:
+    """Generalised advantages need a value head; a value loss has nothing to train without one."""
+    rl, model_class = config.finetune.rl, config.finetune.model_class
+    if model_class == _VALUE_HEAD:
+        return None
+    for key, value, used in (
+        ("finetune.rl.advantage_estimator", rl.advantage_estimator, rl.advantage_estimator == "gae"),
+        ("finetune.rl.value_loss_coef", rl.value_loss_coef, rl.value_loss_coef > 0),
+    ):
+        if used:
+            return ConfigError(
+                key, value, f"finetune.model_class={_VALUE_HEAD} with it", "Start from finetune=ppo, or set both."
+            )
+    return None
+
+
+def constant_length(config: RunConfig) -> ConfigError | None:
+    """A loss divided by a constant needs the constant."""
+    rl = config.finetune.rl
+    if rl.aggregation == "constant_length" and rl.constant_length_tokens is None:
+        return ConfigError(
+            "finetune.rl.constant_length_tokens",
+            None,
+            "a number of tokens with finetune.rl.aggregation=constant_length",
+            f"Set it to llm.parameters.max_tokens, which is {config.llm.parameters.max_tokens}.",
+        )
+    return None
+
+
+def importance_bounds(config: RunConfig) -> ConfigError | None:
+    """The lower bound of an interval lies below the upper one."""
+    rl = config.finetune.rl
+    if rl.importance_low >= rl.importance_high:
+        return ConfigError(
+            "finetune.rl.importance_low",
+            rl.importance_low,
+            f"less than finetune.rl.importance_high={rl.importance_high}",
+            "Exchange the two.",
+        )
+    return None
+
+
+def unpacked_batch(config: RunConfig) -> ConfigError | None:
+    """Without packing, the passes are shared evenly by the ranks."""
+    finetune, ranks = config.finetune, config.world.num_finetune_ranks
+    if not finetune.seq_packing and ranks and finetune.gradient_accumulation_passes % ranks:
+        return ConfigError(
+            "finetune.gradient_accumulation_passes",
+            finetune.gradient_accumulation_passes,
+            f"a multiple of world.num_finetune_ranks={ranks} with finetune.seq_packing=false",
+            "Change one of them, or use finetune.seq_packing=true.",
+        )
+    return None
+
+
+def seq_parallel(config: RunConfig) -> ConfigError | None:
+    """One sequence is never split over ranks."""
+    if config.finetune.seq_parallel > 1:
+        return ConfigError(
+            "finetune.seq_parallel",
+            config.finetune.seq_parallel,
+            "1: a sequence is not split over ranks",
+            "For long sequences use finetune.gradient_checkpointing, a smaller finetune.logprob_chunk_tokens, or more "
+            "ranks with deepspeed_config=deepspeed_stage3_bf16.",
+        )
+    return None
+
+
+def quantised_base(config: RunConfig) -> ConfigError | None:
+    """Quantised base weights would not be the weights that the servers sample from."""
+    lora = config.finetune.lora
+    for name, value in (("base_model_8bit", lora.base_model_8bit), ("base_model_4bit", lora.base_model_4bit)):
+        if value:
+            return ConfigError(
+                f"finetune.lora.{name}",
+                value,
+                "false: the servers sample from unquantised weights, so a quantised base would train another policy",
+                "Use bf16 weights with LoRA, or a DeepSpeed configuration with offload.",
+            )
+    return None
+
+
+def one_backend(config: RunConfig) -> ConfigError | None:
+    """DeepSpeed and FSDP both want to shard the model."""
+    if config.use_deepspeed and config.use_fsdp:
+        return ConfigError("use_fsdp", True, "false with use_deepspeed=true", "Choose one: add use_deepspeed=false.")
+    return None
+
+
+def interrupt_step(config: RunConfig) -> ConfigError | None:
+    """An interruption comes before the end."""
+    finetune = config.finetune
+    if finetune.interrupt_train_steps == 0 or finetune.interrupt_train_steps > finetune.max_train_steps:
+        return ConfigError(
+            "finetune.interrupt_train_steps",
+            finetune.interrupt_train_steps,
+            f"-1 (off), or from 1 to finetune.max_train_steps={finetune.max_train_steps}",
+            "Raise finetune.max_train_steps, or leave it at -1.",
+        )
+    return None
+
+
+def steps_to_save(config: RunConfig) -> ConfigError | None:
+    """Steps are counted from 1."""
+    wrong = [step for step in config.finetune.also_save_steps if step < 1]
+    if wrong:
+        return ConfigError("finetune.also_save_steps", wrong, "steps from 1 on", "Remove them.")
+    return None
+
+
+def on_policy_updates(config: RunConfig) -> ConfigError | None:
+    """With no lag allowed, each step needs the newest weights."""
+    interval = config.finetune.weight_update_interval
+    if interval > 1 and config.max_lag == 0:
+        return ConfigError(
+            "finetune.weight_update_interval",
+            interval,
+            "1 with max_lag=0, which trains only on the newest policy",
+            "Raise max_lag, or update after every step.",
+        )
+    allowed = config.finetune.max_version_lag
+    if allowed is not None and interval - 1 > allowed:
+        return ConfigError(
+            "finetune.max_version_lag",
+            allowed,
+            f"at least finetune.weight_update_interval - 1 = {interval - 1}; below, every sample would be stale",
+            "Raise it, or update more often.",
+        )
+    return None
+
+
+RULES = (
+    group_size,
+    linked_keys,
+    reference_for_kl,
+    value_head,
+    constant_length,
+    importance_bounds,
+    unpacked_batch,
+    seq_parallel,
+    quantised_base,
+    one_backend,
+    interrupt_step,
+    steps_to_save,
+    on_policy_updates,
+)
