@@ -1,0 +1,153 @@
+"""Evaluations on the held-out problems: when one is due, running it, and summing it up.
+
+Called by the actor before training, beside it, and after it. Waits for the rollouts; a failing one is counted, it does
+not end training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
+from pipelinerl.actor.problems import rollout_seed
+from pipelinerl.actor.scheduler import Attempt, Scheduler
+from pipelinerl.domains.datasets import Problem
+from pipelinerl.records import EvaluationResult
+
+Answer = RolloutEnded | RolloutFailed
+ALL_DATASETS = "all"
+
+
+class EvaluationSchedule:
+    """Says which evaluation is due, each once, also when versions jump.
+
+    Args:
+        every_n_versions: distance between evaluations beside training; 0: none.
+        start_version: version at the start; multiples up to it are not due.
+    """
+
+    def __init__(self, every_n_versions: int, start_version: int) -> None:
+        self._every = every_n_versions
+        self._last_due = self._latest_multiple(start_version)
+
+    def take_due(self, version: int) -> int | None:
+        """Return the version that an evaluation is due at by now, or None. A jump over several gives the latest."""
+        latest = self._latest_multiple(version)
+        if latest <= self._last_due:
+            return None
+        self._last_due = latest
+        return latest
+
+    def _latest_multiple(self, version: int) -> int:
+        return version // self._every * self._every if self._every > 0 else 0
+
+
+@dataclass
+class Evaluator:
+    """Runs evaluations of `problems` (one rollout each) with at most `concurrency` rollouts at a time."""
+
+    scheduler: Scheduler
+    problems: list[Problem]
+    seed: int
+    incarnation: int
+    on_answer: Callable[[Answer], None]
+    clock: Callable[[], float] = field(default=time.monotonic)
+
+    async def run(
+        self, due_version: int, current_version: Callable[[], int], is_final: bool, concurrency: int
+    ) -> list[EvaluationResult]:
+        """Return one result for all data sets together, followed by one for each if there are several.
+
+        The list is empty when no rollout came to an end.
+        """
+        started = self.clock()
+        first_version = current_version()
+        places = asyncio.Semaphore(concurrency)
+
+        async def attempt(index: int, problem: Problem) -> Answer:
+            async with places:
+                answer = await self.scheduler.run(
+                    Attempt(
+                        rollout_id=f"evaluation-{self.incarnation}-{due_version}/r{index}",
+                        group_id=f"evaluation-{self.incarnation}-{due_version}",
+                        problem=problem,
+                        # The same seeds in every evaluation: two of them differ by the weights only.
+                        seed=rollout_seed(self.seed, "evaluation", index),
+                        evaluation=True,
+                    )
+                )
+            self.on_answer(answer)
+            return answer
+
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(attempt(index, problem)) for index, problem in enumerate(self.problems)]
+        answers = [task.result() for task in tasks]
+        return summarize_evaluation(
+            self.problems,
+            answers,
+            EvaluationFrame(
+                due_version=due_version,
+                versions=(first_version, current_version()),
+                is_final=is_final,
+                seconds=self.clock() - started,
+                incarnation=self.incarnation,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFrame:
+    """What is the same for all results of one evaluation; `versions` were current at its start and end."""
+
+    due_version: int
+    versions: tuple[int, int]
+    is_final: bool
+    seconds: float
+    incarnation: int
+
+
+def summarize_evaluation(
+    problems: list[Problem], answers: list[Answer], frame: EvaluationFrame
+) -> list[EvaluationResult]:
+    """Average the rollouts that came to an end; failed ones are counted and do not enter the averages."""
+    by_name: dict[str, list[Answer]] = defaultdict(list)
+    for problem, answer in zip(problems, answers, strict=True):
+        own_name = answer.dataset_name if isinstance(answer, RolloutEnded) else None
+        by_name[own_name or problem.dataset_name].append(answer)
+    results = []
+    if len(by_name) > 1:
+        results.append(_result(ALL_DATASETS, answers, frame))
+    results.extend(_result(name, own, frame) for name, own in sorted(by_name.items()))
+    return [result for result in results if result is not None]
+
+
+def _result(dataset_name: str, answers: list[Answer], frame: EvaluationFrame) -> EvaluationResult | None:
+    ended = [answer for answer in answers if isinstance(answer, RolloutEnded)]
+    if not ended:
+        return None
+    versions = [version for answer in ended for version in (answer.min_version, answer.max_version)]
+    known = [version for version in versions if version is not None] or list(frame.versions)
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for answer in ended:
+        for name, value in answer.summary.metrics.items():
+            metrics[name].append(value)
+    return EvaluationResult(
+        due_version=frame.due_version,
+        min_version=min(known),
+        max_version=max(known),
+        is_final=frame.is_final,
+        dataset_name=dataset_name,
+        num_rollouts=len(answers),
+        num_failed=len(answers) - len(ended),
+        success_rate=math.fsum(answer.summary.success for answer in ended) / len(ended),
+        mean_reward=math.fsum(answer.summary.reward for answer in ended) / len(ended),
+        metrics={name: math.fsum(values) / len(values) for name, values in sorted(metrics.items())},
+        seconds=frame.seconds,
+        time=time.time(),
+        incarnation=frame.incarnation,
+    )

@@ -1,0 +1,221 @@
+"""The actor's side of the rollout workers: starts them, hands out rollouts, replaces one that got stuck.
+
+Called by the scheduler; waits for workers' answers. A worker that dies by itself ends the run with its exit code (its
+last words are in the actor's `stderr.log`, which the workers share). A worker that does not even answer a cancellation
+is stuck in user code: it is killed and replaced, and its other rollouts are tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pipelinerl.actor.frames import (
+    CancelRollout,
+    Fatal,
+    FromWorker,
+    Ready,
+    RolloutEnded,
+    RolloutFailed,
+    Servers,
+    StartRollout,
+    read_frame,
+    write_frame,
+)
+from pipelinerl.errors import DomainError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 10.0
+START_TIMEOUT_S = 300.0
+_STOP_GRACE_S = 5.0
+
+Answer = RolloutEnded | RolloutFailed
+
+
+@dataclass(eq=False)
+class _Worker:
+    index: int
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    replaced: bool = False
+
+
+class WorkerPool:
+    """`size` worker processes started by `command` plus `--index I --fd N`.
+
+    Args:
+        command: argument vector of a worker, without its index and connection.
+        size: number of workers.
+        inherited_fds: descriptors that workers inherit (the watch on the launcher).
+    """
+
+    def __init__(self, command: Sequence[str], size: int, inherited_fds: Sequence[int] = ()) -> None:
+        self._command = list(command)
+        self._size = size
+        self._inherited_fds = tuple(inherited_fds)
+        self._workers: list[_Worker] = []
+        self._servers: Servers | None = None
+        self._next_ticket = 0
+        self._tasks: asyncio.TaskGroup | None = None
+        self._closing = False
+        self.replaced_workers = 0
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start all workers; each is followed by a task in `tasks`, where a dead worker raises WorkerError."""
+        self._tasks = tasks
+        for index in range(self._size):
+            await self._start_worker(index)
+
+    async def wait_ready(self, servers: Servers) -> None:
+        """Wait until every worker has loaded the user's code, and tell all about the servers."""
+        self._servers = servers
+        for worker in self._workers:
+            write_frame(worker.writer, servers)
+        for worker in self._workers:
+            await self._wait_ready(worker)
+
+    async def run(self, start: StartRollout, timeout_s: float) -> Answer:
+        """Run one rollout on the least busy worker; after `timeout_s` it has failed with `rollout_timeout`."""
+        self._next_ticket += 1
+        start.ticket = self._next_ticket
+        worker = min(self._workers, key=lambda each: len(each.waiting))
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        worker.waiting[start.ticket] = answer
+        write_frame(worker.writer, start)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(answer)
+        except TimeoutError:
+            self._cancel(worker, start.ticket)
+            return RolloutFailed(start.ticket, "rollout_timeout", f"{start.rollout_id} took more than {timeout_s:g} s")
+        except asyncio.CancelledError:
+            self._cancel(worker, start.ticket)
+            raise
+
+    async def close(self) -> None:
+        """Close the connections, which ends the workers; kill those that do not end."""
+        self._closing = True
+        for worker in self._workers:
+            worker.writer.close()
+        for worker in self._workers:
+            try:
+                async with asyncio.timeout(_STOP_GRACE_S):
+                    await worker.process.wait()
+            except TimeoutError:
+                _kill(worker)
+                await worker.process.wait()
+
+    async def _start_worker(self, index: int) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--index",
+                str(index),
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(), *self._inherited_fds),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        worker = _Worker(index=index, process=process, reader=reader, writer=writer)
+        if self._servers is not None:
+            write_frame(writer, self._servers)
+        self._workers.append(worker)
+        assert self._tasks is not None
+        self._tasks.create_task(self._follow(worker), name=f"worker-{index}")
+        return worker
+
+    async def _wait_ready(self, worker: _Worker) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.ready.wait()
+        except TimeoutError as error:
+            raise WorkerError(f"rollout worker {worker.index} was not ready after {START_TIMEOUT_S:g} s") from error
+
+    async def _follow(self, worker: _Worker) -> None:
+        """Take a worker's answers until it ends."""
+        decoder = msgspec.msgpack.Decoder(FromWorker)
+        while (message := await read_frame(worker.reader, decoder)) is not None:
+            match message:
+                case Ready():
+                    worker.ready.set()
+                case Fatal(user_error=True):
+                    raise DomainError(message.message)
+                case Fatal():
+                    raise WorkerError(f"rollout worker {worker.index}: {message.message}")
+                case RolloutEnded() | RolloutFailed():
+                    answer = worker.waiting.pop(message.ticket, None)
+                    # Nobody waits for a rollout that was given up: a late answer has no effect.
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+        if self._closing or worker.replaced:
+            return
+        code = await worker.process.wait()
+        raise WorkerError(
+            f"rollout worker {worker.index} (pid {worker.process.pid}) ended {_how(code)} with "
+            f"{len(worker.waiting)} rollouts running. Its last words are above, in the actor's stderr.log"
+        )
+
+    def _cancel(self, worker: _Worker, ticket: int) -> None:
+        """Ask for the end of a rollout, and replace the worker if it does not even answer."""
+        if self._closing or worker.replaced or ticket not in worker.waiting:
+            return
+        write_frame(worker.writer, CancelRollout(ticket))
+        assert self._tasks is not None
+        # A group that is being ended takes no new tasks, and then the worker ends as well.
+        with contextlib.suppress(RuntimeError):
+            self._tasks.create_task(self._await_cancelled(worker, ticket), name=f"cancel-{ticket}")
+
+    async def _await_cancelled(self, worker: _Worker, ticket: int) -> None:
+        answer = worker.waiting.get(ticket)
+        if answer is None:
+            return
+        done, _ = await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
+        if done or worker.replaced or self._closing:
+            return
+        logger.warning(
+            "rollout worker %d (pid %d) is stuck in user code and is replaced; %d rollouts are tried again",
+            worker.index,
+            worker.process.pid,
+            len(worker.waiting) - 1,
+        )
+        # The new one first: there is always a worker to hand rollouts to.
+        await self._start_worker(worker.index)
+        worker.replaced = True
+        self.replaced_workers += 1
+        self._workers.remove(worker)
+        _kill(worker)
+        for waiting_ticket, future in worker.waiting.items():
+            if not future.done():
+                future.set_result(RolloutFailed(waiting_ticket, "worker_replaced", "", transient=True))
+        worker.waiting.clear()
+        worker.writer.close()
+
+
+def worker_command(run_dir: str, job: str) -> list[str]:
+    """Return the argument vector of a rollout worker of this run."""
+    return [sys.executable, "-m", "pipelinerl.entrypoints.rollout_worker", "--run-dir", run_dir, "--job", job]
+
+
+def _kill(worker: _Worker) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker.process.pid, signal.SIGKILL)
+
+
+def _how(code: int) -> str:
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,79 @@
+"""Runs one rollout to its end: a slot, a worker, a deadline, and further attempts after passing failures.
+
+Called for every rollout of a group and of an evaluation; waits for a free slot and for the worker's answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.domains.datasets import Problem
+
+
+class RolloutRunner(Protocol):
+    """Runs one rollout somewhere; the worker pool, or a fake in tests."""
+
+    async def run(self, start: StartRollout, timeout_s: float) -> RolloutEnded | RolloutFailed: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One rollout to run."""
+
+    rollout_id: str
+    group_id: str
+    problem: Problem
+    seed: int
+    evaluation: bool = False
+
+
+class Scheduler:
+    """Runs rollouts on the least busy server.
+
+    Args:
+        slots: of the servers.
+        runner: the worker pool.
+        timeout_s: deadline of one try; a rollout that never returns has failed with `rollout_timeout`.
+        max_retries: tries after the first one when the failure was a passing one, on another server if there is one.
+    """
+
+    def __init__(self, slots: ServerSlots, runner: RolloutRunner, timeout_s: float, max_retries: int) -> None:
+        self._slots = slots
+        self._runner = runner
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self.requests = 0
+        self.retries = 0
+
+    async def run(self, attempt: Attempt) -> RolloutEnded | RolloutFailed:
+        """Return how `attempt` ended; failures are answers, only a broken run raises."""
+        tries = 0
+        server: int | None = None
+        while True:
+            server = await self._slots.acquire(avoid=server)
+            try:
+                answer = await self._runner.run(_start(attempt, server), self._timeout_s)
+            finally:
+                self._slots.release(server)
+            self.requests += answer.requests
+            self.retries += answer.retries
+            if isinstance(answer, RolloutEnded) or not answer.transient or tries >= self._max_retries:
+                return answer
+            tries += 1
+            self.retries += 1
+
+
+def _start(attempt: Attempt, server: int) -> StartRollout:
+    data: dict[str, Any] = attempt.problem.data
+    return StartRollout(
+        ticket=0,
+        rollout_id=attempt.rollout_id,
+        group_id=attempt.group_id,
+        server=server,
+        evaluation=attempt.evaluation,
+        seed=attempt.seed,
+        problem=data,
+    )

@@ -1,0 +1,66 @@
+"""Which server takes the next rollout: the least busy one, at most `llm_max_rollouts` on each.
+
+Called by the scheduler; `acquire` waits for a free slot, first come first served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+
+class ServerSlots:
+    """Slots of `num_servers` servers with `slots_per_server` each.
+
+    Args:
+        on_idle: called when a slot is free and nobody waits for it.
+    """
+
+    def __init__(self, num_servers: int, slots_per_server: int, on_idle: Callable[[], None]) -> None:
+        self.busy = [0] * num_servers
+        self._slots_per_server = slots_per_server
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._on_idle = on_idle
+
+    @property
+    def total(self) -> int:
+        return len(self.busy) * self._slots_per_server
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a slot is free that nobody waits for."""
+        return not self._waiting and min(self.busy) < self._slots_per_server
+
+    async def acquire(self, avoid: int | None = None) -> int:
+        """Wait for a slot and return its server; `avoid` names a server to keep away from if another one is free."""
+        if self.has_idle:
+            return self._take(avoid)
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            # The slot may have been handed over in the same moment.
+            if turn.done() and not turn.cancelled():
+                self.release(turn.result())
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def release(self, server: int) -> None:
+        """Give a slot back: to the one who waits longest, or to nobody."""
+        self.busy[server] -= 1
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(self._take(None))
+                return
+        self._on_idle()
+
+    def _take(self, avoid: int | None) -> int:
+        order = sorted(range(len(self.busy)), key=lambda server: (self.busy[server], server))
+        free = [server for server in order if self.busy[server] < self._slots_per_server]
+        server = next((server for server in free if server != avoid), free[0])
+        self.busy[server] += 1
+        return server

@@ -1,0 +1,173 @@
+"""Inside a rollout worker: runs the user's rollouts, many at once on one event loop, and answers the actor.
+
+Called by `entrypoints.rollout_worker`; waits for the actor's messages and, inside rollouts, for the servers. A worker
+is a process of its own, so that user code that blocks or dies holds up its own rollouts only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pipelinerl.actor.frames import (
+    CancelRollout,
+    Fatal,
+    FromWorker,
+    Ready,
+    RolloutEnded,
+    RolloutFailed,
+    Servers,
+    StartRollout,
+    ToWorker,
+    read_frame,
+    write_frame,
+)
+from pipelinerl.domains.registry import RolloutFunction
+from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.client import open_session
+from pipelinerl.llm.results import check_result, num_output_tokens, summarize, version_range
+from pipelinerl.llm.retry import EndRunError
+from pipelinerl.llm.sample_builder import build_samples
+
+logger = logging.getLogger(__name__)
+
+_TRACEBACKS_PER_KIND = 3
+
+
+class RolloutWorker:
+    """Runs rollouts for the actor at the other end of `reader` and `writer`.
+
+    Args:
+        function: the user's rollout function.
+        cfg: what the function gets as configuration.
+        training_llms: one handle per server, for training rollouts.
+        evaluation_llms: the same servers with the parameters of evaluations.
+        incarnation: goes into samples.
+    """
+
+    def __init__(
+        self,
+        function: RolloutFunction,
+        cfg: Any,
+        training_llms: Sequence[TrainableLLM],
+        evaluation_llms: Sequence[TrainableLLM],
+        incarnation: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._function = function
+        self._cfg = cfg
+        self._llms = {False: list(training_llms), True: list(evaluation_llms)}
+        self._incarnation = incarnation
+        self._reader = reader
+        self._writer = writer
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._seen: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Serve until the actor closes the connection, then cancel what still runs.
+
+        Raises:
+            BaseException: whatever went wrong in this class (a rollout's own errors are answers, not errors).
+        """
+        decoder = msgspec.msgpack.Decoder(ToWorker)
+        async with open_session() as session:
+            self._send(Ready(pid=os.getpid()))
+            try:
+                async with asyncio.TaskGroup() as rollouts:
+                    while (message := await read_frame(self._reader, decoder)) is not None:
+                        self._take(message, rollouts, session)
+                    for task in self._running.values():
+                        task.cancel()
+            finally:
+                self._writer.close()
+
+    def _take(self, message: ToWorker, rollouts: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
+        match message:
+            case Servers():
+                for llms in self._llms.values():
+                    for llm, max_model_len in zip(llms, message.max_model_lens, strict=True):
+                        llm.max_model_len = max_model_len
+            case StartRollout():
+                task = rollouts.create_task(self._run_rollout(message, session))
+                self._running[message.ticket] = task
+                task.add_done_callback(lambda _, ticket=message.ticket: self._forget(ticket))
+            case CancelRollout():
+                if message.ticket in self._running:
+                    self._running[message.ticket].cancel()
+                else:
+                    self._send(RolloutFailed(message.ticket, "cancelled", ""))
+
+    def _forget(self, ticket: int) -> None:
+        task = self._running.pop(ticket)
+        if task.cancelled():
+            self._send(RolloutFailed(ticket, "cancelled", ""))
+
+    async def _run_rollout(self, start: StartRollout, session: aiohttp.ClientSession) -> None:
+        llm = self._llms[start.evaluation][start.server].for_rollout(start.seed)
+        try:
+            result = await self._function(self._cfg, llm, start.problem, session)
+            answer = self._ended(start, llm, result)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; each kind has its answer
+            answer = self._failed(start, llm, error)
+        if llm.counters.fatal is not None:
+            answer = Fatal(user_error=False, message=llm.counters.fatal)
+        self._send(answer)
+
+    def _ended(self, start: StartRollout, llm: TrainableLLM, result: Any) -> RolloutEnded:
+        result = check_result(result, self._function)
+        if not start.evaluation and not result.training_texts:
+            raise RolloutError("no_samples", "the rollout returned no training text")
+        samples = []
+        if not start.evaluation:
+            samples = build_samples(
+                result.training_texts,
+                group_id=start.group_id,
+                rollout_id=start.rollout_id,
+                incarnation=self._incarnation,
+            )
+        versions = version_range(result.training_texts)
+        return RolloutEnded(
+            ticket=start.ticket,
+            samples=samples,
+            summary=summarize(result, start.rollout_id, num_output_tokens(result.training_texts)),
+            dataset_name=result.dataset_name,
+            min_version=versions[0] if versions else None,
+            max_version=versions[1] if versions else None,
+            requests=llm.counters.requests,
+            retries=llm.counters.retries,
+        )
+
+    def _failed(self, start: StartRollout, llm: TrainableLLM, error: Exception) -> RolloutFailed | Fatal:
+        if isinstance(error, UserError):
+            return Fatal(user_error=True, message=str(error))
+        if isinstance(error, EndRunError):
+            return Fatal(user_error=False, message=str(error))
+        if isinstance(error, RolloutError):
+            reason, message = error.reason, str(error)
+        else:
+            reason = f"exception_{type(error).__name__}"
+            message = "".join(traceback.format_exception(error))
+            self._seen[reason] += 1
+            if self._seen[reason] <= _TRACEBACKS_PER_KIND:
+                logger.warning("rollout %s failed:\n%s", start.rollout_id, message)
+        return RolloutFailed(
+            ticket=start.ticket,
+            reason=reason,
+            message=message,
+            transient=isinstance(error, RetryableRolloutError),
+            requests=llm.counters.requests,
+            retries=llm.counters.retries,
+        )
+
+    def _send(self, message: FromWorker) -> None:
+        write_frame(self._writer, message)
