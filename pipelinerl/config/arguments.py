@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +34,9 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         ConfigError: an unknown flag, a flag without its value, or a folder that does not exist.
     """
     arguments = Arguments()
-    rest = iter(argv)
-    for word in rest:
+    rest = deque(word for word in argv if word)
+    while rest:
+        word = rest.popleft()
         flag, given, value = word.partition("=")
         if not word.startswith("-"):
             arguments.overrides.append(word)
@@ -42,7 +44,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             arguments.help = True
         elif flag in ("--cfg", "-c"):
             arguments.show_config = True
-            _value(flag, given, value, rest, default="job")
+            if rest and rest[0] in ("job", "all", "hydra"):
+                rest.popleft()  # Hydra asks for one of these; there is only the job's configuration to show
         elif flag == "--resolve":
             continue  # what is shown is resolved anyway
         elif flag in _CONFIG_NAME:
@@ -59,16 +62,13 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     return arguments
 
 
-def _value(flag: str, given: str, value: str, rest: Iterator[str], default: str | None = None) -> str:
+def _value(flag: str, given: str, value: str, rest: deque[str]) -> str:
     """Return the value behind `=`, or the next word."""
     if given:
         return value
-    if default is not None:
-        return default
-    following = next(rest, None)
-    if following is None or following.startswith("-") or "=" in following:
-        raise ConfigError(flag, following, "a value", f"Write {flag}=VALUE.")
-    return following
+    if not rest or rest[0].startswith("-") or "=" in rest[0]:
+        raise ConfigError(flag, rest[0] if rest else None, "a value", f"Write {flag}=VALUE.")
+    return rest.popleft()
 
 
 def _folder(flag: str, value: str) -> Path:

@@ -64,7 +64,7 @@ def compose_plain(arguments: Arguments) -> PlainConfig:
     overrides = [_parse(text) for text in arguments.overrides]
     prepared = [_prepare(override, search_dirs) for override in overrides]
     if first != shipped:
-        prepared.append(f"hydra.searchpath=['file://{shipped}']")
+        prepared.append("hydra.searchpath=['file://" + str(shipped).replace("'", r"\'") + "']")
     try:
         with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pipelinerl"):
             config = compose(config_name=arguments.config_name, overrides=prepared)
@@ -103,22 +103,30 @@ def _parse(text: str) -> Override:
 
 
 def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
-    """Check the key of an override; let `key=value` also set known keys that no file mentions."""
+    """Check the key of an override; `=` and `+` both set a known key, mentioned in a file or not."""
     key, text = override.key_or_group, str(override.input_line)
     if override.is_sweep_override():
         raise ConfigError(key, text, "one value", "Start one run for each value.")
-    if key.split(".")[0] == "hydra" or override.package is not None:
+    if key.split(".")[0] == "hydra" or override.package is not None or override.type == OverrideType.DEL:
         return text
     group = key.replace(".", "/")
-    if any((folder / group).is_dir() for folder in search_dirs) and not isinstance(override.value(), dict):
-        if "/" not in group and group in ("deepspeed", "accelerate"):
-            raise ConfigError(key, override.value(), "no such key", f"Write {group}_config={override.value()}.")
-        return text
+    if any((folder / group).is_dir() for folder in search_dirs):
+        return _group_override(key, override)
     if is_retired_key(key):
-        return text if override.type == OverrideType.DEL else "++" + text.lstrip("+")
+        return "++" + text.lstrip("+")
     if not is_known(key):
         raise unknown_key(key, override.value(), known_keys(), _COMMAND_LINE)
-    return "++" + text if override.type == OverrideType.CHANGE else text
+    return "++" + text.lstrip("+")
+
+
+def _group_override(group: str, override: Override) -> str:
+    """Check the choice of a file of a group; `deepspeed` and `accelerate` are folders of files, not groups."""
+    value = override.value()
+    if group in ("deepspeed", "accelerate"):
+        raise ConfigError(group, value, "no such key", f"Write {group}_config={value}.")
+    if not isinstance(value, str):
+        raise ConfigError(group, value, "the name of a file in that group", f"Set single keys as {group}.KEY=VALUE.")
+    return str(override.input_line)
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def faults_of(
     found: dict[str, ConfigError] = {}
     for fault in error.errors(include_url=False):
         key = _dotted(fault["loc"], data)
-        if key in found:
+        if key in found or _is_echo(key, fault["input"], found.values()):
             continue
         if fault["type"] == "extra_forbidden":
             found[key] = unknown_key(key, fault["input"], names, origin_of(key))
@@ -110,6 +110,12 @@ def faults_of(
         else:
             found[key] = ConfigError(key, fault["input"], _expected(fault), f"It was set {origin_of(key)}.")
     return list(found.values())
+
+
+def _is_echo(key: str, got: object, earlier: Iterable[ConfigError]) -> bool:
+    """True if an earlier fault is the same value under its other name (`attempts`, `finetune.attempts`)."""
+    leaf = key.rpartition(".")[2]
+    return any(fault.key.rpartition(".")[2] == leaf and fault.got == got for fault in earlier)
 
 
 def _dotted(loc: tuple[int | str, ...], data: Any) -> str:
