@@ -1,0 +1,114 @@
+"""Main of the orchestrator: `python -m pipelinerl.launch [--config-name NAME] [key=value ...]`.
+
+Composes and checks the configuration, plans the run, and supervises its processes until training is complete. Exit
+codes: 0 training is complete, 1 the run failed, 2 the user has to change something, 128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.compose import ComposedConfig, compose
+from pipelinerl.config.load import save_config
+from pipelinerl.errors import EXIT_USER_ERROR, UserError
+from pipelinerl.supervise import preflight, workspace
+from pipelinerl.supervise.commands import Command, build_command
+from pipelinerl.supervise.context import LOG_FORMAT
+from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
+from pipelinerl.supervise.process import Event
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.session import RunSession, supervise
+from pipelinerl.supervise.signals import signals_as_events
+from pipelinerl.supervise.workspace import Workspace
+from pipelinerl.world import Cluster, WorldMap, build_world_map, nvml_gpu_lister
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one launcher and return its exit code."""
+    try:
+        composed = compose(sys.argv[1:] if argv is None else argv)
+        if composed.config is None:
+            sys.stdout.write(f"{composed.help_text}\n")
+            return 0
+        cluster = Cluster.from_env(os.environ, nvml_gpu_lister, cores=len(os.sched_getaffinity(0)))
+        if composed.config.dry_run:
+            return show_plan(composed, composed.config, cluster)
+        return launch(composed, composed.config, cluster)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted before anything was started\n")
+        return 128 + signal.SIGINT
+
+
+def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
+    """Print what `launch` would start."""
+    from pipelinerl.supervise.plan_text import plan_of, print_plan
+
+    with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
+        world = build_world_map(config, cluster, ports)
+    commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))
+    print_plan(plan_of(config, world, commands, composed.notes))
+    return 0
+
+
+def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
+    """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked."""
+    decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
+    preflight.check_device(config, cluster, nvml_gpu_lister)
+    preflight.check_model(config.model_path)
+    preflight.check_domain(config, os.environ, composed.search_dirs)
+    with FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir()) as ports:
+        world = build_world_map(config, cluster, ports)
+        events: SimpleQueue[Event] = SimpleQueue()
+        with signals_as_events(events):
+            entered = workspace.enter(decision)
+            try:
+                return _run(composed, config, world, entered, events)
+            finally:
+                entered.close()
+
+
+def plan_commands(composed: ComposedConfig, world: WorldMap, run_dir: RunDir) -> list[Command]:
+    """The commands of this node's jobs."""
+    return [build_command(job, world, run_dir, os.environ, composed.search_dirs) for job in world.local_jobs]
+
+
+def _run(
+    composed: ComposedConfig, config: RunConfig, world: WorldMap, entered: Workspace, events: SimpleQueue[Event]
+) -> int:
+    run_dir = entered.run_dir
+    _log_to(run_dir.launch_log)
+    save_config(config, run_dir.config_file)
+    run_dir.world_file.write_text(world.to_json(), encoding="utf-8")
+    for note in composed.notes:
+        sys.stderr.write(f"note: {note}\n")
+    session = RunSession(
+        config=config,
+        world=world,
+        run_dir=run_dir,
+        identity=entered.identity,
+        commands=plan_commands(composed, world, run_dir),
+        environ=os.environ,
+        token=secrets.token_urlsafe(24),
+        events=events,
+    )
+    return supervise(session, moved_to=entered.moved_to).exit_code
+
+
+def _log_to(file: Path) -> None:
+    """The launcher's own log goes to a file; the terminal belongs to the table."""
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

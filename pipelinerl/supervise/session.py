@@ -1,0 +1,104 @@
+"""One supervised run from entered directory to summary: death pipe, streams, tracking, supervisor, final words.
+
+Called by the launcher. Waits where the supervisor waits. `summary.json` is written whatever happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import EXIT_RUN_FAILED
+from pipelinerl.records.messages import TrainerMessage
+from pipelinerl.streams.base import TRAINER_TOPIC
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.commands import Command
+from pipelinerl.supervise.completion import TrainingCompletion
+from pipelinerl.supervise.descendants import become_subreaper
+from pipelinerl.supervise.identity import RunIdentity
+from pipelinerl.supervise.monitor import StuckMonitor
+from pipelinerl.supervise.policy import ExitPolicy
+from pipelinerl.supervise.process import Event
+from pipelinerl.supervise.result_text import print_result
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.supervisor import Outcome, Supervisor
+from pipelinerl.supervise.tracker import Tracker, open_tracker
+from pipelinerl.world import WorldMap
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunSession:
+    """What one start of a run consists of. `token` opens the servers' routes and lives in memory only."""
+
+    config: RunConfig
+    world: WorldMap
+    run_dir: RunDir
+    identity: RunIdentity
+    commands: Sequence[Command]
+    environ: Mapping[str, str]
+    token: str
+    events: SimpleQueue[Event]
+
+
+def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
+    """Start and supervise all processes, then write the summary and say how it went."""
+    started = time.monotonic()
+    _greet(session, moved_to)
+    hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id)
+    tracker = open_tracker(session.config, session.world, session.run_dir, hub, session.identity)
+    try:
+        outcome = _supervise(session, hub, tracker)
+    except Exception as error:
+        logger.exception("the launcher failed")
+        traceback.print_exc()
+        outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
+    logger.info("%s: %s", outcome.status, outcome.reason)
+    summary = tracker.finish(outcome.status, outcome.reason, time.monotonic() - started)
+    print_result(outcome, summary, session.run_dir)
+    return outcome
+
+
+def _supervise(session: RunSession, hub: StreamHub, tracker: Tracker) -> Outcome:
+    config = session.config
+    completion = TrainingCompletion(
+        hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage), session.identity.incarnation
+    )
+    if not become_subreaper():
+        logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
+    death_read, death_write = os.pipe()
+    try:
+        return Supervisor(
+            commands=session.commands,
+            run_dir=session.run_dir,
+            config=config.supervise,
+            policy=ExitPolicy([command.job for command in session.commands], completion),
+            monitor=StuckMonitor(config.supervise, config.vllm_config.start_timeout_s),
+            environ=session.environ,
+            token=session.token,
+            death_fd=death_read,
+            events=session.events,
+            on_tick=tracker.tick,
+        ).run()
+    finally:
+        os.close(death_read)
+        os.close(death_write)
+
+
+def _greet(session: RunSession, moved_to: Path | None) -> None:
+    identity = session.identity
+    if moved_to is not None:
+        sys.stderr.write(f"the previous run was moved to {moved_to}\n")
+    verb = "continuing" if identity.incarnation else "starting"
+    text = f"{verb} run {identity.run_id} in {session.run_dir.root}: {len(session.commands)} processes"
+    sys.stderr.write(f"{text} (each has its logs in {session.run_dir.root}/<job>/)\n")
+    logger.info(text)
