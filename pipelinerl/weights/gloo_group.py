@@ -7,6 +7,7 @@ its group the other end's operation fails at once.
 from __future__ import annotations
 
 import socket
+import threading
 from datetime import timedelta
 
 import torch
@@ -20,8 +21,11 @@ class GlooGroup:
 
     def __init__(self, group: ProcessGroupGloo, store: TCPStore, timeout_s: float) -> None:
         self._group: ProcessGroupGloo | None = group
-        self._store: TCPStore | None = store
+        # Kept because the store has to outlive the group.
+        self._store = store
         self._timeout = timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()
+        self._busy = False
 
     @classmethod
     def join(cls, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> GlooGroup:
@@ -42,13 +46,27 @@ class GlooGroup:
         Raises:
             RuntimeError: a peer went away, the time-out passed, or this group was closed.
         """
-        if self._group is None:
-            raise RuntimeError("gloo group: it was closed")
-        self._group.broadcast(buffer, TRAINER_RANK, self._timeout).wait(self._timeout)
+        with self._lock:
+            group = self._group
+            if group is None or self._busy:
+                raise RuntimeError("gloo group: it was closed, or another broadcast is under way")
+            self._busy = True
+        try:
+            group.broadcast(buffer, TRAINER_RANK, self._timeout).wait(self._timeout)
+        finally:
+            with self._lock:
+                self._busy = False
+                is_left = self._group is None
+            if is_left:
+                group.abort()
 
     def close(self) -> None:
-        """Leave the group; operations that other threads or the peers are in fail soon."""
-        group, self._group, self._store = self._group, None, None
+        """Leave the group; a peer that waits for us fails at once. A broadcast of ours that another thread is in ends
+        first, at the latest with its time-out: aborting it from here would stop every thread of the process."""
+        with self._lock:
+            group, self._group = self._group, None
+            if self._busy:
+                return
         if group is not None:
             group.abort()
 

@@ -166,12 +166,18 @@ class WeightPublisher:
         for link in links:
             link.begin_round()
         futures = {link.name: self._submit(link.update(version, metas)) for link in links}
-        while staged is not None:
+        try:
+            while staged is not None:
+                for link in links:
+                    link.feed(staged)
+                staged = next(buffers, None)
             for link in links:
-                link.feed(staged)
-            staged = next(buffers, None)
-        for link in links:
-            link.feed(None)
+                link.feed(None)
+        except BaseException:
+            # The source broke: half-sent servers stay paused, and no link waits for the rest.
+            for future in futures.values():
+                future.cancel()
+            raise
         outcomes = {link.name: self._outcome(link, futures[link.name]) for link in links}
         updated = [outcome for outcome in outcomes.values() if isinstance(outcome, ServerUpdate)]
         return updated, [link for link in links if outcomes[link.name] is None]

@@ -1,0 +1,27 @@
+"""Fixtures of the whole suite. `tests/` is put on the import path: tests write `from fakes.fake_server import ...`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fakes.vllm_process import VLLMProcess
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    """The one real vLLM server of the suite (CPU, tied tiny Qwen2, prefix cache on), about 25 s to start.
+
+    A test that changes its weights starts by publishing known ones; nobody relies on what the last test left.
+    """
+    from fakes.random_model import save_random_model
+
+    folder = tmp_path_factory.mktemp("tiny_server")
+    model = save_random_model(folder / "model", tied=True)
+    with VLLMProcess(model, folder / "server.log") as server:
+        yield server

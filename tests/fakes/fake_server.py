@@ -1,0 +1,309 @@
+"""A server that answers like our vLLM servers, with scripted tokens and injected faults, in a thread.
+
+It takes part in weight transfers over gloo for real and keeps what it received in `tensors`. One contract test runs
+the same assertions on it and on the real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from aiohttp import web
+
+from pipelinerl.weights.gloo_group import GlooGroup
+from pipelinerl.weights.manifest import coverage_problems
+from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
+
+Script = Callable[[dict[str, Any]], list[int]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens instead of a proper answer: an HTTP status with a text, a closed socket, or silence."""
+
+    kind: Literal["status", "close", "hang"]
+    status: int = 500
+    text: str = "injected fault"
+
+
+def count_up(body: dict[str, Any]) -> list[int]:
+    """The default script: `max_tokens` ids that count up from 10."""
+    return [10 + index % 100 for index in range(int(body["sampling_params"].get("max_tokens", 16)))]
+
+
+class FakeServer:
+    """Context manager; `url` and `token` are those of a real server.
+
+    Args:
+        expected: {name: shape} of the model; None: not checked.
+        tied: whether `lm_head.weight` may be left out.
+        script: the output ids for a request body.
+        token_delay_s: seconds per output token, so that updates can fall into a sequence.
+        logprob: log-prob of every token.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, tuple[int, ...]] | None = None,
+        tied: bool = True,
+        script: Script = count_up,
+        token_delay_s: float = 0.0,
+        logprob: float = -0.5,
+        token: str = "fake-server-token-0123456789",
+    ) -> None:
+        self.token = token
+        self.url = ""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.version = "default"
+        self.paused = False
+        self.calls: list[str] = []
+        self.requests: list[dict[str, Any]] = []
+        self.max_concurrent = 0
+        self._expected = expected
+        self._tied = tied
+        self._script = script
+        self._delay_s = token_delay_s
+        self._logprob = logprob
+        self._faults: dict[str, list[Fault]] = {}
+        self._group: GlooGroup | None = None
+        self._chunk_bytes = 0
+        self._open = False
+        self._received: dict[str, torch.Tensor] = {}
+        self._active = 0
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stopping: asyncio.Event | None = None
+        self._running: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._serve_thread, name="fake-server", daemon=True)
+
+    def __enter__(self) -> FakeServer:
+        self._thread.start()
+        if not self._ready.wait(30):
+            raise RuntimeError("fake server: it did not start")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server as if its process had died. May be called twice."""
+        if self._stopping is None or not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._group is not None:
+            self._group.close()
+        self._thread.join(30)
+
+    def inject(self, path: str, *faults: Fault) -> None:
+        """The next calls of `path` meet these faults, one each."""
+        self._faults.setdefault(path, []).extend(faults)
+
+    def _serve_thread(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stopping, self._running = asyncio.Event(), asyncio.Event()
+        self._running.set()
+        app = web.Application(middlewares=[self._guard])
+        routes: dict[tuple[str, str], Handler] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("GET", "/is_paused"): self._is_paused,
+            ("GET", "/get_world_size"): self._world_size,
+            ("GET", "/weight_info"): self._weight_info,
+            ("POST", "/collective_rpc"): self._rpc,
+            ("POST", "/init_weight_transfer_engine"): self._init,
+            ("POST", "/start_weight_update"): self._start,
+            ("POST", "/update_weights"): self._update,
+            ("POST", "/finish_weight_update"): self._finish,
+            ("POST", "/inference/v1/generate"): self._generate,
+        }
+        for (method, path), handler in routes.items():
+            app.router.add_route(method, path, handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._ready.set()
+        await self._stopping.wait()
+        await runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.json_response({"error": "missing or wrong token"}, status=401)
+        self.calls.append(request.path)
+        faults = self._faults.get(request.path)
+        if not faults:
+            return await handler(request)
+        fault = faults.pop(0)
+        if fault.kind == "status":
+            return web.json_response({"error": {"message": fault.text}}, status=fault.status)
+        if fault.kind == "hang":
+            assert self._stopping is not None
+            await self._stopping.wait()
+        if request.transport is not None:
+            request.transport.close()
+        return web.Response()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "actor", "object": "model"}]})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert self._running is not None
+        self.paused = True
+        self._running.clear()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        assert self._running is not None
+        self.paused = False
+        self._running.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _world_size(self, request: web.Request) -> web.Response:
+        return web.json_response({"world_size": 1})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        method = (await request.json())["method"]
+        if method == "pipelinerl_model_info":
+            expected = None if self._expected is None else {name: list(s) for name, s in self._expected.items()}
+            return web.json_response({"results": [{"tensors": expected, "tied": self._tied, "dtype": "float32"}]})
+        if method == "pipelinerl_abort_update":
+            was_open, self._open = self._open, False
+            self._leave_group()
+            return web.json_response({"results": [{"was_open": was_open}]})
+        return _error(500, f"unknown method {method}")
+
+    async def _init(self, request: web.Request) -> web.Response:
+        info = (await request.json())["init_info"]
+        self._leave_group()
+        self._chunk_bytes = info["chunk_bytes"]
+        try:
+            self._group = await asyncio.to_thread(
+                GlooGroup.join, info["master_address"], info["master_port"], 1, info["world_size"], info["timeout_s"]
+            )
+        except RuntimeError as error:
+            return _error(500, str(error))
+        return web.json_response({"message": "Weight transfer initialized"})
+
+    async def _start(self, request: web.Request) -> web.Response:
+        if self._open:
+            return _error(500, "start_weight_update called while a weight update is already active")
+        self._open, self._received = True, {}
+        return web.json_response({"message": "Weight update started"})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        info = (await request.json())["update_info"]
+        if not self._open:
+            return _error(500, "start_weight_update must be called before update_weights.")
+        try:
+            metas = meta_from_wire(info["names"], info["dtype_names"], info["shapes"])
+            for chunk in plan_chunks(metas, self._chunk_bytes):
+                buffer = torch.empty(sum(meta.num_bytes for meta in chunk), dtype=torch.uint8)
+                if self._group is None:
+                    raise RuntimeError("gloo weight transfer is not initialized")
+                await asyncio.to_thread(self._group.broadcast, buffer)
+                self._received.update(unpack(buffer, chunk))
+        except (RuntimeError, ValueError) as error:
+            self._open = False
+            return _error(500, str(error))
+        return web.json_response({"message": "Weights updated"})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._received.items()}
+        if self._expected is not None and (problems := coverage_problems(self._expected, shapes, self._tied)):
+            return _error(500, f"the update left layers without all of their weights: {problems}")
+        self.tensors, self._open = self._received, False
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({"message": "Weight update finished"})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not isinstance(body.get("token_ids"), list) or not body["token_ids"] or "sampling_params" not in body:
+            return _error(400, "token_ids: a list of at least one id is needed, and sampling_params")
+        self.requests.append(body)
+        self._active += 1
+        self.max_concurrent = max(self.max_concurrent, self._active)
+        try:
+            ids, spans = await self._sample(body)
+        finally:
+            self._active -= 1
+        return web.json_response(self._answer(body, ids, spans))
+
+    async def _sample(self, body: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]]]:
+        assert self._running is not None
+        ids: list[int] = []
+        spans: list[dict[str, Any]] = []
+        for token in self._script(body)[: int(body["sampling_params"].get("max_tokens", 16))]:
+            await asyncio.sleep(self._delay_s)
+            await self._running.wait()
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": len(ids), "end": len(ids)})
+            ids.append(token)
+            spans[-1]["end"] = len(ids)
+        return ids, spans
+
+    def _answer(self, body: dict[str, Any], ids: list[int], spans: list[dict[str, Any]]) -> dict[str, Any]:
+        params = body["sampling_params"]
+        logprobs = None
+        if params.get("logprobs") is not None:
+            entry = {"logprob": self._logprob, "rank": 1}
+            content = [{"token_id": t, **entry, "top_logprobs": [{"token_id": t, **entry}]} for t in ids]
+            logprobs = {"content": content}
+        prompt_logprobs = None
+        if params.get("prompt_logprobs") is not None:
+            entry = {"logprob": self._logprob, "rank": 1, "decoded_token": ""}
+            prompt_logprobs = [None, *({str(token): entry} for token in body["token_ids"][1:])]
+        is_cut = len(ids) >= int(params.get("max_tokens", 16))
+        choice = {
+            "index": 0,
+            "finish_reason": "length" if is_cut else "stop",
+            "stop_reason": None,
+            "token_ids": ids,
+            "weight_versions": spans,
+            "logprobs": logprobs,
+        }
+        usage = {"prompt_tokens": len(body["token_ids"]), "completion_tokens": len(ids)}
+        return {
+            "request_id": f"generate-tokens-{uuid.uuid4().hex[:16]}",
+            "model": "actor",
+            "created": int(time.time()),
+            "usage": {**usage, "total_tokens": sum(usage.values())},
+            "prompt_logprobs": prompt_logprobs,
+            "choices": [choice],
+        }
+
+    def _leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "Fake", "code": status}}, status=status)

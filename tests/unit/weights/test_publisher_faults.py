@@ -1,0 +1,170 @@
+"""The publisher against servers that fail in every way: one server's failure stays its own, and is mended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fakes.fake_server import FakeServer, Fault
+
+from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.verify import ProbeSequence
+
+TIMEOUT_S = 2.0
+SHAPES = {"0.weight": (3, 4), "0.bias": (3,), "1.weight": (5, 3)}
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 5, bias=False))
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
+    with FakeServer(SHAPES) as first, FakeServer(SHAPES) as second:
+        yield first, second
+
+
+def connected(servers: tuple[FakeServer, ...], chunk_bytes: int = 2**20) -> WeightPublisher:
+    publisher = WeightPublisher(servers[0].token, timeout_s=TIMEOUT_S, chunk_bytes=chunk_bytes)
+    publisher.connect([ServerAddress(f"server_{index}", server.url) for index, server in enumerate(servers)])
+    return publisher
+
+
+def assert_has(server: FakeServer, model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.equal(server.tensors[name], parameter), name
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 2**20])
+def test_every_server_gets_every_tensor(servers, model, chunk_bytes: int) -> None:
+    with connected(servers, chunk_bytes=chunk_bytes) as publisher:
+        for version in range(3):
+            with torch.no_grad():
+                model[0].bias.fill_(version)
+            report = publisher.publish(version, ModuleSource(model))
+            assert report.failed == {}
+            assert report.num_servers == 2
+            assert set(report.seconds) == {"pause", "start", "transfer", "load", "resume", "total"}
+            for server in servers:
+                assert_has(server, model)
+                assert (server.version, server.paused) == (str(version), False)
+
+
+FAULTS = [Fault("status", 500, "disk on fire"), Fault("close"), Fault("hang")]
+ROUTES = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
+def test_one_fault_is_mended_and_the_other_server_never_waits_for_ever(servers, model, route, fault) -> None:
+    first, second = servers
+    with connected(servers) as publisher:
+        publisher.publish(0, ModuleSource(model))
+        first.inject(route, fault)
+        started = time.monotonic()
+        report = publisher.publish(1, ModuleSource(model))
+        assert time.monotonic() - started < 3 * TIMEOUT_S
+        assert report.failed == {}
+        recovered = {update.name: update.recovered_from for update in report.updated}
+        assert recovered["server_1"] is None
+        assert recovered["server_0"] is not None
+        if fault.kind == "status":
+            assert "disk on fire" in recovered["server_0"]
+        for server in (first, second):
+            assert_has(server, model)
+            assert (server.version, server.paused) == ("1", False)
+
+
+def test_a_server_that_fails_twice_is_reported_and_left_paused(servers, model) -> None:
+    first, second = servers
+    with connected(servers) as publisher:
+        first.inject("/update_weights", Fault("status", 500, "first"), Fault("status", 500, "second"))
+        report = publisher.publish(1, ModuleSource(model))
+        assert list(report.failed) == ["server_0"]
+        assert "second" in report.failed["server_0"]
+        assert "first" in report.failed["server_0"]
+        assert first.paused
+        assert publisher.servers == ["server_1"]
+        assert publisher.publish(2, ModuleSource(model)).failed == {}
+        assert (second.version, second.paused) == ("2", False)
+
+
+def test_a_dead_server_is_reported_in_time(servers, model) -> None:
+    with FakeServer(SHAPES) as dying, connected((*servers, dying)) as publisher:
+        dying.stop()
+        started = time.monotonic()
+        report = publisher.publish(0, ModuleSource(model))
+        assert time.monotonic() - started < 3 * TIMEOUT_S
+        assert list(report.failed) == ["server_2"]
+        assert report.num_servers == 2
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(servers) -> None:
+    smaller = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    with connected(servers) as publisher:
+        with pytest.raises(WeightSyncError, match=r"1 tensors are left out: 1\.weight"):
+            publisher.publish(0, ModuleSource(smaller))
+        assert "/pause" not in servers[0].calls
+
+
+def test_a_restarted_trainer_finds_a_server_in_the_middle_of_an_update(servers, model) -> None:
+    first, _ = servers
+    first.inject("/update_weights", Fault("close"), Fault("close"))
+    with connected((first,)) as publisher:
+        assert publisher.publish(0, ModuleSource(model)).failed
+    assert first.paused
+    with connected((first,)) as publisher:
+        assert publisher.publish(7, ModuleSource(model)).failed == {}
+    assert_has(first, model)
+    assert (first.version, first.paused) == ("7", False)
+
+
+def test_connect_quotes_a_refusal_and_names_a_server_that_never_comes_up(model) -> None:
+    with FakeServer() as server, WeightPublisher(server.token, timeout_s=1) as publisher:
+        server.inject("/get_world_size", Fault("status", 503, "still loading"))
+        with pytest.raises(WeightSyncError, match="still loading"):
+            publisher.connect([ServerAddress("a", server.url)])
+        with pytest.raises(WeightSyncError, match=r"did not answer within 0.5 s"):
+            publisher.connect([ServerAddress("b", "http://127.0.0.1:9")], start_timeout_s=0.5)
+
+
+def test_the_wrong_token_is_a_clear_error() -> None:
+    with FakeServer() as server, WeightPublisher("not-the-token-not-the-token", timeout_s=2) as publisher:
+        address = ServerAddress("a", server.url)
+        with pytest.raises(WeightSyncError, match="401"):
+            publisher.connect([address])
+
+
+def test_proxies_of_the_environment_are_ignored(servers, model, monkeypatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with connected(servers) as publisher:
+        assert publisher.publish(0, ModuleSource(model)).failed == {}
+
+
+def test_probe_compares_with_every_server(servers) -> None:
+    with connected(servers) as publisher:
+        # The fake gives -0.5 for every token: differences 0.25 and 0.75, mean 0.5.
+        result = publisher.probe([ProbeSequence([5, 6, 7], [-0.25, -1.25])])
+    assert result.num_tokens == 4
+    assert result.mean_abs_diff == pytest.approx(0.5)
+    assert result.max_abs_diff == pytest.approx(0.75)
+    assert result.per_server_mean == {"server_0": pytest.approx(0.5), "server_1": pytest.approx(0.5)}
+
+
+def test_an_error_of_the_source_is_raised_to_the_trainer(servers, model) -> None:
+    class Broken(ModuleSource):
+        def buckets(self):
+            yield from list(super().buckets())
+            raise ArithmeticError("gather failed")
+
+    with connected(servers) as publisher, pytest.raises(ArithmeticError, match="gather failed"):
+        publisher.publish(0, Broken(model))
