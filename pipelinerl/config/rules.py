@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipelinerl.config import rules_sampling, rules_training, rules_world
+from pipelinerl.config.key_notes import NO_EFFECT
+from pipelinerl.config.keys import default_of
 from pipelinerl.config.messages import raise_faults
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -41,6 +43,14 @@ def advice(config: RunConfig) -> list[str]:
             f"actor.llm_max_rollouts={config.actor.llm_max_rollouts} is above the servers' max-num-seqs={slots}: "
             "the rest waits inside the server"
         )
-    if config.vllm_config.use_v1 is False:
-        remarks.append("vllm_config.use_v1=false does nothing here: vLLM has one engine")
+    for key, reason in NO_EFFECT.items():
+        if _value(config, key) != default_of(key):
+            remarks.append(f"{key} does nothing here: {reason}")
     return remarks
+
+
+def _value(config: RunConfig, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
