@@ -62,6 +62,10 @@ class TrainableLLM:
             self._renderer = ChatRenderer(self.tokenizer)
         return self._renderer
 
+    def share_renderer(self, other: TrainableLLM) -> None:
+        """Use `other`'s chat template cache."""
+        self._renderer = other.renderer
+
     def for_rollout(self, seed: int | None) -> TrainableLLM:
         """Return a copy with its own seed and counters."""
         _ = self.renderer

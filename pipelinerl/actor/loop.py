@@ -1,0 +1,151 @@
+"""The actor's life on one page: wait for weights, evaluate, roll out until training is done, evaluate.
+
+Called by `entrypoints.actor`.
+
+| loop | waits for | who wakes it |
+|---|---|---|
+| `run_actor` | first weight update; end of training | trainer's messages |
+| `TrainingRollouts.run` | a free slot and room in the sample budget | rollouts that end; steps and fates |
+| `run_group` | its last attempt | workers' answers, at the latest each attempt's deadline |
+| `Scheduler.run` | a free slot; the answer | another rollout's end; the worker, or the deadline |
+| `_evaluate_when_due` | a version at which an evaluation is due | trainer's messages |
+| `_report` | the next version, at most a few seconds | trainer's messages, the clock |
+| `WorkerPool._follow` | a worker's next message | the worker, or its end |
+| feeds `trainer`, `fates` (threads) | the next record | trainer and preprocessor |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pipelinerl.actor.parts import ActorParts, assemble
+from pipelinerl.actor.pool import WorkerPool
+from pipelinerl.actor.servers import fetch_max_model_lens
+from pipelinerl.actor.trainer_state import follow_trainer
+from pipelinerl.domains.datasets import ProblemSets
+from pipelinerl.errors import UserError
+from pipelinerl.supervise.context import RoleContext
+
+logger = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S = 5.0
+
+
+async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> None:
+    """Run the actor until training is complete and the last evaluation is written.
+
+    Raises:
+        DomainError: user code returned something that it must not.
+        WorkerError: a rollout worker died, or too many rollouts failed.
+        StreamError: a stream cannot be read or written.
+    """
+    parts = assemble(context, problems, pool)
+    try:
+        async with asyncio.TaskGroup() as background:
+            broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            watch = background.create_task(_raise_when_broken(broken))
+
+            def on_failure(error: BaseException) -> None:
+                if not broken.done():
+                    broken.set_exception(error)
+
+            with follow_trainer(context.streams, parts.trainer, context.heartbeat.progress, on_failure):
+                try:
+                    await pool.start(background)
+                    report = background.create_task(_report(parts))
+                    await _live(context, parts, pool)
+                    for task in (watch, report):
+                        task.cancel()
+                finally:
+                    await pool.close()
+    except BaseExceptionGroup as errors:
+        raise root_cause(errors) from errors
+    finally:
+        parts.publisher.close()
+
+
+async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> None:
+    trainer = parts.trainer
+    with context.heartbeat.waiting("the first weight update", context.config.vllm_config.start_timeout_s):
+        await trainer.wait_for(lambda: trainer.version is not None)
+    await pool.wait_ready(await fetch_max_model_lens(parts.server_urls, context.token))
+
+    first_version = trainer.current_version
+    logger.info("servers have version %d: evaluation before training", first_version)
+    await _evaluate(parts, first_version, is_final=False, concurrency=parts.slots.total)
+
+    parts.throughput.restart()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(parts.training.run())
+        tasks.create_task(_evaluate_when_due(parts))
+
+    logger.info("training is done at version %d: last evaluation", trainer.current_version)
+    await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
+    parts.report()
+
+
+async def _evaluate_when_due(parts: ActorParts) -> None:
+    """Evaluate beside training; an evaluation that runs when training ends is still brought to its end."""
+    with parts.trainer.subscribe() as changed:
+        while not parts.trainer.done:
+            changed.clear()
+            due = parts.evaluations.take_due(parts.trainer.current_version)
+            if due is None:
+                await changed.wait()
+            else:
+                await _evaluate(parts, due, is_final=False, concurrency=parts.evaluation_concurrency)
+
+
+async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, concurrency: int) -> None:
+    if not parts.evaluator.problems:
+        return
+    results = await parts.evaluator.run(due_version, lambda: parts.trainer.current_version, is_final, concurrency)
+    if not results:
+        logger.error("the evaluation due at version %d failed: no rollout came to an end", due_version)
+    parts.publisher.publish_evaluation(results)
+    for result in results:
+        logger.info(
+            "evaluation at version %d, %s: success %.3f, reward %.3f, %d rollouts (%d failed), %.1f s",
+            due_version,
+            result.dataset_name,
+            result.success_rate,
+            result.mean_reward,
+            result.num_rollouts,
+            result.num_failed,
+            result.seconds,
+        )
+
+
+async def _report(parts: ActorParts) -> None:
+    """Write metrics at every new version, and every few seconds between them."""
+    interval_s = parts.report_interval_s or _REPORT_INTERVAL_S
+    reported: int | None = None
+    with parts.trainer.subscribe() as changed:
+        while True:
+            try:
+                async with asyncio.timeout(interval_s):
+                    while parts.trainer.version == reported:
+                        changed.clear()
+                        await changed.wait()
+            except TimeoutError:
+                pass
+            reported = parts.trainer.version
+            parts.report()
+
+
+async def _raise_when_broken(broken: asyncio.Future[None]) -> None:
+    await broken
+
+
+def root_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the one error to report: a user error if there is one, else the first that was raised."""
+    leaves: list[BaseException] = []
+    waiting: list[BaseException] = [errors]
+    while waiting:
+        error = waiting.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            waiting.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, UserError)), leaves[0])

@@ -1,0 +1,137 @@
+"""The actor's parts and how they hang together. Called once by the actor's loop; waits for nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.evaluation import EvaluationSchedule, Evaluator
+from pipelinerl.actor.failures import FailureLimit
+from pipelinerl.actor.frames import RolloutEnded
+from pipelinerl.actor.groups import Answer
+from pipelinerl.actor.pool import WorkerPool
+from pipelinerl.actor.problems import endless_order, evaluation_problems
+from pipelinerl.actor.publish import Publisher
+from pipelinerl.actor.scheduler import Scheduler
+from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
+from pipelinerl.actor.trainer_state import TrainerState
+from pipelinerl.actor.training import TrainingRollouts
+from pipelinerl.domains.datasets import Problem, ProblemSets
+from pipelinerl.records import EvaluationResult, FateRecord, Group, MetricRecord
+from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC
+from pipelinerl.supervise.context import RoleContext
+
+logger = logging.getLogger(__name__)
+
+# Share of the slots that an evaluation beside training may take, if actor.evaluation_concurrency does not say.
+_EVALUATION_SHARE = 4
+
+
+@dataclass
+class ActorParts:
+    """Everything that the actor's loops use."""
+
+    server_urls: list[str]
+    budget: SampleBudget
+    trainer: TrainerState
+    slots: ServerSlots
+    scheduler: Scheduler
+    training: TrainingRollouts
+    evaluator: Evaluator
+    evaluations: EvaluationSchedule
+    evaluation_concurrency: int
+    throughput: ThroughputWindow
+    averages: RolloutAverages
+    failures: FailureLimit
+    publisher: Publisher
+    report_interval_s: float
+
+    def report(self) -> None:
+        """Write one metric record with everything since the last one."""
+        values = {
+            **self.averages.take(),
+            **self.throughput.rates(),
+            "actor/in_flight_samples": float(self.budget.running_samples),
+            "actor/admitted_samples": float(self.budget.charged_samples),
+            "actor/running_groups": float(self.training.running_groups),
+            "actor/failed_rollouts": float(self.failures.total),
+            "actor/retries": float(self.scheduler.retries),
+            **{f"actor/server_busy_{index}": float(busy) for index, busy in enumerate(self.slots.busy)},
+            **{f"actor/failed_{reason}": float(count) for reason, count in self.failures.reasons.items()},
+        }
+        self.publisher.publish_metrics(values, self.trainer.current_version)
+
+
+def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> ActorParts:
+    """Build the actor of this run."""
+    config, incarnation = context.config, context.incarnation
+    name = context.job.name
+    urls = [job.url for job in context.world.jobs_of("actor_llm") if job.url is not None]
+    budget = SampleBudget(config.finetune.samples_per_step, config.max_lag, config.attempts)
+    trainer = TrainerState(budget, incarnation)
+    slots = ServerSlots(len(urls), config.actor.llm_max_rollouts, on_idle=trainer.notify)
+    scheduler = Scheduler(slots, pool, config.actor.rollout_timeout_s, config.actor.max_retries)
+    throughput = ThroughputWindow(config.actor.throughput_window_size * config.attempts, time.monotonic)
+    averages = RolloutAverages()
+    failures = FailureLimit(config.actor.max_failure_rate, config.actor.min_rollouts_for_failure_rate)
+    hub = context.streams
+    publisher = Publisher(
+        source=name,
+        incarnation=incarnation,
+        groups=hub.writer(ACTOR_TOPIC, name, Group),
+        fates=hub.writer(FATES_TOPIC, name, FateRecord),
+        evaluations=hub.writer(EVALUATION_TOPIC, name, EvaluationResult),
+        metrics=hub.writer(METRICS_TOPIC, name, MetricRecord),
+    )
+
+    def on_training_answer(answer: Answer, problem: Problem) -> None:
+        context.heartbeat.progress()
+        tokens = answer.summary.output_tokens if isinstance(answer, RolloutEnded) else 0
+        throughput.add(tokens, answer.requests)
+        if isinstance(answer, RolloutEnded):
+            averages.add(answer.summary, answer.dataset_name or problem.dataset_name)
+
+    def on_evaluation_answer(answer: Answer) -> None:
+        context.heartbeat.progress()
+        if isinstance(answer, RolloutEnded):
+            budget.observe_rollout(answer.summary.num_samples)
+
+    training = TrainingRollouts(
+        problems=endless_order(problems.train, f"{config.seed}/{incarnation}"),
+        attempts=config.attempts,
+        seed=config.seed,
+        incarnation=incarnation,
+        scheduler=scheduler,
+        slots=slots,
+        budget=budget,
+        failures=failures,
+        trainer=trainer,
+        publisher=publisher,
+        on_answer=on_training_answer,
+    )
+    evaluator = Evaluator(
+        scheduler=scheduler,
+        problems=evaluation_problems(problems.test, config.actor.test_samples, str(config.seed)),
+        seed=config.seed,
+        incarnation=incarnation,
+        on_answer=on_evaluation_answer,
+    )
+    return ActorParts(
+        server_urls=urls,
+        budget=budget,
+        trainer=trainer,
+        slots=slots,
+        scheduler=scheduler,
+        training=training,
+        evaluator=evaluator,
+        evaluations=EvaluationSchedule(config.eval_every_n_versions, 0),
+        evaluation_concurrency=config.actor.evaluation_concurrency or max(1, slots.total // _EVALUATION_SHARE),
+        throughput=throughput,
+        averages=averages,
+        failures=failures,
+        publisher=publisher,
+        report_interval_s=config.actor.log_each_n_secs,
+    )

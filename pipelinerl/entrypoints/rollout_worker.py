@@ -1,0 +1,133 @@
+"""`python -m pipelinerl.entrypoints.rollout_worker ...`: one rollout worker. Started by the actor, never by hand.
+
+Imports the user's rollout function, loads the tokenizer, then serves the actor over the socket that it inherited.
+Ends when the actor closes it. A fault of its own goes to stderr as a traceback, exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
+
+if TYPE_CHECKING:
+    from pipelinerl.config import RunConfig
+    from pipelinerl.llm import TrainableLLM
+    from pipelinerl.world import WorldMap
+
+_MODEL_NAME = "actor"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the actor and return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--index", required=True, type=int)
+    parser.add_argument("--fd", required=True, type=int, help="inherited socket to the actor")
+    arguments = parser.parse_args(argv)
+
+    import uvloop
+
+    from pipelinerl.supervise.context import LOG_FORMAT
+    from pipelinerl.supervise.death_pipe import watch_death_pipe
+
+    name = f"{arguments.job}/worker_{arguments.index}"
+    logging.basicConfig(
+        level=logging.INFO, format=LOG_FORMAT.replace("%(name)s", f"{name} %(name)s"), stream=sys.stderr
+    )
+    watch_launcher(watch_death_pipe)
+    connection = socket.socket(fileno=arguments.fd)
+    connection.setblocking(False)
+    try:
+        uvloop.run(_serve(arguments.run_dir, connection))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    return 0
+
+
+def watch_launcher(watch: Any) -> None:
+    """End with the launcher, if there is one."""
+    from pipelinerl.supervise.context import DEATH_FD_KEY
+
+    descriptor = os.environ.get(DEATH_FD_KEY)
+    if descriptor:
+        watch(int(descriptor))
+
+
+async def _serve(root: Path, connection: socket.socket) -> None:
+    from pipelinerl.actor.frames import Fatal, write_frame
+    from pipelinerl.actor.worker import RolloutWorker
+    from pipelinerl.config.load import load_config, to_dictconfig
+    from pipelinerl.domains.registry import load_rollout_function
+    from pipelinerl.supervise.identity import read_identity
+    from pipelinerl.supervise.run_dir import RunDir
+    from pipelinerl.world import WorldMap
+
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    files = RunDir(root)
+    try:
+        config = load_config(files.config_file)
+        function = load_rollout_function(config)
+    except DomainError as error:
+        write_frame(writer, Fatal(user_error=True, message=str(error)))
+        await writer.drain()
+        raise
+    world = WorldMap.from_json(files.world_file.read_bytes())
+    tokenizer = _load_tokenizer(config)
+    worker = RolloutWorker(
+        function=function,
+        cfg=to_dictconfig(config),
+        training_llms=make_llms(config, world, tokenizer, evaluation=False),
+        evaluation_llms=make_llms(config, world, tokenizer, evaluation=True),
+        incarnation=read_identity(files.identity_file).incarnation,
+        reader=reader,
+        writer=writer,
+    )
+    await worker.run()
+
+
+def _load_tokenizer(config: RunConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
+
+
+def make_llms(config: RunConfig, world: WorldMap, tokenizer: Any, *, evaluation: bool) -> list[TrainableLLM]:
+    """Return one handle per server. Evaluations do not train, so they ask for no log-probs, which cost the server."""
+    from pipelinerl.llm import TrainableLLM
+    from pipelinerl.llm.parameters import sampling_parameters
+    from pipelinerl.supervise.context import TOKEN_KEY
+
+    section = config.test_llm if evaluation else config.llm
+    llms = [
+        TrainableLLM(
+            base_url=job.url,
+            model_name=_MODEL_NAME,
+            tokenizer=tokenizer,
+            parameters=sampling_parameters(section.parameters),
+            token=os.environ.get(TOKEN_KEY, ""),
+            collect_logprobs=not evaluation,
+            request_timeout_s=config.actor.request_timeout_s,
+            max_retries=config.actor.max_retries,
+        )
+        for job in world.jobs_of("actor_llm")
+        if job.url is not None
+    ]
+    # One renderer for all: its cache serves every server.
+    for llm in llms[1:]:
+        llm.share_renderer(llms[0])
+    return llms
+
+
+if __name__ == "__main__":
+    sys.exit(main())
