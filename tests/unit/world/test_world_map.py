@@ -1,0 +1,268 @@
+"""The plan of a run, row by row: the reference's machines, parallel servers, several nodes, few or no GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.world import Cluster, Job, WorldMap, build_world_map
+
+
+@dataclass
+class CountingPorts:
+    """Hands out every port once per node, without looking at the machine."""
+
+    taken: set[tuple[int, int]] = field(default_factory=set)
+
+    def take(self, node_rank: int, preferred: int, key: str) -> int:
+        port = preferred
+        while (node_rank, port) in self.taken:
+            port += 1
+        self.taken.add((node_rank, port))
+        return port
+
+
+def plan(
+    gpus: int = 0,
+    env: dict[str, str] | None = None,
+    cores: int = 2,
+    vllm_kwargs: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
+    **world: Any,
+) -> WorldMap:
+    config = RunConfig.model_validate(
+        {
+            "output_dir": "unused",
+            "world": world,
+            "vllm_config": {"vllm_kwargs": vllm_kwargs or {}},
+            "environment": environment,
+        }
+    )
+    cluster = Cluster.from_env(env or {}, lambda: [f"GPU-{index}" for index in range(gpus)], cores)
+    return build_world_map(config, cluster, CountingPorts())
+
+
+def gpus_of(world: WorldMap, kind: str) -> list[tuple[int, list[str]]]:
+    return [(job.node_rank, job.gpus) for job in world.jobs_of(kind)]
+
+
+TWO_NODES = {"WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
+ROWS = {
+    # name: (arguments of plan, GPUs of actor servers, of reference servers, of trainer ranks) as (node, GPUs)
+    "reference, 8 GPUs, 4:0:4": (
+        {"gpus": 8},
+        [(0, ["0"]), (0, ["1"]), (0, ["2"]), (0, ["3"])],
+        [],
+        [(0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
+    ),
+    "reference, 4 GPUs, 2:0:2": (
+        {"gpus": 4, "actor_fraction": 2, "finetune_fraction": 2},
+        [(0, ["0"]), (0, ["1"])],
+        [],
+        [(0, ["2"]), (0, ["3"])],
+    ),
+    "base fractions on 4 GPUs": ({"gpus": 4}, [(0, ["0"]), (0, ["1"])], [], [(0, ["2"]), (0, ["3"])]),
+    "with reference servers, 4:2:2": (
+        {"gpus": 8, "preprocessor_fraction": 2, "finetune_fraction": 2},
+        [(0, ["0"]), (0, ["1"]), (0, ["2"]), (0, ["3"])],
+        [(0, ["4"]), (0, ["5"])],
+        [(0, ["6"]), (0, ["7"])],
+    ),
+    "a tiny share still gets one server": (
+        {"gpus": 4, "actor_fraction": 10, "preprocessor_fraction": 0.1, "finetune_fraction": 10},
+        [(0, ["0"])],
+        [(0, ["1"])],
+        [(0, ["2"]), (0, ["3"])],
+    ),
+    "TP=2 with dashes": (
+        {"gpus": 8, "vllm_kwargs": {"tensor-parallel-size": 2}},
+        [(0, ["0", "1"]), (0, ["2", "3"])],
+        [],
+        [(0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
+    ),
+    "TP=2, PP=2 with underscores": (
+        {"gpus": 8, "vllm_kwargs": {"tensor_parallel_size": 2, "pipeline_parallel_size": "2"}},
+        [(0, ["0", "1", "2", "3"])],
+        [],
+        [(0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
+    ),
+    "TP=3: whole servers only, the trainer gets the rest": (
+        {"gpus": 8, "vllm_kwargs": {"tensor-parallel-size": 3}},
+        [(0, ["0", "1", "2"])],
+        [],
+        [(0, ["3"]), (0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
+    ),
+    "explicit counts win": (
+        {"gpus": 4, "num_actor_llms": 1, "num_finetune_ranks": 2},
+        [(0, ["0"])],
+        [],
+        [(0, ["1"]), (0, ["2"])],
+    ),
+    "2 nodes of 4 GPUs": (
+        {"gpus": 4, "env": TWO_NODES},
+        [(0, ["0"]), (0, ["1"]), (0, ["2"]), (0, ["3"])],
+        [],
+        [(1, ["0"]), (1, ["1"]), (1, ["2"]), (1, ["3"])],
+    ),
+    "2 nodes of 3 GPUs, TP=2: no server spans nodes": (
+        {"gpus": 3, "env": TWO_NODES, "vllm_kwargs": {"tensor-parallel-size": 2}, "num_actor_llms": 2},
+        [(0, ["0", "1"]), (1, ["0", "1"])],
+        [],
+        [(0, ["2"]), (1, ["2"])],
+    ),
+    "1 GPU, shared": ({"gpus": 1, "placement": "colocated"}, [(0, ["0"])], [], [(0, ["0"])]),
+    "2 GPUs, shared": (
+        {"gpus": 2, "placement": "colocated"},
+        [(0, ["0"]), (0, ["1"])],
+        [],
+        [(0, ["0"]), (0, ["1"])],
+    ),
+    "0 GPUs": ({"gpus": 0}, [(0, [])], [], [(0, [])]),
+    "GPUs there, but device=cpu": ({"gpus": 2, "device": "cpu"}, [(0, [])], [], [(0, [])]),
+    "0 GPUs, 2 servers, 1 reference server, 2 ranks": (
+        {"num_actor_llms": 2, "num_preprocessor_llms": 1, "num_finetune_ranks": 2},
+        [(0, []), (0, [])],
+        [(0, [])],
+        [(0, []), (0, [])],
+    ),
+    "0 GPUs, 2 replicas": ({"replicas": 2}, [(0, []), (0, [])], [], [(0, [])]),
+    "CUDA_VISIBLE_DEVICES out of order": (
+        {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "3,1"}},
+        [(0, ["3"])],
+        [],
+        [(0, ["1"])],
+    ),
+    "CUDA_VISIBLE_DEVICES as UUIDs": (
+        {"env": {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c,GPU-1111"}},
+        [(0, ["GPU-8932f937-d72c"])],
+        [],
+        [(0, ["GPU-1111"])],
+    ),
+    "CUDA_VISIBLE_DEVICES as MIG ids": (
+        {"env": {"CUDA_VISIBLE_DEVICES": "MIG-GPU-89/1/0, MIG-c6d4f1ef"}},
+        [(0, ["MIG-GPU-89/1/0"])],
+        [],
+        [(0, ["MIG-c6d4f1ef"])],
+    ),
+    "12 devices": (
+        {"gpus": 12, "actor_fraction": 10, "finetune_fraction": 2},
+        [(0, [str(index)]) for index in range(10)],
+        [],
+        [(0, ["10"]), (0, ["11"])],
+    ),
+    "CUDA_VISIBLE_DEVICES empty hides all": (
+        {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": ""}},
+        [(0, [])],
+        [],
+        [(0, [])],
+    ),
+    "CUDA_VISIBLE_DEVICES ends at -1": (
+        {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "5,6,-1,7"}},
+        [(0, ["5"])],
+        [],
+        [(0, ["6"])],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_who_gets_which_gpus(row: tuple[dict[str, Any], Any, Any, Any]) -> None:
+    arguments, actor_llms, preprocessor_llms, ranks = row
+    world = plan(**arguments)
+    assert gpus_of(world, "actor_llm") == actor_llms
+    assert gpus_of(world, "preprocessor_llm") == preprocessor_llms
+    assert gpus_of(world, "finetune") == ranks
+    assert world.num_finetune_ranks == len(ranks)
+    assert world.device == ("cuda" if any(gpus for _, gpus in ranks) else "cpu")
+    assert len(world.jobs_of("actor")) == len(world.jobs_of("preprocessor")) == arguments.get("replicas", 1)
+    assert WorldMap.from_json(world.to_json()) == world
+    addresses = [(job.node_rank, job.port) for job in world.jobs if job.port is not None]
+    assert len(set(addresses)) == len(addresses)
+    assert len({job.name for job in world.jobs}) == len(world.jobs)
+
+
+def test_a_server_and_a_rank_in_full() -> None:
+    world = plan(gpus=2, cores=8)
+    assert world.job("actor_llm_0") == Job(
+        "actor_llm", "actor_llm_0", 0, 0, 0, 0, "127.0.0.1", ["0"], 8080, "http://127.0.0.1:8080", 9000, 4
+    )
+    assert world.job("finetune_0") == Job("finetune", "finetune_0", 0, 0, 0, 0, "127.0.0.1", ["1"], None, None, None, 4)
+    assert (world.master_addr, world.master_port) == ("127.0.0.1", 29500)
+    with pytest.raises(KeyError, match=r"actor_llm_7.*actor_llm_0"):
+        world.job("actor_llm_7")
+
+
+def test_two_nodes_have_addresses_local_ranks_and_a_master_with_the_trainer() -> None:
+    world = plan(gpus=4, env={"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "run-7-0.pool.internal"})
+    assert world.job("actor_llm_0").url == "http://run-7-0.pool.internal:8080"
+    assert [job.local_idx for job in world.jobs_of("finetune")] == [0, 1, 2, 3]
+    assert world.master_addr == "run-7-1.pool.internal"
+    assert [job.name for job in world.local_jobs] == ["finetune_0", "finetune_1", "finetune_2", "finetune_3"]
+
+
+def test_ipv6_hosts_get_brackets() -> None:
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "PIPELINERL_NODE_HOSTS": "fd00::1,[fd00::2]"}
+    world = plan(gpus=1, env=env)
+    assert world.job("actor_llm_0").url == "http://[fd00::1]:8080"
+    assert world.job("finetune_0").host == "fd00::2"
+
+
+def test_environments_and_verifiers() -> None:
+    world = plan(environment={"_target_": "x.Y"}, env_replicas=2, verifier_replicas=1)
+    assert [job.port for job in world.jobs_of("environment")] == [7777, 7778]
+    assert [job.port for job in world.jobs_of("verifier")] == [7779]
+    assert plan(env_replicas=2).jobs_of("environment") == []
+
+
+def test_replicas_share_the_servers_in_order() -> None:
+    world = plan(gpus=8, replicas=2)
+    assert [job.replica for job in world.jobs_of("actor_llm")] == [0, 0, 1, 1]
+
+
+def test_cores_are_shared_on_a_machine_without_gpus() -> None:
+    world = plan(cores=9, num_actor_llms=2)
+    assert [(job.name, job.cores) for job in world.jobs] == [
+        ("actor_llm_0", 3),
+        ("actor_llm_1", 3),
+        ("actor_0", 1),
+        ("preprocessor_0", 1),
+        ("finetune_0", 3),
+    ]
+
+
+IMPOSSIBLE = {
+    "one GPU for two pools": ({"gpus": 1}, r"1 node\(s\) x 1 GPU.*world.placement=colocated"),
+    "no GPU but device=cuda": ({"device": "cuda"}, r"world.device.*found 0"),
+    "TP beyond a node": (
+        {"gpus": 8, "env": TWO_NODES, "vllm_kwargs": {"tensor-parallel-size": 16}},
+        r"16 for 1 actor servers.*cannot span two nodes",
+    ),
+    "TP takes everything": (
+        {"gpus": 4, "vllm_kwargs": {"tensor-parallel-size": 4}},
+        r"4 for 1 actor servers, at least 1 for the trainer",
+    ),
+    "explicit counts beyond the machine": (
+        {"gpus": 4, "num_actor_llms": 3, "num_finetune_ranks": 2},
+        r"3 for 3 actor servers, at least 2 for the trainer",
+    ),
+    "TP on CPUs": ({"vllm_kwargs": {"tensor-parallel-size": 2}}, "1 on CPUs"),
+    "TP is no number": ({"gpus": 2, "vllm_kwargs": {"tensor-parallel-size": "two"}}, "tensor-parallel-size.*'two'"),
+    "servers and replicas do not divide": ({"gpus": 8, "num_actor_llms": 3, "replicas": 2}, "multiple of.*replicas=2"),
+    "one device twice": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "1,1"}}, "second '1'"),
+    "no device id": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "cuda:0"}}, "entry 'cuda:0'"),
+    "rank beyond the world": ({"env": {"WORLD_SIZE": "2", "RANK": "2"}}, "RANK.*0 to 1"),
+    "world size is no number": ({"env": {"WORLD_SIZE": "many"}}, "WORLD_SIZE.*'many'"),
+    "two nodes without addresses": ({"env": {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}}, "PIPELINERL_NODE_HOSTS"),
+    "too few addresses": ({"env": {"WORLD_SIZE": "2", "PIPELINERL_NODE_HOSTS": "a"}}, "2 hosts"),
+}
+
+
+@pytest.mark.parametrize("row", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_impossible_splits_explain_themselves(row: tuple[dict[str, Any], str]) -> None:
+    arguments, message = row
+    with pytest.raises(ConfigError, match=message):
+        plan(**arguments)
