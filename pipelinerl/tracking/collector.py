@@ -1,0 +1,196 @@
+"""Gathers a run's numbers: follows its streams, shows them, and writes `metrics.jsonl`, summary and plot.
+
+Called by the launcher. One background feed per stream, each waiting in a blocking read; nothing polls. Threads meet at
+one lock around the `RunState` and one around the sinks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipelinerl.config import RunConfig
+from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, StreamReader
+from pipelinerl.streams.feed import Feed
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.tracking.display import Display, make_display
+from pipelinerl.tracking.plots import plot_learning_curve
+from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, Sink
+from pipelinerl.tracking.state import RunState
+from pipelinerl.tracking.summary import Status, build_summary, write_json
+from pipelinerl.world import WorldMap
+
+logger = logging.getLogger(__name__)
+
+RECORDING_KINDS = ("actor", "preprocessor", "finetune")
+
+
+class Collector:
+    """Follows one run from the first record of its streams on.
+
+    Args:
+        hub: the run's streams.
+        world: says which processes write.
+        run_dir: where the results go.
+        config: the resolved configuration.
+        sinks: where the numbers go; None: what `make_sinks` gives.
+        display: what the terminal shows; None: the table or plain lines on standard output.
+    """
+
+    def __init__(
+        self,
+        hub: StreamHub,
+        world: WorldMap,
+        run_dir: RunDir,
+        config: RunConfig,
+        sinks: Sequence[Sink] | None = None,
+        display: Display | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._max_steps = config.finetune.max_train_steps
+        self._title = run_dir.root.name
+        self._state = RunState()
+        self._lock = threading.RLock()
+        self._sink_lock = threading.Lock()
+        self._sinks = list(make_sinks(config, run_dir) if sinks is None else sinks)
+        self._display = display or make_display(sys.stdout, self._title, self._max_steps)
+        self._display_works = True
+        self._feeds = self._make_feeds(hub, world)
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begin to follow the streams and to show the run."""
+        self._show(lambda: self._display.start(self.snapshot))
+        for feed in self._feeds:
+            feed.start()
+
+    def stop(self) -> None:
+        """Take what is in the streams now and end. May be called twice. What went wrong meanwhile is logged."""
+        if self._stopped:
+            return
+        self._stopped = True
+        for feed in self._feeds:
+            try:
+                feed.stop()
+            except Exception as error:  # noqa: BLE001 - the others' last records still count
+                logger.error("a stream could not be followed to its end: %s", error)
+        self._show(self._display.stop)
+
+    def raise_if_failed(self) -> None:
+        """Raise what ended one of the feeds, if something did (a corrupt record, for instance)."""
+        for feed in self._feeds:
+            feed.raise_if_failed()
+
+    def snapshot(self, read: Callable[[RunState], Any]) -> Any:
+        """Return `read(state)`; nothing changes the state meanwhile."""
+        with self._lock:
+            return read(self._state)
+
+    def write_summary(self, status: Status, reason: str | None) -> dict[str, Any]:
+        """Stop, write `summary.json` and `learning_curve.png`, finish the sinks, and return the summary."""
+        self.stop()
+        with self._lock:
+            summary = build_summary(self._state, status, reason)
+            try:
+                write_json(self._run_dir.summary_file, summary)
+            except OSError as error:
+                logger.error("%s cannot be written: %s", self._run_dir.summary_file, error)
+            try:
+                plot_learning_curve(self._state, self._run_dir.learning_curve_file, self._title)
+            except Exception as error:  # noqa: BLE001 - a picture never changes how a run ended
+                logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
+        for sink in self._sinks:
+            sink.finish(summary)
+        return summary
+
+    def _make_feeds(self, hub: StreamHub, world: WorldMap) -> list[Feed[Any]]:
+        names = [job.name for kind in RECORDING_KINDS for job in world.jobs_of(kind)]
+        actors = [job.name for job in world.jobs_of("actor")]
+        followed: list[tuple[str, str, Any, Callable[[Any], None]]] = [
+            *((METRICS_TOPIC, name, MetricRecord, self._on_metrics) for name in names),
+            *((FATES_TOPIC, name, FateRecord, self._on_fate) for name in names),
+            *((EVALUATION_TOPIC, name, EvaluationResult, self._on_evaluation) for name in actors),
+            *((TRAINER_TOPIC, job.name, TrainerMessage, self._on_trainer) for job in world.jobs_of("finetune")[:1]),
+        ]
+        return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
+
+    def _on_metrics(self, record: MetricRecord) -> None:
+        with self._lock:
+            self._state.fold_metrics(record)
+            if "finetune/loss" in record.values:
+                self._show(lambda: self._display.step_recorded(self._state))
+        self._log(record)
+
+    def _on_fate(self, record: FateRecord) -> None:
+        with self._lock:
+            self._state.fold_fate(record)
+
+    def _on_evaluation(self, result: EvaluationResult) -> None:
+        values = {
+            "success_rate": result.success_rate,
+            "mean_reward": result.mean_reward,
+            "num_rollouts": float(result.num_rollouts),
+            "num_failed": float(result.num_failed),
+            "seconds": result.seconds,
+            **result.metrics,
+        }
+        with self._lock:
+            self._state.fold_evaluation(result)
+            self._show(lambda: self._display.evaluated(self._state, result))
+        self._log(_row("evaluation", result.due_version, result.time, f"evaluation/{result.dataset_name}", values))
+
+    def _on_trainer(self, message: TrainerMessage) -> None:
+        with self._lock:
+            self._state.fold_trainer(message)
+        if isinstance(message, WeightUpdateSuccess):
+            values = {f"{phase}_s": seconds for phase, seconds in message.seconds.items()}
+            values["num_servers"] = float(message.num_servers)
+            if message.probe_abs_diff is not None:
+                values["logprob_abs_diff_mean"] = message.probe_abs_diff
+            self._log(_row("weight_update", message.version, message.time, "weight_update", values))
+
+    def _log(self, record: MetricRecord) -> None:
+        # Not under the state's lock: a sink may write to the terminal, and whoever redraws that waits for the state.
+        with self._sink_lock:
+            for sink in self._sinks:
+                sink.log(record)
+
+    def _show(self, action: Callable[[], None]) -> None:
+        if not self._display_works:
+            return
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - a closed terminal never ends a run
+            self._display_works = False
+            logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
+
+
+def make_sinks(config: RunConfig, run_dir: RunDir) -> list[Sink]:
+    """`metrics.jsonl`, and W&B if the configuration asks for it. None of them can end a run."""
+    sinks: list[Sink] = [SafeSink("metrics.jsonl", lambda: JsonlSink(run_dir.metrics_file))]
+    if config.wandb.use_wandb and config.wandb.mode != "disabled":
+        since = time.time()
+
+        def make_wandb() -> Sink:
+            from pipelinerl.tracking.wandb_sink import WandbSink
+
+            return WandbSink(config, run_dir.root, since)
+
+        sinks.append(BackgroundSink("W&B", make_wandb))
+    return sinks
+
+
+def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:
+    return Feed(reader, lambda entry: take(entry.record), name)
+
+
+def _row(source: str, step: int, time_s: float, prefix: str, values: Mapping[str, float]) -> MetricRecord:
+    return MetricRecord(
+        source=source, step=step, time=time_s, values={f"{prefix}/{name}": value for name, value in values.items()}
+    )

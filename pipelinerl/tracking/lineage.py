@@ -1,0 +1,34 @@
+"""Which steps count: those of the newest incarnation, and of older ones only up to where the newer one took over.
+
+Called by `RunState`. A run that resumes from the checkpoint of step k trains step k+1 again, under a higher
+incarnation; what the older incarnation did behind step k was rolled back. Pure: waits for nothing.
+"""
+
+from __future__ import annotations
+
+
+class Lineage:
+    """Steps per incarnation. Order of arrival does not matter."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[int, int], int] = {}
+        self._first_step: dict[int, int] = {}
+
+    def add_step(self, incarnation: int, step: int, num_samples: int) -> None:
+        """`step` (from 1) was done by `incarnation` on `num_samples` samples."""
+        self._samples[incarnation, step] = num_samples
+        self._first_step[incarnation] = min(step, self._first_step.get(incarnation, step))
+
+    def survives(self, incarnation: int, step: int) -> bool:
+        """False if a newer incarnation did this step, or an earlier one, again."""
+        return all(step < first for newer, first in self._first_step.items() if newer > incarnation)
+
+    @property
+    def last_step(self) -> int:
+        """Number of steps behind the weights; 0 before the first."""
+        return max((step for incarnation, step in self._samples if self.survives(incarnation, step)), default=0)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples trained by the steps that survive."""
+        return sum(count for (incarnation, step), count in self._samples.items() if self.survives(incarnation, step))

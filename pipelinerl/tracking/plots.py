@@ -1,0 +1,78 @@
+"""`learning_curve.png`: reward and success in training, success on held-out problems, and lag, by policy version.
+
+Called by the collector when the run has ended. Draws without a display; waits for nothing but the disk.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelinerl.tracking.state import RunState
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# First name that has data wins.
+_REWARD = ("finetune/reward_mean", "actor/reward_mean")
+_SUCCESS = ("actor/success_rate",)
+
+
+def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
+    """Draw the run into `path` (PNG). A run without any data gives an empty frame.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    curve, lag = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    figure.suptitle(title)
+    _draw_training(curve, state)
+    _draw_held_out(curve, state)
+    curve.set_ylabel("success rate / reward")
+    curve.grid(alpha=0.3)
+    if curve.get_legend_handles_labels()[0]:
+        curve.legend(loc="best")
+    _draw_lag(lag, state)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _draw_training(axes: Axes, state: RunState) -> None:
+    for names, label, color in (
+        (_REWARD, "reward, training", "tab:blue"),
+        (_SUCCESS, "success, training", "tab:green"),
+    ):
+        for name in names:
+            if points := sorted(state.history.get(name, {}).items()):
+                axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.3)
+                break
+
+
+def _draw_held_out(axes: Axes, state: RunState) -> None:
+    names = list(dict.fromkeys(result.dataset_name for result in state.evaluations))
+    for index, name in enumerate(names):
+        results = [result for result in state.evaluations if result.dataset_name == name]
+        points = sorted((result.max_version, result.success_rate) for result in results)
+        label = "success, held out" + (f" ({name})" if len(names) > 1 else "")
+        axes.plot(*zip(*points, strict=True), "o--", label=label, color=f"C{index + 3}", markersize=7)
+        for version, rate in points:
+            axes.annotate(f"{rate:.2f}", (version, rate), textcoords="offset points", xytext=(0, 9), ha="center")
+
+
+def _draw_lag(axes: Axes, state: RunState) -> None:
+    for name, label, style in (
+        ("finetune/lag_mean_versions", "mean", "-"),
+        ("finetune/lag_max_versions", "max", ":"),
+    ):
+        if points := sorted(state.history.get(name, {}).items()):
+            axes.plot(*zip(*points, strict=True), style, label=label, color="tab:gray")
+    axes.set_ylabel("lag (versions)")
+    axes.set_xlabel("policy version (optimizer steps)")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")

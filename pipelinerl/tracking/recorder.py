@@ -1,0 +1,63 @@
+"""Where a role leaves its numbers: one `MetricRecord` a call on the role's stream `metrics`.
+
+Called by every role; waits for nothing. Numbers never end a run: one that is not finite is left out, and a stream that
+cannot be written costs one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from pipelinerl.errors import StreamError
+from pipelinerl.records import MetricRecord
+from pipelinerl.streams.base import StreamWriter
+from pipelinerl.tracking.metrics import Metric
+
+logger = logging.getLogger(__name__)
+
+
+class MetricRecorder:
+    """Records numbers of one process.
+
+    Args:
+        writer: of the stream `metrics`, instance = this job's name.
+        source: this job's name.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, writer: StreamWriter[MetricRecord], source: str, clock: Callable[[], float] = time.time) -> None:
+        self._writer = writer
+        self._source = source
+        self._clock = clock
+        self._warned: set[str] = set()
+        self.lost_records = 0
+
+    def log(self, step: int, values: Mapping[str, float | Metric]) -> None:
+        """Record `values` (names are `<role>/<thing>_<unit>`) as those of policy version `step`."""
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            number = float(value.value if isinstance(value, Metric) else value)
+            if math.isfinite(number):
+                numbers[name] = number
+            else:
+                self._warn_once(name, "%s is %s at step %d and is left out of the metrics", name, number, step)
+        try:
+            self._writer.write(MetricRecord(source=self._source, step=step, time=self._clock(), values=numbers))
+        except StreamError as error:
+            self.lost_records += 1
+            self._warn_once("", "metrics are lost from step %d on: %s", step, error)
+
+    def close(self) -> None:
+        """Release the stream."""
+        try:
+            self._writer.close()
+        except StreamError as error:
+            self._warn_once("", "metrics may be lost: %s", error)
+
+    def _warn_once(self, key: str, message: str, *args: object) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning(message, *args)

@@ -1,0 +1,137 @@
+"""`RunState`: everything that table, plot and summary show, folded from the run's streams.
+
+Fed by the collector, one record at a time and in any order between streams. Pure: no I/O, waits for nothing.
+A resumed run folds its streams from the start, so nothing of this is saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from pipelinerl.records import (
+    EvaluationResult,
+    FateRecord,
+    MetricRecord,
+    StepDone,
+    TrainerMessage,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+from pipelinerl.tracking.lineage import Lineage
+
+When = Literal["before", "after"]
+
+
+class RunState:
+    """Fold of one run. `latest[name]` is the newest value, `history[name][step]` the newest of each version."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, float] = {}
+        self.history: dict[str, dict[int, float]] = {}
+        self.evaluations: list[EvaluationResult] = []
+        self.lineage = Lineage()
+        self.version: int | None = None
+        self.weight_updates = 0
+        self.last_update_seconds: dict[str, float] = {}
+        self.probe_diffs: list[float] = []
+        self.training_done = False
+        self.first_time: float | None = None
+        self.last_time: float | None = None
+        self._fates: Counter[tuple[str, int, int]] = Counter()
+        self._fate_tokens = 0
+        self._paused_s = 0.0
+        self._begin: dict[int, float] = {}
+        self._end: dict[int, float] = {}
+
+    def fold_metrics(self, record: MetricRecord) -> None:
+        self._saw(record.time)
+        self.latest.update(record.values)
+        for name, value in record.values.items():
+            self.history.setdefault(name, {})[record.step] = value
+
+    def fold_trainer(self, message: TrainerMessage) -> None:
+        self._saw(message.time)
+        incarnation = message.incarnation
+        if isinstance(message, WeightUpdateSuccess):
+            self.version = message.version
+            self.weight_updates += 1
+            self.last_update_seconds = message.seconds
+            if message.probe_abs_diff is not None:
+                self.probe_diffs.append(message.probe_abs_diff)
+            if incarnation in self._begin:
+                self._paused_s += message.seconds.get("total", 0.0)
+            else:
+                # The first update of an incarnation pauses servers that have nothing to do yet.
+                self._begin[incarnation] = message.time
+        elif isinstance(message, StepDone):
+            self.lineage.add_step(incarnation, message.step, message.num_samples)
+        if isinstance(message, StepDone | TrainingDone):
+            self._end[incarnation] = max(message.time, self._end.get(incarnation, message.time))
+        self.training_done = self.training_done or isinstance(message, TrainingDone)
+
+    def fold_evaluation(self, result: EvaluationResult) -> None:
+        self._saw(result.time)
+        self.evaluations.append(result)
+
+    def fold_fate(self, record: FateRecord) -> None:
+        count = len(record.sample_ids) + record.num_rollouts
+        self._fates[record.fate, record.incarnation, record.version] += count
+        self._fate_tokens += record.output_tokens
+
+    @property
+    def steps(self) -> int:
+        return self.lineage.last_step
+
+    @property
+    def fates(self) -> dict[str, int]:
+        """Samples (and rollouts that ended without one) by fate; training that was rolled back does not count."""
+        counts: Counter[str] = Counter()
+        for (fate, incarnation, version), count in self._fates.items():
+            if fate != "trained" or self.lineage.survives(incarnation, version):
+                counts[fate] += count
+        return dict(counts)
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall-clock seconds of training: from the servers' readiness (and the evaluation before training) to the
+        last step, summed over incarnations."""
+        begin = dict(self._begin)
+        for result in self.evaluations:
+            if result.due_version == 0 and not result.is_final and result.incarnation in begin:
+                begin[result.incarnation] = max(begin[result.incarnation], result.time)
+        return sum(max(0.0, end - begin[inc]) for inc, end in self._end.items() if inc in begin)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds during which the servers were paused for weight updates."""
+        return self.total("finetune/stall_s") if "finetune/stall_s" in self.history else self._paused_s
+
+    @property
+    def output_tokens(self) -> float:
+        """Tokens sampled for training, as far as their fate is known."""
+        return max(float(self._fate_tokens), self.total("finetune/output_tokens"))
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over the steps that count."""
+        return sum(value for step, value in self.history.get(name, {}).items() if step <= max(self.steps, 0))
+
+    def mean(self, name: str, weight_name: str) -> float:
+        """Mean of a metric over the steps that count, weighted by another one (1 where that one is absent)."""
+        weights = self.history.get(weight_name, {})
+        parts = [(v, weights.get(s, 1.0)) for s, v in self.history.get(name, {}).items() if s <= max(self.steps, 0)]
+        total = sum(weight for _, weight in parts)
+        return sum(value * weight for value, weight in parts) / total if total > 0 else 0.0
+
+    def held_out_success(self, when: When) -> float | None:
+        """Success rate before training (due at version 0) or after it (the final one), over all data sets, weighted by
+        rollouts; None if there was no such evaluation."""
+        found = [r for r in self.evaluations if (r.is_final if when == "after" else r.due_version == 0)]
+        if when == "before" and any(not result.is_final for result in found):
+            found = [result for result in found if not result.is_final]
+        rollouts = sum(result.num_rollouts for result in found)
+        return sum(result.success_rate * result.num_rollouts for result in found) / rollouts if rollouts else None
+
+    def _saw(self, time: float) -> None:
+        self.first_time = time if self.first_time is None else min(time, self.first_time)
+        self.last_time = time if self.last_time is None else max(time, self.last_time)

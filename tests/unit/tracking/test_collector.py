@@ -1,0 +1,231 @@
+"""The collector on real streams: from the roles' records to metrics.jsonl, summary and plot."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.records import (
+    EvaluationResult,
+    FateRecord,
+    MetricRecord,
+    StepDone,
+    TrainerMessage,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.tracking.collector import Collector, make_sinks
+from pipelinerl.tracking.display import PlainDisplay
+from pipelinerl.tracking.recorder import MetricRecorder
+from pipelinerl.world import Job, WorldMap
+
+
+def job(kind: str, idx: int = 0) -> Job:
+    return Job(kind, f"{kind}_{idx}", idx, 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+
+
+WORLD = WorldMap(
+    jobs=[job("actor_llm"), job("actor"), job("preprocessor"), job("finetune", 0), job("finetune", 1)],
+    device="cpu",
+    world_size=1,
+    rank=0,
+    gpus_per_llm=1,
+    master_addr="127.0.0.1",
+    master_port=1,
+)
+
+
+def evaluation(due: int, success: float, final: bool) -> EvaluationResult:
+    return EvaluationResult(
+        due_version=due,
+        min_version=due,
+        max_version=due,
+        is_final=final,
+        dataset_name="test",
+        num_rollouts=10,
+        num_failed=0,
+        success_rate=success,
+        mean_reward=success,
+        metrics={"turns": 3.5},
+        seconds=1.0,
+        time=11.0 + due,
+    )
+
+
+class Run:
+    """A run in `tmp_path`, with a collector and the writers that the roles would have."""
+
+    def __init__(self, tmp_path: Path, **wandb: Any) -> None:
+        self.dir = RunDir(tmp_path)
+        self.hub = StreamHub(RunConfig(output_dir="x").streams, self.dir, "r")
+        self.config = RunConfig(output_dir=str(tmp_path), wandb={"mode": "disabled", **wandb})
+        self.screen = io.StringIO()
+        self.collector = self.make_collector()
+
+    def make_collector(self) -> Collector:
+        display = PlainDisplay(self.screen, self.config.finetune.max_train_steps)
+        return Collector(self.hub, WORLD, self.dir, self.config, display=display)
+
+    def play(self) -> None:
+        trainer = self.hub.writer("trainer", "finetune_0", TrainerMessage)
+        results = self.hub.writer("evaluation", "actor_0", EvaluationResult)
+        numbers = MetricRecorder(self.hub.writer("metrics", "finetune_0", MetricRecord), "finetune_0", lambda: 12.0)
+        fates = self.hub.writer("fates", "finetune_0", FateRecord)
+        trainer.write(
+            WeightUpdateSuccess(version=0, time=10.0, seconds={"total": 0.1}, num_servers=1, probe_abs_diff=1e-6)
+        )
+        results.write(evaluation(0, 0.25, False))
+        trainer.write(WeightUpdateSuccess(version=1, time=14.0, seconds={"total": 0.2}, num_servers=1))
+        fates.write(
+            FateRecord(sample_ids=["a", "b"], fate="trained", reason="", version=1, group_id="g", source="finetune_0")
+        )
+        trainer.write(StepDone(step=1, time=15.0, group_ids=["g"], num_samples=2, samples_processed=2))
+        numbers.log(1, {"finetune/loss": -0.5, "finetune/lag_max_versions": 1.0})
+        trainer.write(TrainingDone(version=1, time=15.0, samples_processed=2))
+        results.write(evaluation(1, 0.75, True))
+        for writer in (trainer, results, numbers, fates):
+            writer.close()
+
+
+def test_from_streams_to_files(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.collector.start()
+    run.play()
+    summary = run.collector.write_summary("completed", None)
+    run.collector.raise_if_failed()
+    assert json.loads(run.dir.summary_file.read_text()) == summary
+    assert {key: summary[key] for key in ("steps", "samples_trained", "weight_updates", "seconds", "fates")} == {
+        "steps": 1,
+        "samples_trained": 2,
+        "weight_updates": 2,
+        "seconds": 4.0,
+        "fates": {"trained": 2},
+    }
+    assert (summary["success_before"], summary["success_after"]) == (0.25, 0.75)
+    assert run.dir.learning_curve_file.exists()
+    rows = [json.loads(line) for line in run.dir.metrics_file.read_text().splitlines()]
+    assert len(rows) == 5  # two updates, two evaluations, one step
+    assert {"finetune/loss": -0.5}.items() <= next(row for row in rows if row["source"] == "finetune_0").items()
+    assert {row["evaluation/test/turns"] for row in rows if row["source"] == "evaluation"} == {3.5}
+    shown = run.screen.getvalue()
+    assert "step 1/1000" in shown or "step 0/1000" in shown  # the step's numbers and its message race
+    assert "final evaluation on test: success 0.750" in shown
+
+
+def test_a_restarted_collector_comes_to_the_same(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.play()
+    run.collector.start()
+    first = run.collector.write_summary("interrupted", "signal")
+    lines = sorted(run.dir.metrics_file.read_text().splitlines())
+    again = run.make_collector()
+    again.start()
+    assert again.write_summary("completed", None) == {**first, "status": "completed", "reason": None}
+    assert sorted(run.dir.metrics_file.read_text().splitlines()) == lines
+
+
+def test_a_run_that_ended_before_anything_still_gets_its_summary(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.collector.start()
+    assert run.collector.write_summary("failed", "actor_0 died")["reason"] == "actor_0 died"
+    assert json.loads(run.dir.summary_file.read_text())["status"] == "failed"
+
+
+def test_a_corrupt_stream_is_raised_and_the_rest_is_still_summed_up(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.play()
+    shard = tmp_path / "streams/metrics/actor_0/0/00000000000000000000.jsonl"
+    shard.write_bytes(b"garbage\n")
+    run.collector.start()
+    assert run.collector.write_summary("completed", None)["steps"] == 1
+    with pytest.raises(StreamError, match="metrics/actor_0"):
+        run.collector.raise_if_failed()
+
+
+def test_a_broken_terminal_and_a_full_disk_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path)
+    run.screen.close()
+    run.dir.metrics_file.rename(tmp_path / "old")
+    run.dir.summary_file.mkdir()
+    run.dir.learning_curve_file.mkdir()
+    run.collector.start()
+    with caplog.at_level(logging.WARNING):
+        run.play()
+        assert run.collector.write_summary("completed", None)["steps"] == 1
+    for part in ("display is off", "summary.json cannot be written", "learning_curve.png cannot be drawn"):
+        assert caplog.text.count(part) == 1
+
+
+class FakeWandb(types.ModuleType):
+    """The part of wandb that the sink uses."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.error = error
+        self.calls: list[Any] = []
+        self.summary: dict[str, Any] = {}
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> FakeWandb:
+        if self.error is not None:
+            raise self.error
+        self.calls.append(arguments)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
+
+    def log(self, values: dict[str, float]) -> None:
+        self.calls.append(values)
+
+    def finish(self, exit_code: int) -> None:
+        self.calls.append(exit_code)
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")
+
+
+def test_wandb_gets_config_numbers_and_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("pipelinerl.tracking.collector.time.time", lambda: 12.0)  # what came before is a resume
+    run = Run(tmp_path, mode="offline", wandb_project_name="p", wandb_name="n")
+    run.collector.start()
+    run.play()
+    run.collector.write_summary("completed", None)
+    start, *rows, code, teardown = fake.calls
+    assert (start["project"], start["name"], start["mode"], start["dir"]) == ("p", "n", "offline", str(tmp_path))
+    assert start["config"]["finetune"]["max_train_steps"] == 1000
+    assert {row["version"] for row in rows} == {1}
+    assert (code, teardown) == (0, "teardown")
+    assert fake.summary["run/steps"] == 1
+
+
+def test_wandb_that_raises_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(TimeoutError("no answer from the server")))
+    run = Run(tmp_path, mode="online")
+    run.collector.start()
+    with caplog.at_level(logging.WARNING):
+        run.play()
+        assert run.collector.write_summary("completed", None)["steps"] == 1
+    assert caplog.text.count("W&B is off from now on: TimeoutError: no answer from the server") == 1
+
+
+def test_disabled_wandb_is_never_imported(tmp_path: Path) -> None:
+    for section in ({"mode": "disabled"}, {"use_wandb": False, "mode": "online"}):
+        config = RunConfig(output_dir=str(tmp_path), wandb=section)
+        assert len(make_sinks(config, RunDir(tmp_path))) == 1

@@ -1,0 +1,104 @@
+"""What the terminal and the plot show."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, WeightUpdateSuccess
+from pipelinerl.tracking.display import LiveDisplay, PlainDisplay, make_display
+from pipelinerl.tracking.plots import plot_learning_curve
+from pipelinerl.tracking.state import RunState
+from pipelinerl.tracking.table import progress_line, table_rows
+
+EVALUATION = EvaluationResult(
+    due_version=0,
+    min_version=0,
+    max_version=0,
+    is_final=False,
+    dataset_name="guessing_test",
+    num_rollouts=512,
+    num_failed=2,
+    success_rate=0.375,
+    mean_reward=0.25,
+    metrics={},
+    seconds=12.0,
+    time=50.0,
+)
+
+
+def running() -> RunState:
+    state = RunState()
+    state.fold_trainer(WeightUpdateSuccess(version=0, time=40.0, seconds={"total": 0.3}, num_servers=2))
+    state.fold_evaluation(EVALUATION)
+    values = {
+        "actor/reward_mean": 0.5,
+        "actor/success_rate": 0.625,
+        "actor/output_tokens_per_s": 3100.4,
+        "actor/rollouts_per_s": 12.34,
+        "actor/server_busy_0": 4.0,
+        "actor/server_busy_1": 7.0,
+    }
+    state.fold_metrics(MetricRecord(source="actor_0", step=1, time=60.0, values=values))
+    trained = {"lag_mean_versions": 1.25, "lag_max_versions": 3.0, "ess": 0.93, "ess_after_clamp": 0.97, "loss": -0.01}
+    state.fold_metrics(
+        MetricRecord(source="finetune_0", step=1, time=60.0, values={f"finetune/{k}": v for k, v in trained.items()})
+    )
+    state.fold_trainer(StepDone(step=1, time=175.0, group_ids=[], num_samples=8, samples_processed=8))
+    return state
+
+
+def test_rows_of_the_table() -> None:
+    rows = dict(table_rows(running(), max_steps=40))
+    assert rows["step"] == "1/40   (2:05 of training)"
+    assert rows["reward, training"] == "0.500"
+    assert rows["success, held out"] == "0.375 at version 0"
+    assert rows["sampling"] == "3100 tokens/s, 12.3 rollouts/s"
+    assert rows["lag (versions)"] == "mean 1.25, max 3"
+    assert rows["ESS"] == "0.930, after clamping 0.970"
+    assert rows["servers"] == "0: 4 running, 1: 7 running"
+    assert rows["last weight update"] == "version 0, 0.30 s"
+
+
+def test_rows_of_a_run_that_has_not_begun() -> None:
+    rows = dict(table_rows(RunState(), max_steps=None))
+    assert rows["step"] == "0   (0:00 of training)"
+    assert rows["servers"] == rows["samples"] == rows["last weight update"] == rows["success, held out"] == "-"
+
+
+def test_the_plain_line() -> None:
+    assert progress_line(running(), 40) == (
+        "step 1/40 | reward 0.500 | success 0.625 | 3100 tokens/s | lag 1.25 (max 3) | ESS 0.930 | update 0.30 s"
+    )
+
+
+def test_plain_lines_come_at_most_once_a_second_and_evaluations_always() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, 40, clock=iter((0.0, 0.5, 0.9, 1.0, 1.5)).__next__)
+    for _ in range(5):
+        display.step_recorded(running())
+    display.evaluated(running(), EVALUATION)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[-1] == (
+        "evaluation at version 0 on guessing_test: success 0.375, reward 0.250 (512 rollouts, 2 failed, 12.0 s)"
+    )
+
+
+def test_the_live_table_is_drawn_from_the_present_state() -> None:
+    stream = io.StringIO()
+    display = LiveDisplay(stream, "quickstart", 40)
+    display.start(lambda read: read(running()))
+    display.stop()
+    display.stop()
+    assert "3100 tokens/s" in stream.getvalue() and "quickstart" in stream.getvalue()
+
+
+def test_a_stream_that_is_no_terminal_gets_plain_lines() -> None:
+    assert isinstance(make_display(io.StringIO(), "t", 1), PlainDisplay)
+
+
+def test_the_plot_is_a_picture_also_of_an_empty_run(tmp_path: Path) -> None:
+    for name, state in (("empty", RunState()), ("running", running())):
+        plot_learning_curve(state, tmp_path / f"{name}.png", "title")
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
