@@ -1,0 +1,27 @@
+"""One trainer rank: `python -m pipelinerl.entrypoints.finetune --run-dir DIR --job finetune_0`.
+
+Started by the launcher with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Exit 0 means that training
+is complete: the final weights are with the servers and in `finetune/current`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from pipelinerl.supervise.context import run_role
+
+if TYPE_CHECKING:
+    from pipelinerl.supervise.context import RoleContext
+
+
+def main(context: RoleContext) -> None:
+    """Train to the end (heavy imports happen here, after the arguments were checked)."""
+    from pipelinerl.finetune.assemble import run_trainer
+
+    run_trainer(context, os.environ)
+
+
+if __name__ == "__main__":
+    sys.exit(run_role(main))

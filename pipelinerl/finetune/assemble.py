@@ -1,0 +1,139 @@
+"""Builds the parts of one rank's training loop from the context of its process. Called by the entry point.
+
+Waits for the other ranks (process group) and, on rank 0, for the servers to come up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+from transformers import AutoTokenizer
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.backends.base import Backend, create_backend
+from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.data_feed import DataFeed
+from pipelinerl.finetune.loop import TrainingLoop
+from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.probe_tokens import text_tokens
+from pipelinerl.finetune.ranks import Ranks, start_ranks
+from pipelinerl.finetune.report import MetricWriter, Reporter
+from pipelinerl.finetune.state import TrainerState
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch
+from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.supervise.context import RoleContext
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+
+logger = logging.getLogger(__name__)
+
+PREPROCESSOR = "preprocessor_0"
+_DEFAULT_KEPT_STATES = 2
+
+
+def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
+    """Build everything, train to the end, and take everything down again."""
+    config = context.config
+    if config.finetune.seq_parallel > 1:
+        raise ConfigError(
+            "finetune.seq_parallel", config.finetune.seq_parallel, "1", "Sequence parallelism is not supported; use 1."
+        )
+    if context.world.device == "cpu":
+        torch.set_num_threads(max(context.job.cores, 1))
+    torch.manual_seed(config.finetune.seed)
+    with ExitStack() as stack:
+        ranks = start_ranks(environ, context.world.device, config.supervise.progress_timeout_s)
+        stack.callback(ranks.close)
+        backend = create_backend(load_policy(config, ranks.device), config, ranks)
+        checkpoints = checkpoint_store(context, ranks)
+        state = checkpoints.restore(backend) or TrainerState()
+        loop = build_loop(context, ranks, backend, checkpoints, state, stack)
+        return loop.run(state)
+
+
+def build_loop(
+    context: RoleContext,
+    ranks: Ranks,
+    backend: Backend,
+    checkpoints: CheckpointStore,
+    state: TrainerState,
+    stack: ExitStack,
+) -> TrainingLoop:
+    """The loop of this rank, reading from where `state` stopped. `stack` closes what was opened."""
+    config, finetune = context.config, context.config.finetune
+    dtype = backend.policy.compute_dtype
+    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    reader = context.streams.reader(TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch, offset=state.data_offset)
+    stack.callback(reader.close)
+    reporter = None
+    publisher = None
+    if ranks.is_first:
+        messages = context.streams.writer(TRAINER_TOPIC, context.job.name, TrainerMessage)
+        fates = context.streams.writer(FATES_TOPIC, context.job.name, FateRecord)
+        metrics = context.streams.writer(METRICS_TOPIC, context.job.name, MetricRecord)
+        for writer in (messages, fates, metrics):
+            stack.callback(writer.close)
+        reporter = Reporter(messages, fates, MetricWriter(metrics), context.incarnation)
+        if finetune.send_weight_updates:
+            publisher = stack.enter_context(connect_servers(context))
+    return TrainingLoop(
+        config=finetune,
+        backend=backend,
+        feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s, context.incarnation),
+        steps=StepRunner(backend, finetune, ranks, schedule_of(finetune), pad_id),
+        weights=WeightsFeed(backend, ranks, publisher, dtype) if finetune.send_weight_updates else None,
+        checkpoints=checkpoints,
+        exporter=ModelExporter(
+            context.run_dir.finetune,
+            config.model_path,
+            ranks,
+            finetune.keep_intermediate_checkpoints,
+            frozenset(finetune.also_save_steps),
+        ),
+        reporter=reporter,
+        heartbeat=context.heartbeat,
+        export_dtype=dtype,
+        first_probe_tokens=text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size),
+        delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
+    )
+
+
+def checkpoint_store(context: RoleContext, ranks: Ranks) -> CheckpointStore:
+    finetune = context.config.finetune
+    return CheckpointStore(
+        context.run_dir.finetune / "training_state",
+        ranks,
+        finetune.keep_last_checkpoints or _DEFAULT_KEPT_STATES,
+        frozenset(finetune.also_save_steps),
+    )
+
+
+def connect_servers(context: RoleContext) -> WeightPublisher:
+    """A publisher that is connected to every server of the pool `actor`, once they are up."""
+    config: RunConfig = context.config
+    addresses = [
+        ServerAddress(job.name, str(job.url), job.weight_group_port) for job in context.world.jobs_of("actor_llm")
+    ]
+    publisher = WeightPublisher(
+        token=context.token,
+        transport="nccl" if context.world.device == "cuda" else "gloo",
+        timeout_s=config.supervise.weight_sync_timeout_s,
+        kv_cache=config.vllm_config.kv_cache,
+        master_address=context.world.master_addr,
+    )
+    try:
+        with context.heartbeat.waiting("servers to start", deadline_s=config.vllm_config.start_timeout_s):
+            publisher.connect(addresses, config.vllm_config.start_timeout_s)
+    except BaseException:
+        publisher.close()
+        raise
+    return publisher

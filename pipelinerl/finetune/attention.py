@@ -1,0 +1,128 @@
+"""Attention over packed samples: which implementation to use, and our own that never looks across samples.
+
+`segmented_attention` is registered with transformers as one more attention implementation. A packed row of T tokens
+goes through all linear layers as it is; only for attention the samples are laid side by side as rows of equal length
+(samples of similar length together), so that PyTorch's causal kernel runs without any mask and its cost grows with the
+samples' lengths instead of T squared. `SegmentLayout` holds the index tensors of one row; it is built once per
+micro-batch and reaches the layers as the keyword `segment_layout`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+SEGMENTED_ATTENTION = "pipelinerl_segments"
+_MAX_PADDING_RATIO = 2
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """How one packed row of T tokens becomes blocks of equally long samples, and back.
+
+    `blocks` holds (index `[samples * length]` into the row, samples, length); shorter samples repeat their last token,
+    which causal attention keeps from all real ones. `restore` `[T]` indexes the concatenated blocks.
+    """
+
+    blocks: tuple[tuple[torch.Tensor, int, int], ...]
+    restore: torch.Tensor
+
+    def to(self, device: torch.device) -> SegmentLayout:
+        blocks = tuple((index.to(device), count, length) for index, count, length in self.blocks)
+        return SegmentLayout(blocks, self.restore.to(device))
+
+
+def segment_layout(lengths: Sequence[int]) -> SegmentLayout:
+    """Layout of a row that holds samples of these `lengths` one after the other.
+
+    Samples are sorted by length and cut into blocks so that no sample is padded to more than twice its length.
+    """
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    groups: list[list[int]] = []
+    for sample in order:
+        if groups and lengths[groups[-1][0]] <= _MAX_PADDING_RATIO * lengths[sample]:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    blocks = []
+    restore = torch.empty(int(starts[-1]), dtype=torch.int64)
+    offset = 0
+    for group in groups:
+        length = lengths[group[0]]
+        sizes = torch.tensor([lengths[sample] for sample in group])[:, None]
+        column = torch.arange(length)[None, :]
+        index = starts[group][:, None] + torch.minimum(column, sizes - 1)
+        slots = offset + torch.arange(len(group) * length).view(len(group), length)
+        real = column < sizes
+        restore[index[real]] = slots[real]
+        blocks.append((index.reshape(-1), len(group), length))
+        offset += len(group) * length
+    return SegmentLayout(tuple(blocks), restore)
+
+
+def segmented_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    segment_layout: SegmentLayout | None = None,
+    sliding_window: int | None = None,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each sample of a packed row, or of each right-padded row if there is no layout.
+
+    Args:
+        query: `[rows, heads, T, head size]`; `key` and `value` may have fewer heads.
+
+    Returns:
+        `[rows, T, heads, head size]` and no attention weights, as transformers expects.
+
+    Raises:
+        ValueError: a mask was given, or the model asks for logit soft-capping or attention sinks.
+    """
+    special = [name for name in ("softcap", "s_aux", "position_bias") if unused.get(name) is not None]
+    if attention_mask is not None or special:
+        raise ValueError(f"{SEGMENTED_ATTENTION}: got {special or 'a mask'}, expected plain causal attention")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        length = q.shape[2]
+        band = None
+        if sliding_window is not None and length > sliding_window:
+            position = torch.arange(length, device=q.device)
+            distance = position[:, None] - position[None, :]
+            band = (distance >= 0) & (distance < sliding_window)
+        return F.scaled_dot_product_attention(
+            q, k, v, band, dropout, is_causal=band is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        )
+
+    if segment_layout is None:
+        return attend(query, key, value).transpose(1, 2).contiguous(), None
+    rows = [states[0].transpose(0, 1) for states in (query, key, value)]
+    outputs = []
+    for index, count, length in segment_layout.blocks:
+        block = [row.index_select(0, index).view(count, length, *row.shape[1:]).transpose(1, 2) for row in rows]
+        outputs.append(attend(*block).transpose(1, 2).reshape(count * length, *rows[0].shape[1:]))
+    return torch.cat(outputs).index_select(0, segment_layout.restore)[None], None
+
+
+def register_segmented_attention() -> None:
+    """Make `pipelinerl_segments` known to transformers (safe to call twice)."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SEGMENTED_ATTENTION, segmented_attention)
+
+
+def candidate_implementations(wanted: str, device: torch.device, use_flash_attention: bool) -> list[str]:
+    """Attention implementations to try, best first; a wanted one is the only candidate."""
+    if wanted != "auto":
+        return [wanted]
+    flash = use_flash_attention and device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    return [*(["flash_attention_2"] if flash else []), SEGMENTED_ATTENTION, "sdpa", "eager"]

@@ -1,0 +1,80 @@
+"""The plain backend: every rank holds the whole model; DistributedDataParallel adds up gradients over ranks.
+
+Used by the trainer on 1..n processes, CPU or GPU. `backward` of the last micro-batch waits for the other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.backends.tensor_files import (
+    load_parameters,
+    optimizer_tensors,
+    parameter_tensors,
+    read_tensors,
+    restore_optimizer,
+    write_tensors,
+)
+from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
+from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.weight_names import checkpoint_name
+from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.weights.source import ModuleSource, WeightSource
+
+
+class PlainBackend:
+    """See `Backend`. Parameters are fp32; products are in the policy's compute dtype."""
+
+    def __init__(self, policy: PolicyModel, config: FinetuneConfig, ranks: Ranks) -> None:
+        self.policy = policy
+        self._ranks = ranks
+        self._max_norm = config.gradient_clipping_threshold
+        self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        self._optimizer = make_adamw(self._named, config)
+        self._module: torch.nn.Module = policy
+        if ranks.world_size > 1:
+            device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            self._module = DistributedDataParallel(policy, device_ids=device_ids)
+
+    def forward(
+        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+    ) -> PolicyOutputs:
+        return self._module(batch, layout, temperature)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        accumulate = isinstance(self._module, DistributedDataParallel) and not is_last
+        with self._module.no_sync() if accumulate else nullcontext():
+            # DDP averages gradients over ranks; the shares of the loss are meant to be summed.
+            (loss * self._ranks.world_size).backward()
+
+    def step(self, learning_rate_factor: float) -> float:
+        gradients = [parameter.grad for _, parameter in self._named if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        value = float(norm)
+        if math.isfinite(value):
+            if self._max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_([p for _, p in self._named], self._max_norm, norm)
+            set_learning_rate(self._optimizer, learning_rate_factor)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def weight_source(self, dtype: torch.dtype) -> WeightSource:
+        return ModuleSource(self.policy, dtype=dtype, rename=checkpoint_name)
+
+    def save(self, folder: Path) -> None:
+        if self._ranks.is_first:
+            write_tensors(folder / "model.safetensors", parameter_tensors(self.policy))
+            write_tensors(folder / "optimizer.safetensors", optimizer_tensors(self._named, self._optimizer))
+
+    def load(self, folder: Path) -> None:
+        load_parameters(self.policy, read_tensors(folder / "model.safetensors"))
+        restore_optimizer(self._named, self._optimizer, read_tensors(folder / "optimizer.safetensors"))

@@ -1,0 +1,179 @@
+"""Training states on disk: `finetune/training_state/<step>/`, complete or absent, verified when read.
+
+Called by the loop of every rank at the same steps. Waits for the other ranks (each writes its own shard).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+
+from pipelinerl.errors import UserError
+from pipelinerl.finetune.durable import PARTIAL_PREFIX, checksums, finish_folder, partial_folder, start_folder
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "state.json"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of `state.json`: written last, so that it vouches for every other file."""
+
+    state: TrainerState
+    world_size: int
+    files: dict[str, tuple[int, int]]
+
+
+class Saveable(Protocol):
+    """The part of a backend that a checkpoint needs."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class CheckpointStore:
+    """Saves and restores training states below `root` (`finetune/training_state`).
+
+    Args:
+        keep_last: how many of the newest stay.
+        keep_steps: steps whose states stay for ever.
+    """
+
+    def __init__(self, root: Path, ranks: Ranks, keep_last: int = 2, keep_steps: frozenset[int] = frozenset()) -> None:
+        self._root = root
+        self._ranks = ranks
+        self._keep_last = keep_last
+        self._keep_steps = keep_steps
+
+    def save(self, state: TrainerState, backend: Saveable) -> Path:
+        """Write the state of all ranks and make it visible at once. Raises OSError if the disk does not take it."""
+        final = self._root / str(state.step)
+        if self._ranks.is_first:
+            start_folder(final)
+        self._ranks.barrier()
+        partial = partial_folder(final)
+        backend.save(partial)
+        _write_rng(partial / _rng_name(self._ranks), self._ranks.device)
+        self._ranks.barrier()
+        if self._ranks.is_first:
+            manifest = Manifest(state=state, world_size=self._ranks.world_size, files=checksums(partial))
+            (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            finish_folder(final)
+            self._prune()
+        self._ranks.barrier()
+        return final
+
+    def restore(self, backend: Saveable) -> TrainerState | None:
+        """Load the newest complete state into `backend`; None if there is none at all.
+
+        Raises:
+            UserError: states exist but none is complete, or it is of another number of ranks.
+        """
+        found = newest_complete(self._root) if self._ranks.is_first else None
+        step = self._ranks.broadcast(-1 if found is None else found.state.step)
+        if step < 0:
+            return None
+        folder = self._root / str(step)
+        manifest = found or decode_manifest(folder)
+        if manifest.world_size != self._ranks.world_size:
+            raise UserError(
+                f"{folder} was written by {manifest.world_size} trainer ranks, this run has {self._ranks.world_size}. "
+                "Use the same number of ranks, or start from finetune/current in a new output_dir."
+            )
+        backend.load(folder)
+        _read_rng(folder / _rng_name(self._ranks), self._ranks.device)
+        logger.info("resumed from %s: step %d", folder, step)
+        return manifest.state
+
+    def _prune(self) -> None:
+        """Remove old states and leftovers. What cannot be removed is left: never a reason to stop training."""
+        old = [step for step in _steps(self._root)[self._keep_last :] if step not in self._keep_steps]
+        doomed = [self._root / str(step) for step in old]
+        doomed += [path for path in self._root.iterdir() if path.name.startswith(PARTIAL_PREFIX)]
+        for folder in doomed:
+            remove_folder(folder)
+
+
+def newest_complete(root: Path) -> Manifest | None:
+    """Manifest of the newest training state whose files are all intact; None if there is no state at all.
+
+    Raises:
+        UserError: there are states, but every one is damaged.
+    """
+    faults = []
+    for step in _steps(root):
+        folder = root / str(step)
+        try:
+            return read_manifest(folder)
+        except (OSError, ValueError) as error:
+            logger.warning("training state %s is not used: %s", folder, error)
+            faults.append(f"{folder}: {error}")
+    if faults:
+        raise UserError(
+            f"no training state can be used ({'; '.join(faults)}). "
+            "Restore one from a backup, or set force_restart=true to begin anew."
+        )
+    return None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Manifest of `folder` after checking size and checksum of every file. ValueError says what is wrong."""
+    manifest = decode_manifest(folder)
+    found = checksums(folder)
+    for name, expected in manifest.files.items():
+        if found.get(name) != tuple(expected):
+            raise ValueError(f"{name}: got (bytes, crc32) {found.get(name)}, expected {tuple(expected)}")
+    return manifest
+
+
+def decode_manifest(folder: Path) -> Manifest:
+    """Manifest of `folder` as it is; its files are not looked at."""
+    try:
+        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{MANIFEST}: {error}") from error
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete `folder`; a failure is a warning."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", folder, error)
+
+
+def _steps(root: Path) -> list[int]:
+    """Steps that have a folder, newest first."""
+    if not root.is_dir():
+        return []
+    return sorted((int(path.name) for path in root.iterdir() if path.name.isdecimal()), reverse=True)
+
+
+def _rng_name(ranks: Ranks) -> str:
+    return f"rng_{ranks.rank}.safetensors"
+
+
+def _write_rng(file: Path, device: torch.device) -> None:
+    from pipelinerl.finetune.backends.tensor_files import write_tensors
+
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    write_tensors(file, states)
+
+
+def _read_rng(file: Path, device: torch.device) -> None:
+    from pipelinerl.finetune.backends.tensor_files import read_tensors
+
+    states = read_tensors(file)
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

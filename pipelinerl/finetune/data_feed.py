@@ -1,0 +1,77 @@
+"""Reads the next `TrainingBatch`. Called by the loop of every rank; each rank reads the same records.
+
+Waits for the preprocessor, at most `timeout_s`, and says so in the heartbeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from pipelinerl.errors import StreamError, WorkerError
+from pipelinerl.records import TrainingBatch
+from pipelinerl.streams.base import StreamReader
+
+logger = logging.getLogger(__name__)
+
+
+class Waiter(Protocol):
+    """The part of the heartbeat that the trainer uses."""
+
+    def waiting(self, what: str, deadline_s: float | None = None) -> AbstractContextManager[object]: ...
+
+    def progress(self, n: int = 1) -> None: ...
+
+
+class DataFeed:
+    """Batches in the order of their steps.
+
+    Args:
+        reader: stream `training_data`, opened at the offset of the checkpoint.
+        incarnation: of this run; batches that an earlier incarnation made after the checkpoint are skipped, because
+            their groups are made into batches again.
+    """
+
+    def __init__(
+        self, reader: StreamReader[TrainingBatch], heartbeat: Waiter, timeout_s: float, incarnation: int = 0
+    ) -> None:
+        self._reader = reader
+        self._heartbeat = heartbeat
+        self._timeout_s = timeout_s
+        self._incarnation = incarnation
+
+    @property
+    def offset(self) -> int:
+        """Offset behind the last batch that was handed out."""
+        return self._reader.offset
+
+    def next(self, step: int) -> TrainingBatch:
+        """The batch of `step`.
+
+        Raises:
+            WorkerError: none came in time.
+            StreamError: the next batch is of another step or is empty.
+        """
+        while True:
+            batch = self._read()
+            if batch.incarnation < self._incarnation:
+                logger.info("batch %s is of incarnation %d: skipped", batch.id, batch.incarnation)
+                continue
+            if batch.step != step:
+                raise StreamError(
+                    f"training_data offset {self.offset - 1}: got the batch of step {batch.step}, expected step {step}"
+                )
+            if not batch.samples:
+                raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
+            return batch
+
+    def _read(self) -> TrainingBatch:
+        with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):
+            entries = self._reader.read(self._timeout_s, max_records=1)
+        if not entries:
+            raise WorkerError(
+                f"no training data for {self._timeout_s:g} s (supervise.progress_timeout_s): "
+                "the preprocessor or the actor made no progress"
+            )
+        return entries[0].record

@@ -1,0 +1,127 @@
+"""The trainer's loop: fetch a batch, take a step, hand over the weights, report, save. Every rank runs it.
+
+Called by the entry point, which builds the parts. Waits only inside its parts:
+
+| part        | waits for                          | woken by                                |
+|-------------|------------------------------------|-----------------------------------------|
+| feed        | the next `TrainingBatch`           | the preprocessor's write to the stream  |
+| steps       | the other ranks                    | their last backward                     |
+| weights     | the servers                        | their answers, or the sync time-out     |
+| checkpoints | the other ranks, the disk          | their shards                            |
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.finetune.backends.base import Backend
+from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.data_feed import DataFeed, Waiter
+from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.probe_tokens import batch_tokens
+from pipelinerl.finetune.report import Reporter
+from pipelinerl.finetune.state import TrainerState
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
+from pipelinerl.finetune.weights_feed import Delivery, WeightsFeed
+from pipelinerl.records import TrainingBatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """Everything one rank needs to train. `reporter` exists on rank 0 only; `weights` is None without servers."""
+
+    config: FinetuneConfig
+    backend: Backend
+    feed: DataFeed
+    steps: StepRunner
+    weights: WeightsFeed | None
+    checkpoints: CheckpointStore
+    exporter: ModelExporter
+    reporter: Reporter | None
+    heartbeat: Waiter
+    export_dtype: torch.dtype
+    first_probe_tokens: list[list[int]]
+    delivery_deadline_s: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def run(self, state: TrainerState) -> TrainerState:
+        """Train from `state` to the last step; returns when the final weights are delivered and saved."""
+        self._deliver(state.step, self.first_probe_tokens)
+        last = self._last_step()
+        is_first_step = True
+        while state.step < last:
+            start = self.clock()
+            batch = self.feed.next(state.step + 1)
+            fetched = self.clock()
+            result = self.steps.run(batch)
+            trained = self.clock()
+            state = state.after(batch, self.feed.offset)
+            if state.step % self.config.weight_update_interval == 0 or state.step == last:
+                probed = is_first_step or state.step == last
+                self._deliver(state.step, batch_tokens(batch.samples) if probed else [])
+                is_first_step = False
+            delivered = self.clock()
+            if result.skipped:
+                logger.warning("step %d: the gradient is not finite; the weights stay as they are", state.step)
+            times = StepTimes(fetched - start, trained - fetched, delivered - trained, delivered - start)
+            self._report(
+                batch, state, step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
+            )
+            if self._save_is_due(state.step) and state.step < last:
+                self._save(state)
+            self.heartbeat.progress()
+        self._save(state, with_training_state=self.config.save_final_training_state)
+        if self.reporter:
+            self.reporter.training_done(state)
+        return state
+
+    def _last_step(self) -> int:
+        interrupt = self.config.interrupt_train_steps
+        return self.config.max_train_steps if interrupt < 0 else min(interrupt, self.config.max_train_steps)
+
+    def _deliver(self, version: int, probe_tokens: list[list[int]]) -> Delivery | None:
+        if self.weights is None:
+            return None
+        with self.heartbeat.waiting("servers to take the weights", deadline_s=self.delivery_deadline_s):
+            delivery = self.weights.send(version, probe_tokens)
+        if self.reporter:
+            self.reporter.weights_delivered(delivery)
+        return delivery
+
+    def _report(self, batch: TrainingBatch, state: TrainerState, values: dict[str, float]) -> None:
+        if self.reporter is None:
+            return
+        self.reporter.step_done(batch, state)
+        self.reporter.metrics.record(state.step, values)
+        if state.step % self.config.log_each_n_steps:
+            return
+        logger.info(
+            "step %d: loss %.4g, reward %.3f, ess %.3f, grad norm %.3g, lag %.2f, %d samples in %.2f s (waited %.2f s)",
+            state.step,
+            values["finetune/loss"],
+            values["finetune/reward_mean"],
+            values.get("finetune/ess", 0.0),
+            values["finetune/grad_norm"],
+            values["finetune/lag_mean_versions"],
+            len(batch.samples),
+            values["finetune/step_s"],
+            values["finetune/wait_data_s"],
+        )
+
+    def _save_is_due(self, step: int) -> bool:
+        return step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
+
+    def _save(self, state: TrainerState, with_training_state: bool = True) -> None:
+        source = self.backend.weight_source(self.export_dtype)
+        self.exporter.export(state.step, self.backend.policy, source)
+        if with_training_state:
+            self.checkpoints.save(state, self.backend)

@@ -1,0 +1,129 @@
+"""Loads the model to train and picks its attention. Called once by every rank; reads the model folder.
+
+A model family whose attention lets packed samples see each other is found by trying it (`packing_check.py`), not by
+its name; with `finetune.seq_packing` it is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.attention import candidate_implementations, register_segmented_attention
+from pipelinerl.finetune.packing_check import forward_difference, packing_difference
+from pipelinerl.finetune.policy import PolicyModel
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+_HALF_PRECISION_ONLY = ("flash_attention_2",)
+
+
+def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """Dtype of the matrix products: `finetune.dtype`, or fp32 on a CPU and bf16 on a GPU (`auto`)."""
+    wanted = config.finetune.dtype
+    if wanted == "auto":
+        wanted = "bf16" if device.type == "cuda" and config.finetune.load_as_bf16 else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted]
+
+
+def load_policy(config: RunConfig, device: torch.device, model_path: str | None = None) -> PolicyModel:
+    """Load `model_path` (default: the configuration's) as a policy with fp32 parameters on `device`.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be packed and `finetune.seq_packing` is on.
+    """
+    settings = config.finetune
+    path = model_path or config.model_path
+    dtype = compute_dtype(config, device)
+    register_segmented_attention()
+    reasons: list[str] = []
+    for attention in candidate_implementations(settings.attn_implementation, device, settings.use_flash_attention):
+        try:
+            language_model = load_language_model(path, attention, settings.trust_remote_code)
+        except (ImportError, ValueError) as error:
+            reasons.append(f"{attention}: {error}")
+            continue
+        policy = PolicyModel(
+            language_model,
+            temperature=config.sampling_temperature,
+            chunk_tokens=settings.logprob_chunk_tokens,
+            fp32_head=config.fp32_lm_head and settings.fp32_lm_head,
+            with_entropy=settings.rl.entropy_bonus > 0 or bool(settings.rl.final_entropy_bonus),
+            with_values=settings.model_class.endswith("with-value-head"),
+            compute_dtype=dtype,
+        ).to(device)
+        if reason := _fault(policy, settings.seq_packing):
+            reasons.append(f"{attention}: {reason}")
+            continue
+        logger.info("attention %s, products in %s, parameters in fp32, device %s", attention, dtype, device)
+        if settings.gradient_checkpointing:
+            language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})
+        return policy
+    raise ConfigError(
+        "finetune.seq_packing" if settings.seq_packing else "finetune.attn_implementation",
+        settings.seq_packing if settings.seq_packing else settings.attn_implementation,
+        f"a model that can be trained this way; {path} cannot ({'; '.join(reasons)})",
+        "Set finetune.seq_packing=false for this model, or another finetune.attn_implementation.",
+    )
+
+
+def load_language_model(path: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The causal language model of `path` with fp32 parameters, in training mode, without dropout.
+
+    Raises:
+        ConfigError: `path` is neither a model folder nor a name that can be fetched.
+        ValueError, ImportError: the model does not support `attention`.
+    """
+    try:
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        kind = "an existing folder" if Path(path).is_absolute() or path.startswith(".") else "a folder or a known name"
+        raise ConfigError(
+            "model_path",
+            path,
+            f"{kind} with a Hugging Face model ({str(error).splitlines()[0]})",
+            "Check the path, or download the model first.",
+        ) from error
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=model_config,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+    )
+    remove_dropout(model)
+    return model.train()
+
+
+def remove_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout to 0: the ratio of new to old log-probs must come from the weights alone."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if getattr(module, "attention_dropout", 0.0):
+            module.attention_dropout = 0.0
+
+
+def _fault(policy: PolicyModel, packed: bool) -> str | None:
+    """Why this model must not be trained with this attention; None if it may."""
+    wanted_dtype = policy.compute_dtype
+    if policy.attention not in _HALF_PRECISION_ONLY:
+        # In fp32 a leak cannot hide behind rounding.
+        policy.compute_dtype = torch.float32
+    tolerance = _TOLERANCE[policy.compute_dtype]
+    try:
+        if (difference := forward_difference(policy)) > tolerance:
+            return f"log-probs differ by {difference:.2g} from the model's own logits"
+        if packed and (difference := packing_difference(policy)) > tolerance:
+            return f"packed samples see each other (log-probs change by {difference:.2g})"
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        policy.compute_dtype = wanted_dtype
+    return None

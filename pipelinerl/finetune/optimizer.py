@@ -1,0 +1,76 @@
+"""AdamW, its parameter groups and the learning-rate schedule as a pure function of the step. Called by the backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.finetune.policy import VALUE_HEAD
+
+ScheduleName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning-rate factor of every optimizer step; resuming needs nothing but the step."""
+
+    name: ScheduleName
+    warmup_steps: int
+    total_steps: int
+
+    def factor(self, step: int) -> float:
+        """Factor of optimizer step `step` (from 1).
+
+        Warm-up rises from 1 / warmup_steps to 1. After it, with s the steps done since and n those that remain in
+        all: linear 1 - s / n, cosine (1 + cos(pi * s / n)) / 2, so that the last step still learns something.
+        """
+        done = step - 1
+        if self.name != "constant" and done < self.warmup_steps:
+            return (done + 1) / self.warmup_steps
+        if self.name in ("constant", "constant_with_warmup"):
+            return 1.0
+        remaining = max(self.total_steps - self.warmup_steps, 1)
+        share = min((done - self.warmup_steps) / remaining, 1.0)
+        return 1.0 - share if self.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+
+
+def schedule_of(config: FinetuneConfig) -> Schedule:
+    return Schedule(config.lr_scheduler_type, config.num_warmup_steps, config.max_train_steps)
+
+
+def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], config: FinetuneConfig) -> list[dict[str, Any]]:
+    """Trainable parameters in groups: decayed matrices, undecayed vectors (norms, biases), and the value head with its
+    own learning rate. `base_lr` keeps each group's rate before the schedule."""
+    critic_lr = config.critic_learning_rate or config.learning_rate
+    groups = {
+        "matrices": {"params": [], "base_lr": config.learning_rate, "weight_decay": config.weight_decay},
+        "vectors": {"params": [], "base_lr": config.learning_rate, "weight_decay": 0.0},
+        "critic": {"params": [], "base_lr": critic_lr, "weight_decay": 0.0},
+    }
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        kind = "critic" if VALUE_HEAD in name.split(".") else "matrices" if parameter.ndim > 1 else "vectors"
+        groups[kind]["params"].append(parameter)  # type: ignore[attr-defined]
+    return [{**group, "lr": group["base_lr"]} for group in groups.values() if group["params"]]
+
+
+def make_adamw(named: Iterable[tuple[str, torch.nn.Parameter]], config: FinetuneConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101) with the configured betas over `parameter_groups`."""
+    return torch.optim.AdamW(
+        parameter_groups(named, config),
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Scale every group's base learning rate by the schedule's `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor

@@ -1,0 +1,87 @@
+"""Tries a freshly loaded model on a few tokens: does it compute what its own head says, and does packing leak?
+
+Called by `load_policy` before training; costs three forward passes over about 20 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.records import IGNORED_LABEL
+from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.logprobs import logprobs_from_logits
+
+_LENGTHS = (5, 9, 3)
+
+
+@torch.no_grad()
+def packing_difference(policy: PolicyModel) -> float:
+    """Largest |log-prob difference| between samples in one packed row and the same samples alone.
+
+    The samples before one another are different tokens, so attention or state that crosses a border shows.
+    """
+    samples = _samples(policy)
+    packed = _logprobs(policy, samples)
+    alone = torch.cat([_logprobs(policy, [sample]) for sample in samples])
+    return _largest(packed - alone)
+
+
+@torch.no_grad()
+def forward_difference(policy: PolicyModel) -> float:
+    """Largest |log-prob difference| between the policy's path (own head) and the model's plain logits."""
+    sample = _samples(policy)[1]
+    ids = torch.tensor([sample], device=_device(policy))
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16):
+        logits = policy.language_model(input_ids=ids, use_cache=False).logits
+    expected, _ = logprobs_from_logits(logits[0, :-1], ids[0, 1:], policy.temperature)
+    return _largest(_logprobs(policy, [sample])[: len(sample) - 1] - expected)
+
+
+def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
+    """One packed row of `samples` in which every token but the first of each is a target; advantages are 0."""
+    flat = [token for sample in samples for token in sample]
+    targets = [target for sample in samples for target in (*sample[1:], IGNORED_LABEL)]
+    positions = [position for sample in samples for position in range(len(sample))]
+    segments = [number for number, sample in enumerate(samples) for _ in sample]
+    zeros = torch.zeros(1, len(flat), device=device)
+    target_row = torch.tensor([targets], device=device)
+    return MicroBatch(
+        input_ids=torch.tensor([flat], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        attention_mask=None,
+        segment_ids=torch.tensor([segments], device=device),
+        targets=target_row,
+        mask=target_row != IGNORED_LABEL,
+        old_logprobs=zeros,
+        ref_logprobs=None,
+        advantages=zeros,
+        weights=zeros,
+        versions=zeros.long(),
+        rewards=torch.zeros(len(samples), device=device),
+        num_segments=len(samples),
+        step_tokens=len(flat) - len(samples),
+        indices=tuple(range(len(samples))),
+    )
+
+
+def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> torch.Tensor:
+    batch = token_batch(samples, _device(policy))
+    return policy(batch, policy.layout_of(batch)).logprobs[0]
+
+
+def _samples(policy: PolicyModel) -> list[list[int]]:
+    """Three different, repeatable samples of valid token ids."""
+    vocabulary = policy.language_model.config.get_text_config().vocab_size
+    return [[(37 * (start + 1) + 11 * k * k) % vocabulary for k in range(n)] for start, n in enumerate(_LENGTHS)]
+
+
+def _largest(difference: torch.Tensor) -> float:
+    value = float(difference.abs().max())
+    return value if value == value else float("inf")
+
+
+def _device(policy: PolicyModel) -> torch.device:
+    return next(policy.parameters()).device

@@ -1,0 +1,142 @@
+"""The policy as one module: token ids in, log-probs of the targets out. Called by `step.py` through the backend.
+
+The output head runs inside this module's `forward`, because sharded backends gather parameters in the hooks of the
+module that they wrapped. Full logits never exist; only trained positions reach the head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, SegmentLayout, segment_layout
+from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
+
+LANGUAGE_MODEL = "language_model"
+VALUE_HEAD = "value_head"
+
+
+class PolicyOutputs(NamedTuple):
+    """Tensors of one micro-batch, shape of its `targets`, fp32; 0 where nothing is trained."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    values: torch.Tensor | None
+
+
+class PolicyModel(torch.nn.Module):
+    """A causal language model, and a value head if there is one, that computes log-probs of given targets.
+
+    Args:
+        language_model: from `load_language_model`.
+        temperature: sampling temperature; log-probs are those of the sampling distribution.
+        chunk_tokens: trained tokens whose logits exist at once.
+        fp32_head: logits in fp32 whatever the dtype.
+        with_entropy: compute the entropy of every trained position too.
+        with_values: add a linear value head on the last hidden state.
+        compute_dtype: dtype of the matrix products; parameters may be wider.
+    """
+
+    def __init__(
+        self,
+        language_model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        chunk_tokens: int = 1024,
+        fp32_head: bool = True,
+        with_entropy: bool = False,
+        with_values: bool = False,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+        self.fp32_head = fp32_head
+        self.with_entropy = with_entropy
+        self.compute_dtype = compute_dtype
+        self.has_linear_head = has_linear_head(language_model)
+        self.value_head: torch.nn.Linear | None = None
+        if with_values:
+            hidden_size = language_model.config.get_text_config().hidden_size
+            self.value_head = torch.nn.Linear(hidden_size, 1, dtype=torch.float32)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    @property
+    def attention(self) -> str:
+        return str(self.language_model.config._attn_implementation)
+
+    def layout_of(self, batch: MicroBatch) -> SegmentLayout | None:
+        """Index tensors for our own attention (None for the others). Build it before moving `batch` to a GPU."""
+        if self.attention != SEGMENTED_ATTENTION or batch.attention_mask is not None:
+            return None
+        lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1]
+        return segment_layout(lengths.tolist())
+
+    def forward(
+        self, batch: MicroBatch, layout: SegmentLayout | None = None, temperature: float | None = None
+    ) -> PolicyOutputs:
+        """Log-probs of `batch.targets` at `temperature` (None: the sampling temperature)."""
+        temperature = temperature or self.temperature
+        inputs: dict[str, object] = {"position_ids": batch.position_ids, "use_cache": False}
+        if self.attention == SEGMENTED_ATTENTION:
+            # Right padding needs no mask under causal attention: real tokens never look at what follows them.
+            inputs["segment_layout"] = layout
+        else:
+            inputs["attention_mask"] = batch.attention_mask
+        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=self._needs_autocast()):
+            if not self.has_linear_head:
+                return self._from_logits(batch, inputs, temperature)
+            hidden = backbone(self.language_model)(input_ids=batch.input_ids, **inputs)[0]
+        head = self.language_model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        logprobs, entropy = token_logprobs(
+            hidden.to(self.compute_dtype),
+            head.weight.to(self.compute_dtype),
+            batch.targets,
+            temperature,
+            self.chunk_tokens,
+            self.with_entropy,
+            head_bias=bias,
+            fp32_head=self.fp32_head,
+        )
+        return PolicyOutputs(logprobs, entropy, self._values(hidden))
+
+    def _from_logits(self, batch: MicroBatch, inputs: dict[str, object], temperature: float) -> PolicyOutputs:
+        """For families that scale or cap their logits: the model's own head, with all logits."""
+        outputs = self.language_model(
+            input_ids=batch.input_ids, output_hidden_states=self.value_head is not None, **inputs
+        )
+        logprobs, entropy = logprobs_from_logits(outputs.logits, batch.targets, temperature, self.with_entropy)
+        hidden = outputs.hidden_states[-1] if self.value_head is not None else outputs.logits
+        return PolicyOutputs(logprobs, entropy, self._values(hidden))
+
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        if self.value_head is None:
+            return None
+        return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+    def _needs_autocast(self) -> bool:
+        """fp32 master weights with bf16 products; sharded backends cast by themselves."""
+        parameter = next(self.language_model.parameters())
+        return self.compute_dtype == torch.bfloat16 and parameter.dtype == torch.float32
+
+
+def backbone(language_model: PreTrainedModel) -> torch.nn.Module:
+    """The decoder without its output head (looks through a peft wrapper)."""
+    inner = language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
+    decoder = inner.base_model
+    if decoder is inner:
+        raise ValueError(f"{type(inner).__name__} has no separate backbone (base_model_prefix)")
+    return decoder
+
+
+def has_linear_head(language_model: PreTrainedModel) -> bool:
+    """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping."""
+    config = language_model.config.get_text_config()
+    special = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+    return all(getattr(config, name, None) in (None, 1, 1.0) for name in special)

@@ -1,0 +1,92 @@
+"""The trainer's process group and device: who this rank is, and the few collectives that the parts need.
+
+Called once by the entry point; the parts receive the `Ranks`. Accelerate sets up gloo (CPU) or NCCL (GPU) from the
+environment that the launcher prepared (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A collective waits for
+the other ranks, at most `timeout_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipelinerl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`rank` of `world_size` trainer processes, computing on `device`. One rank alone has no process group."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks, in double precision."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def min(self, values: Sequence[float]) -> list[float]:
+        """Element-wise minimum over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def broadcast(self, value: int) -> int:
+        """The first rank's `value` on every rank."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return int(tensor.item())
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        if self.world_size > 1:
+            self.sum([0.0])
+
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world_size == 1 or not values:
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=operation)
+        return tensor.tolist()
+
+    def close(self) -> None:
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float) -> Ranks:
+    """Join the process group that `environ` describes and pick this rank's device.
+
+    Args:
+        device: `cpu` or `cuda`.
+        timeout_s: longest wait of one collective.
+
+    Raises:
+        ConfigError: `cuda` was asked for and this process sees no GPU.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "world.device", "cuda", "a GPU that PyTorch can use", "Check CUDA_VISIBLE_DEVICES, or set cpu."
+        )
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        return Ranks(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
+
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device == "cpu", timeout=timedelta(seconds=timeout_s))
+    return Ranks(state.process_index, state.num_processes, state.device)

@@ -1,0 +1,31 @@
+"""Where training stands: one small record that is saved with every checkpoint. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipelinerl.records import TrainingBatch
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """State after optimizer step `step`; step 0 is the initial model.
+
+    `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` behind which
+    no group was unsettled when the last trained batch was made. Weights, optimizer and offsets are saved as one unit.
+    """
+
+    step: int = 0
+    samples_processed: int = 0
+    data_offset: int = 0
+    actor_offset: int = 0
+    incarnation: int = 0
+
+    def after(self, batch: TrainingBatch, data_offset: int) -> TrainerState:
+        """The state once `batch` was trained; `data_offset` is the offset behind its record."""
+        return TrainerState(
+            step=batch.step,
+            samples_processed=self.samples_processed + len(batch.samples),
+            data_offset=data_offset,
+            actor_offset=batch.actor_offset,
+            incarnation=self.incarnation,
+        )

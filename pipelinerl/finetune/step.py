@@ -1,0 +1,118 @@
+"""One optimizer step: forward, loss and backward over this rank's micro-batches, then the update.
+
+Called by the loop with one `TrainingBatch`. All ranks run the same number of micro-batches (ranks with fewer get
+sentinels that contribute exactly zero), so that collectives stay in step. The gradient is that of
+sum over tokens of (weight * token loss), with weights of the whole step: packing, micro-batches and ranks do not
+change it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.finetune.backends.base import Backend
+from pipelinerl.finetune.optimizer import Schedule
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.reductions import reduce_diagnostics, reduce_metrics
+from pipelinerl.records import TrainingBatch
+from pipelinerl.rl.aggregation import step_scale
+from pipelinerl.rl.batch import MicroBatch, collate, sentinel
+from pipelinerl.rl.diagnostics import StepDiagnostics
+from pipelinerl.rl.losses import LossInputs, coefficients_at, compute_loss
+from pipelinerl.rl.metrics import TensorMetric, combine
+from pipelinerl.rl.packing import make_plan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step came to, the same on every rank. `metrics` are those of loss and diagnostics (`rl/...`)."""
+
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    metrics: dict[str, float]
+
+    @property
+    def skipped(self) -> bool:
+        """The gradient was not finite and nothing was changed."""
+        return not math.isfinite(self.grad_norm)
+
+
+class StepRunner:
+    """Takes optimizer steps with one backend."""
+
+    def __init__(
+        self, backend: Backend, config: FinetuneConfig, ranks: Ranks, schedule: Schedule, pad_id: int = 0
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._ranks = ranks
+        self._schedule = schedule
+        self._pad_id = pad_id
+
+    def run(self, batch: TrainingBatch) -> StepResult:
+        """Train on `batch` and update the weights. Waits for the other ranks in the last backward."""
+        start = time.perf_counter()
+        metrics, diagnostics = self.accumulate(batch)
+        factor = self._schedule.factor(batch.step)
+        norm = self._backend.step(factor)
+        values = {**reduce_metrics(metrics, self._ranks), **reduce_diagnostics(diagnostics, self._ranks)}
+        return StepResult(norm, factor * self._config.learning_rate, time.perf_counter() - start, values)
+
+    def accumulate(self, batch: TrainingBatch) -> tuple[dict[str, TensorMetric], StepDiagnostics]:
+        """Forward and backward of the whole step without the update (gradients stay in the backend)."""
+        coefficients = coefficients_at(self._config.rl, batch.step, self._config.max_train_steps)
+        micro_batches = self.micro_batches(batch)
+        metrics: dict[str, TensorMetric] = {}
+        diagnostics: StepDiagnostics | None = None
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            layout = self._backend.policy.layout_of(micro_batch)
+            micro_batch = micro_batch.to(self._ranks.device)
+            layout = layout.to(self._ranks.device) if layout is not None else None
+            outputs = self._backend.forward(micro_batch, layout)
+            inputs = LossInputs.of(
+                micro_batch, outputs.logprobs, entropy=outputs.entropy, trainer_version=batch.step - 1
+            )
+            loss = compute_loss(inputs, self._config.rl, coefficients)
+            self._backend.backward(loss.loss, is_last=number == len(micro_batches))
+            metrics = combine([metrics, loss.metrics])
+            with torch.no_grad():
+                part = StepDiagnostics.of(inputs, self._config.rl.clamp)
+            diagnostics = part if diagnostics is None else diagnostics + part
+        assert diagnostics is not None
+        return metrics, diagnostics
+
+    def micro_batches(self, batch: TrainingBatch) -> list[MicroBatch]:
+        """This rank's micro-batches, filled up with sentinels to the largest number of any rank (at least 1)."""
+        plan = self._plan(batch)
+        config = self._config
+        scale = step_scale([*batch.samples], config.rl.aggregation, config.rl.constant_length_tokens)
+        own = [
+            collate(batch.samples, indices, scale=scale, packed=config.seq_packing, pad_id=self._pad_id)
+            for indices in plan[self._ranks.rank]
+        ]
+        missing = max(1, *(len(share) for share in plan)) - len(own)
+        own += [sentinel(pad_id=self._pad_id, step_tokens=scale.num_tokens) for _ in range(missing)]
+        has_reference = any(scored.sample.ref_logprobs for scored in batch.samples)
+        return [_with_reference(micro_batch, has_reference) for micro_batch in own]
+
+    def _plan(self, batch: TrainingBatch) -> list[list[list[int]]]:
+        if len(batch.plan) == self._ranks.world_size:
+            return batch.plan
+        lengths = [len(scored.sample.input_ids) for scored in batch.samples]
+        config = self._config
+        return make_plan(
+            lengths, self._ranks.world_size, config.seq_length, config.seq_packing, config.train_batch_size
+        )
+
+
+def _with_reference(batch: MicroBatch, has_reference: bool) -> MicroBatch:
+    """Reference log-probs on every micro-batch of the step or on none: all ranks must report the same metrics."""
+    if has_reference == (batch.ref_logprobs is not None):
+        return batch
+    return replace(batch, ref_logprobs=torch.zeros_like(batch.old_logprobs) if has_reference else None)

@@ -1,0 +1,108 @@
+"""The gradient of a step does not depend on packing, micro-batches, or attention; masked batches give exactly 0."""
+
+import pytest
+import torch
+
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.step import StepRunner
+
+
+def gradients(kit, batch, family="qwen2", attention=None, **config_changes):
+    policy = kit.policy(family, **({"attention": attention} if attention else {}))
+    config = kit.config(**config_changes)
+    ranks = Ranks()
+    backend = PlainBackend(policy, config, ranks)
+    StepRunner(backend, config, ranks, schedule_of(config)).accumulate(batch)
+    return {name: parameter.grad for name, parameter in policy.named_parameters()}
+
+
+def assert_equal(left, right, tolerance=1e-5):
+    assert left.keys() == right.keys()
+    for name in left:
+        scale = max(1.0, float(left[name].abs().max()))
+        torch.testing.assert_close(left[name], right[name], rtol=0, atol=tolerance * scale, msg=name)
+
+
+@pytest.fixture
+def samples(kit):
+    return kit.samples(64, masked_every=9)
+
+
+@pytest.fixture
+def one_by_one(kit, samples):
+    """Reference: every sample alone, padded, with the attention of the library."""
+    batch = kit.batch(samples, plan=[[[k] for k in range(64)]])
+    return gradients(kit, batch, attention="eager", seq_packing=False)
+
+
+@pytest.mark.parametrize("attention", ["pipelinerl_segments", "sdpa"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param([[list(range(64))]], id="1x64"),
+        pytest.param([[list(range(k, k + 16)) for k in range(0, 64, 16)]], id="4x16"),
+        pytest.param([[list(range(3)), list(range(3, 50)), [50], list(range(51, 64))]], id="uneven"),
+        pytest.param(None, id="token budget"),
+    ],
+)
+def test_the_gradient_is_the_same_however_samples_are_split(kit, samples, one_by_one, attention, packed, plan):
+    batch = kit.batch(samples, plan=plan)
+    assert_equal(one_by_one, gradients(kit, batch, attention=attention, seq_packing=packed))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_gradient_checkpointing_changes_nothing(kit, samples, family):
+    batch = kit.batch(samples)
+    plain = gradients(kit, batch, family)
+    policy = kit.policy(family)
+    policy.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = kit.config()
+    StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks(), schedule_of(config)).accumulate(batch)
+    assert_equal(plain, {name: parameter.grad for name, parameter in policy.named_parameters()}, 1e-6)
+
+
+def test_the_loss_is_divided_by_the_samples_of_the_step(kit):
+    """Doubling a batch by repeating its samples leaves the gradient as it is (mean over samples)."""
+    samples = kit.samples(8)
+    once = gradients(kit, kit.batch(samples))
+    twice = gradients(kit, kit.batch(samples + samples))
+    assert_equal(once, twice)
+
+
+def test_a_fully_masked_batch_gives_exactly_zero(kit):
+    for gradient in gradients(kit, kit.batch(kit.samples(8, masked_every=1))).values():
+        assert gradient is not None
+        assert not gradient.any()
+
+
+def test_a_sentinel_adds_exactly_nothing(kit):
+    """A plan for two ranks gives this rank one micro-batch and the other two: rank 0 is filled up with a sentinel."""
+    samples = kit.samples(9)
+    plan = [[[0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
+    config = kit.config()
+
+    def run(world_size):
+        policy = kit.policy()
+        ranks = Ranks(0, world_size)
+        runner = StepRunner(PlainBackend(policy, config, Ranks()), config, ranks, schedule_of(config))
+        batch = kit.batch(samples, plan=plan if world_size == 2 else [plan[0]])
+        count = len(runner.micro_batches(batch))
+        runner.accumulate(batch)
+        return count, {name: parameter.grad for name, parameter in policy.named_parameters()}
+
+    alone, with_sentinel = run(1), run(2)
+    assert (alone[0], with_sentinel[0]) == (1, 2)
+    for name, gradient in alone[1].items():
+        assert torch.equal(gradient, with_sentinel[1][name]), name
+
+
+def test_a_plan_for_another_number_of_ranks_is_made_again(kit):
+    samples = kit.samples(16)
+    batch = kit.batch(samples, plan=[[[k] for k in range(8)], [[k] for k in range(8, 16)]])
+    config = kit.config()
+    runner = StepRunner(PlainBackend(kit.policy(), config, Ranks()), config, Ranks(), schedule_of(config))
+    trained = sorted(index for micro_batch in runner.micro_batches(batch) for index in micro_batch.indices)
+    assert trained == list(range(16))
