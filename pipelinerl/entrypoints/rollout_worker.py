@@ -69,6 +69,7 @@ async def _serve(root: Path, connection: socket.socket) -> None:
     from pipelinerl.actor.worker import RolloutWorker
     from pipelinerl.config.load import load_config, to_dictconfig
     from pipelinerl.domains.registry import load_rollout_function
+    from pipelinerl.llm.tokenizer import load_tokenizer
     from pipelinerl.supervise.identity import read_identity
     from pipelinerl.supervise.run_dir import RunDir
     from pipelinerl.world import WorldMap
@@ -83,7 +84,7 @@ async def _serve(root: Path, connection: socket.socket) -> None:
         await writer.drain()
         raise
     world = WorldMap.from_json(files.world_file.read_bytes())
-    tokenizer = _load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
     worker = RolloutWorker(
         function=function,
         cfg=to_dictconfig(config),
@@ -94,12 +95,6 @@ async def _serve(root: Path, connection: socket.socket) -> None:
         writer=writer,
     )
     await worker.run()
-
-
-def _load_tokenizer(config: RunConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
 
 
 def make_llms(config: RunConfig, world: WorldMap, tokenizer: Any, *, evaluation: bool) -> list[TrainableLLM]:
