@@ -1,0 +1,113 @@
+"""Training states are complete or absent, old ones go, and a full disk while deleting is only a warning."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from pipelinerl.errors import UserError
+from pipelinerl.finetune import checkpoint
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.checkpoint import CheckpointStore, newest_complete
+from pipelinerl.finetune.durable import point_link
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.state import TrainerState
+
+
+@pytest.fixture
+def backend(kit):
+    return PlainBackend(kit.policy(), kit.config(), Ranks())
+
+
+def store(tmp_path, **options):
+    return CheckpointStore(tmp_path / "training_state", Ranks(), **options)
+
+
+def steps(tmp_path):
+    return sorted(path.name for path in (tmp_path / "training_state").iterdir())
+
+
+def test_nothing_there_means_a_fresh_start(tmp_path, backend):
+    assert store(tmp_path).restore(backend) is None
+
+
+def test_state_comes_back(tmp_path, backend):
+    state = TrainerState(step=3, samples_processed=99, data_offset=4, actor_offset=17, incarnation=2)
+    torch.manual_seed(5)
+    store(tmp_path).save(state, backend)
+    expected = torch.rand(3)
+    assert store(tmp_path).restore(backend) == state
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "rng_0.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_a_cut_file_sends_us_to_the_state_before(tmp_path, backend, name, part):
+    for step in (1, 2):
+        store(tmp_path).save(TrainerState(step=step), backend)
+    file = tmp_path / "training_state" / "2" / name
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * part)])
+    assert newest_complete(tmp_path / "training_state").state.step == 1
+
+
+def test_a_missing_file_is_noticed(tmp_path, backend):
+    folder = store(tmp_path).save(TrainerState(step=1), backend)
+    (folder / "optimizer.safetensors").unlink()
+    with pytest.raises(UserError, match=r"optimizer.safetensors: got .* None"):
+        newest_complete(tmp_path / "training_state")
+
+
+def test_a_crash_while_saving_leaves_the_old_state(tmp_path, backend):
+    store(tmp_path).save(TrainerState(step=1), backend)
+
+    class Dies:
+        def save(self, folder):
+            (folder / "half").write_bytes(b"x")
+            raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        store(tmp_path).save(TrainerState(step=2), Dies())
+    assert newest_complete(tmp_path / "training_state").state.step == 1
+    store(tmp_path).save(TrainerState(step=2), backend)
+    assert steps(tmp_path) == ["1", "2"]
+
+
+def test_old_states_go_and_chosen_ones_stay(tmp_path, backend):
+    keeper = store(tmp_path, keep_last=2, keep_steps=frozenset({2}))
+    for step in range(1, 6):
+        keeper.save(TrainerState(step=step), backend)
+    assert steps(tmp_path) == ["2", "4", "5"]
+
+
+def test_a_failed_deletion_is_a_warning(tmp_path, backend, monkeypatch, caplog):
+    keeper = store(tmp_path, keep_last=1)
+    keeper.save(TrainerState(step=1), backend)
+
+    def refuse(folder):
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    with caplog.at_level(logging.WARNING):
+        keeper.save(TrainerState(step=2), backend)
+    assert "could not be removed: Read-only file system" in caplog.text
+    assert steps(tmp_path) == ["1", "2"]
+
+
+def test_another_number_of_ranks_is_refused(tmp_path, backend):
+    folder = store(tmp_path).save(TrainerState(step=1), backend)
+    text = (folder / "state.json").read_text().replace('"world_size": 1', '"world_size": 2')
+    (folder / "state.json").write_text(text)
+    with pytest.raises(UserError, match="written by 2 trainer ranks, this run has 1"):
+        store(tmp_path).restore(backend)
+
+
+def test_a_link_is_moved_and_survives_moving_the_run(tmp_path):
+    root = tmp_path / "run"
+    for name in ("1", "2"):
+        (root / "intermediate" / name).mkdir(parents=True)
+        (root / "intermediate" / name / "config.json").write_text(name)
+        point_link(root / "current", root / "intermediate" / name)
+    shutil.move(root, tmp_path / "moved")
+    assert (tmp_path / "moved" / "current" / "config.json").read_text() == "2"

@@ -1,0 +1,196 @@
+"""The whole loop in one process with fakes: order of messages, versions, probe, export, resume."""
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from pipelinerl.errors import StreamError, UserError, WeightSyncError, WorkerError
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.data_feed import DataFeed
+from pipelinerl.finetune.loop import TrainingLoop
+from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.report import MetricWriter, Reporter
+from pipelinerl.finetune.state import TrainerState
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.records import FateRecord, StepDone, TrainingDone, WeightUpdateSuccess
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path, kit):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({f"t{k}": k for k in range(kit.vocabulary)}, unk_token="t0"))
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", pad_token="t1").save_pretrained(folder)
+    return folder
+
+
+class Run:
+    """One trainer with fakes around it."""
+
+    def __init__(self, kit, root, tokenizer, batches, publisher=None, state=None, incarnation=0, **config):
+        self.config = kit.config(**config)
+        self.ranks = Ranks()
+        self.policy = kit.policy()
+        self.backend = PlainBackend(self.policy, self.config, self.ranks)
+        self.store = CheckpointStore(root / "training_state", self.ranks)
+        self.state = state or self.store.restore(self.backend) or TrainerState()
+        self.written, self.metrics = [], kit.writer()
+        self.publisher = publisher or kit.publisher()
+        self.heartbeat = kit.heartbeat()
+        log = kit.writer(self.written)
+        self.loop = TrainingLoop(
+            config=self.config,
+            backend=self.backend,
+            feed=DataFeed(kit.reader(batches, self.state.data_offset), self.heartbeat, 1.0, incarnation),
+            steps=StepRunner(self.backend, self.config, self.ranks, schedule_of(self.config)),
+            weights=WeightsFeed(self.backend, self.ranks, self.publisher, torch.float32),
+            checkpoints=self.store,
+            exporter=ModelExporter(root, str(tokenizer), self.ranks),
+            reporter=Reporter(log, log, MetricWriter(self.metrics), incarnation, clock=lambda: 5.0),
+            heartbeat=self.heartbeat,
+            export_dtype=torch.float32,
+            first_probe_tokens=[[3, 5, 7, 9]],
+        )
+
+    def run(self):
+        self.state = self.loop.run(self.state)
+        return self
+
+    def weights(self):
+        return {name: parameter.detach().clone() for name, parameter in self.policy.named_parameters()}
+
+
+@pytest.fixture
+def batches(kit):
+    return [kit.batch(kit.samples(12, seed=step), step=step) for step in range(1, 5)]
+
+
+@pytest.fixture
+def start(kit, tmp_path, tokenizer_folder, batches):
+    def make(folder="run", **options):
+        return Run(kit, tmp_path / folder, tokenizer_folder, options.pop("batches", batches), **options)
+
+    return make
+
+
+def test_messages_come_in_order_and_the_final_model_is_the_one_that_was_sent(start, tmp_path):
+    run = start().run()
+    kinds = [type(record) for record in run.written]
+    step = [WeightUpdateSuccess, FateRecord, FateRecord, FateRecord, StepDone]
+    assert kinds == [WeightUpdateSuccess, *step * 4, TrainingDone]
+    assert run.publisher.versions == [0, 1, 2, 3, 4]
+    assert run.heartbeat.steps == 4
+    updates = [record for record in run.written if isinstance(record, WeightUpdateSuccess)]
+    assert [update.probe_abs_diff is not None for update in updates] == [True, True, False, False, True]
+    assert all(update.probe_abs_diff < 1e-5 for update in updates if update.probe_abs_diff is not None)
+    assert updates[0].seconds["pause"] == 0.01 and updates[0].num_servers == 1
+    fates = [record for record in run.written if isinstance(record, FateRecord)]
+    assert sum(len(fate.sample_ids) for fate in fates) == 48
+    assert {(fate.fate, fate.source) for fate in fates} == {("trained", "finetune_0")}
+    assert [fate.version for fate in fates] == [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
+    assert run.written[-1] == TrainingDone(version=4, time=5.0, samples_processed=48)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "current").state_dict()
+    for name, tensor in run.policy.language_model.state_dict().items():
+        assert torch.equal(saved[name], tensor), name
+    assert (tmp_path / "run" / "current" / "tokenizer.json").exists()
+
+
+def test_metrics_of_a_step(start, batches):
+    run = start().run()
+    values = [record.values for record in run.metrics.written]
+    assert [record.step for record in run.metrics.written] == [1, 2, 3, 4]
+    wanted = """loss ess ess_after_clamp grad_norm learning_rate reward_mean lag_mean_versions lag_max_versions
+        multi_version_samples samples tokens output_tokens step_s wait_data_s train_s weight_update_s stall_s
+        samples_per_s logprob_abs_diff_mean kl_sampler_trainer"""
+    assert {f"finetune/{name}" for name in wanted.split()} <= values[0].keys()
+    samples = [scored.sample for scored in batches[3].samples]
+    assert values[3]["finetune/samples"] == 12
+    assert values[3]["finetune/tokens"] == sum(len(sample.input_ids) for sample in samples)
+    assert values[3]["finetune/output_tokens"] == sum(sample.output_tokens for sample in samples)
+    # Step 4 trains against version 3; tokens of version 0 lag by 3, of version 1 by 2.
+    assert values[3]["finetune/lag_max_versions"] == 3
+    assert 2 < values[3]["finetune/lag_mean_versions"] < 3
+    assert values[3]["finetune/multi_version_samples"] == sum(len(sample.version_spans) == 2 for sample in samples)
+    # Linear decay of 0.01 over 4 steps: 1, 3/4, 2/4, 1/4.
+    assert [round(v["finetune/learning_rate"], 6) for v in values] == [0.01, 0.0075, 0.005, 0.0025]
+
+
+def test_an_update_interval_still_delivers_the_last_version(start):
+    run = start(weight_update_interval=3).run()
+    assert run.publisher.versions == [0, 3, 4]
+
+
+def test_interrupt_train_steps_ends_early_and_completely(start):
+    run = start(interrupt_train_steps=2).run()
+    assert run.publisher.versions == [0, 1, 2]
+    assert isinstance(run.written[-1], TrainingDone)
+
+
+def test_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
+    whole = start("whole").run()
+    start("cut", interrupt_train_steps=2).run()
+    resumed = start("cut")
+    assert (resumed.state.step, resumed.state.data_offset, resumed.state.samples_processed) == (2, 2, 24)
+    assert resumed.state.actor_offset == 20
+    resumed.run()
+    # The server starts with what the checkpoint holds, before any further step.
+    assert resumed.publisher.versions == [2, 3, 4]
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name]), name
+    assert resumed.written[-1].samples_processed == 48
+
+
+def test_batches_of_an_earlier_incarnation_are_skipped_after_a_resume(start, batches):
+    start("cut", interrupt_train_steps=2).run()
+    again = [msgspec.structs.replace(batch, incarnation=1) for batch in batches[2:]]
+    resumed = start("cut", batches=[*batches, *again], incarnation=1).run()
+    assert resumed.state.data_offset == 6
+    assert resumed.state.step == 4
+
+
+def test_a_server_that_keeps_its_old_head_fails_the_run_after_the_first_update(start, kit):
+    run = start(publisher=kit.publisher(stale_head=True))
+    with pytest.raises(WeightSyncError, match=r"actor_llm_0: after the update to version 1 .* differ"):
+        run.run()
+    assert not any(isinstance(record, StepDone) for record in run.written)
+
+
+def test_a_server_that_cannot_be_updated_ends_the_run_with_its_error(start, kit):
+    with pytest.raises(WeightSyncError, match="actor_llm_0: could not be given version 0: HTTP 500 boom"):
+        start(publisher=kit.publisher(fail="HTTP 500 boom")).run()
+
+
+def test_missing_data_names_what_was_waited_for(start, batches):
+    run = start(batches=batches[:1])
+    with pytest.raises(WorkerError, match="no training data for 1 s"):
+        run.run()
+    assert run.heartbeat.waits[-1] == "training data"
+
+
+def test_a_batch_out_of_order_is_refused(start, batches):
+    with pytest.raises(StreamError, match="offset 1: got the batch of step 3, expected step 2"):
+        start(batches=[batches[0], batches[2]]).run()
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(start, kit, batches):
+    run = start(interrupt_train_steps=1)
+    before = run.weights()
+    original = run.backend.backward
+    run.backend.backward = lambda loss, *, is_last: original(loss * float("nan"), is_last=is_last)
+    run.run()
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.weights().items())
+    assert "finetune/grad_norm" not in run.metrics.written[0].values
+
+
+def test_a_damaged_training_state_is_refused(start, tmp_path):
+    start("cut", interrupt_train_steps=2).run()
+    file = tmp_path / "cut" / "training_state" / "2" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match="no training state can be used"):
+        start("cut")

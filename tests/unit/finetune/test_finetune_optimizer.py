@@ -1,0 +1,39 @@
+"""Learning-rate factors by hand, and the parameter groups."""
+
+import pytest
+
+from pipelinerl.finetune.optimizer import Schedule, make_adamw, parameter_groups, set_learning_rate
+
+
+def test_linear_with_warmup_by_hand():
+    schedule = Schedule("linear", warmup_steps=2, total_steps=6)
+    assert [schedule.factor(step) for step in range(1, 7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+def test_cosine_by_hand():
+    schedule = Schedule("cosine", warmup_steps=0, total_steps=4)
+    # (1 + cos(pi * k / 4)) / 2 for k = 0..3
+    assert [schedule.factor(step) for step in range(1, 5)] == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
+
+
+def test_constant_schedules():
+    assert Schedule("constant", 5, 10).factor(1) == 1.0
+    warm = Schedule("constant_with_warmup", 2, 10)
+    assert [warm.factor(step) for step in (1, 2, 3, 99)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_a_step_beyond_the_end_has_rate_zero():
+    assert Schedule("linear", 0, 4).factor(9) == 0.0
+
+
+def test_groups(kit):
+    policy = kit.policy(with_values=True)
+    config = kit.config(weight_decay=0.1, learning_rate=1e-3, critic_learning_rate=5e-3, adam_beta2=0.9)
+    groups = parameter_groups(policy.named_parameters(), config)
+    assert [(g["base_lr"], g["weight_decay"]) for g in groups] == [(1e-3, 0.1), (1e-3, 0.0), (5e-3, 0.0)]
+    assert sum(len(g["params"]) for g in groups) == len(list(policy.parameters()))
+    assert len(groups[2]["params"]) == 2
+    optimizer = make_adamw(policy.named_parameters(), config)
+    set_learning_rate(optimizer, 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [5e-4, 5e-4, 2.5e-3]
+    assert optimizer.defaults["betas"] == (0.9, 0.9)

@@ -1,0 +1,116 @@
+"""Packed = alone on real models, a leak is found, and loading refuses what cannot be packed."""
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.attention import SegmentLayout, register_segmented_attention, segment_layout
+from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
+from pipelinerl.finetune.policy import PolicyModel
+
+
+def test_layout_by_hand():
+    layout = segment_layout([2, 1, 5])
+    # The sample of 5 tokens stands alone; 2 and 1 share a block of length 2.
+    (long, count, length), (short, short_count, short_length) = layout.blocks
+    assert (long.tolist(), count, length) == ([3, 4, 5, 6, 7], 1, 5)
+    assert (short.tolist(), short_count, short_length) == ([0, 1, 2, 2], 2, 2)
+    # Row position -> place in [3 4 5 6 7 | 0 1 | 2 2]
+    assert layout.restore.tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("attention", ["pipelinerl_segments", "sdpa", "eager"])
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_packed_equals_alone(kit, family, attention):
+    policy = kit.policy(family, attention=attention)
+    assert forward_difference(policy) < 1e-5
+    assert packing_difference(policy) < 1e-5
+
+
+def test_a_sliding_window_is_kept_inside_samples():
+    register_segmented_attention()
+    results = {}
+    for attention in ("pipelinerl_segments", "eager"):
+        torch.manual_seed(1)
+        config = Qwen2Config(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=0,
+            initializer_range=0.2,
+            attn_implementation=attention,
+        )
+        assert config.layer_types == ["sliding_attention"] * 2
+        policy = PolicyModel(Qwen2ForCausalLM(config))
+        batch = token_batch([list(range(20)), list(range(5, 12))], torch.device("cpu"))
+        results[attention] = policy(batch, policy.layout_of(batch)).logprobs
+    torch.testing.assert_close(results["pipelinerl_segments"], results["eager"], atol=1e-5, rtol=0)
+
+
+def test_no_gradient_crosses_a_border(kit):
+    """The log-probs of the second sample do not depend on the embeddings of the first."""
+    policy = kit.policy()
+    batch = token_batch([[1, 2, 3], [4, 5, 6, 7]], torch.device("cpu"))
+    logprobs = policy(batch, policy.layout_of(batch)).logprobs[0]
+    logprobs[3:].sum().backward()
+    rows = policy.language_model.get_input_embeddings().weight.grad.abs().sum(-1)
+    assert not rows[[1, 2, 3]].any()
+    assert rows[[4, 5, 6]].all()
+
+
+def test_attention_without_borders_is_found_out(kit):
+    policy = kit.policy()
+    policy.layout_of = lambda batch: segment_layout([batch.input_ids.shape[1]])
+    assert packing_difference(policy) > 0.1
+
+
+def run_config(tmp_path, folder, **finetune):
+    return RunConfig(output_dir=str(tmp_path), model_path=str(folder), finetune=finetune)
+
+
+@pytest.fixture
+def mamba_folder(tmp_path):
+    torch.manual_seed(0)
+    folder = tmp_path / "mamba"
+    MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2)).save_pretrained(folder)
+    return folder
+
+
+def test_a_family_that_cannot_be_packed_is_refused_with_the_reason(tmp_path, mamba_folder):
+    with pytest.raises(ConfigError, match=r"finetune.seq_packing: .*packed samples see each other.*seq_packing=false"):
+        load_policy(run_config(tmp_path, mamba_folder, gradient_checkpointing=False), torch.device("cpu"))
+
+
+def test_the_same_family_trains_on_padded_rows(tmp_path, mamba_folder):
+    config = run_config(tmp_path, mamba_folder, seq_packing=False, gradient_checkpointing=False)
+    assert forward_difference(load_policy(config, torch.device("cpu"))) < 1e-5
+
+
+def test_a_missing_model_folder_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"model_path: got '/nowhere/model', expected an existing folder"):
+        load_policy(RunConfig(output_dir=str(tmp_path), model_path="/nowhere/model"), torch.device("cpu"))
+
+
+def test_loading_says_which_attention_was_chosen(tmp_path, kit, caplog):
+    folder = tmp_path / "model"
+    kit.model().save_pretrained(folder)
+    with caplog.at_level("INFO"):
+        policy = load_policy(run_config(tmp_path, folder), torch.device("cpu"))
+    assert policy.attention == "pipelinerl_segments"
+    assert "attention pipelinerl_segments" in caplog.text
+    assert policy.compute_dtype == torch.float32
+    explicit = load_policy(run_config(tmp_path, folder, attn_implementation="sdpa"), torch.device("cpu"))
+    assert explicit.attention == "sdpa"
+
+
+def test_layouts_move_with_the_batch():
+    layout = segment_layout([3, 3])
+    assert isinstance(layout.to(torch.device("cpu")), SegmentLayout)
