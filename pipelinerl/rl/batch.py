@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample
+from pipelinerl.records import IGNORED_LABEL, ScoredSample
 from pipelinerl.rl.aggregation import StepScale
+from pipelinerl.rl.sample_check import check_sample
 
 PADDING_SEGMENT = -1
 NO_VERSION = -1
@@ -63,7 +65,7 @@ class MicroBatch:
         return int((self.segment_ids != PADDING_SEGMENT).sum())
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
@@ -198,26 +200,6 @@ def _scatter(values: Sequence, at: list[int], length: int, fill) -> list:  # typ
     for position, value in zip(at, values, strict=True):
         out[position] = value
     return out
-
-
-def check_sample(sample: Sample) -> list[int]:
-    """Positions of the trained tokens; ValueError if the lengths inside a sample disagree (never cut or filled)."""
-    trained = [position for position, label in enumerate(sample.labels) if label != IGNORED_LABEL]
-    spans = sum(span.end - span.start for span in sample.version_spans)
-    faults = []
-    if len(sample.labels) != len(sample.input_ids):
-        faults.append(f"{len(sample.labels)} labels for {len(sample.input_ids)} input_ids")
-    if len(sample.logprobs) != len(trained):
-        faults.append(f"{len(sample.logprobs)} logprobs for {len(trained)} trained tokens")
-    if sample.ref_logprobs and len(sample.ref_logprobs) != len(trained):
-        faults.append(f"{len(sample.ref_logprobs)} ref_logprobs for {len(trained)} trained tokens")
-    if spans != len(trained):
-        faults.append(f"version_spans cover {spans} of {len(trained)} trained tokens")
-    if trained and trained[0] == 0:
-        faults.append("the first token is marked as trained but nothing predicts it")
-    if faults:
-        raise ValueError(f"sample {sample.id}: {'; '.join(faults)}")
-    return trained
 
 
 def _all_or_none_have_reference(chosen: Sequence[ScoredSample]) -> bool:

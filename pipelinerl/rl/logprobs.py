@@ -52,7 +52,7 @@ def token_logprobs(
     rows = (targets.reshape(-1) != IGNORED_LABEL).nonzero(as_tuple=True)[0]
     # Prompts and padding never reach the head: only trained rows are selected.
     picked = hidden.reshape(-1, hidden.shape[-1])[rows]
-    logprobs, entropy = _FusedHead.apply(
+    logprobs, entropy = _FusedHead.apply(  # type: ignore[no-untyped-call]
         picked, head_weight, head_bias, targets.reshape(-1)[rows], temperature, chunk_tokens, with_entropy, fp32_head
     )
     return _spread(logprobs, rows, targets), _spread(entropy, rows, targets) if with_entropy else None

@@ -35,5 +35,7 @@ def combine(parts: Iterable[dict[str, TensorMetric]]) -> dict[str, TensorMetric]
 def _join(left: TensorMetric, right: TensorMetric) -> TensorMetric:
     if left.reduction != right.reduction:
         raise ValueError(f"one metric has two reductions: {left.reduction} and {right.reduction}")
-    functions = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-    return TensorMetric(functions[left.reduction](left.value, right.value), left.reduction)
+    if left.reduction == "sum":
+        return TensorMetric(left.value + right.value, "sum")
+    bound = torch.maximum if left.reduction == "max" else torch.minimum
+    return TensorMetric(bound(left.value, right.value), left.reduction)

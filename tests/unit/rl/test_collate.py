@@ -8,7 +8,8 @@ import torch
 from rl_samples import make_sample, scored
 
 from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.batch import check_sample, collate, sentinel
+from pipelinerl.rl.batch import collate, sentinel
+from pipelinerl.rl.sample_check import check_sample
 
 A = scored(make_sample([1, 2], [3, 4], logprobs=[-0.1, -0.2], spans=[(3, 0, 1), (4, 1, 2)], reward=0.5), 2.0)
 B = scored(make_sample([5], [6], logprobs=[-0.3], sample_id="0-1/r0/s0"), [-1.0])

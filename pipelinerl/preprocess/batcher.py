@@ -1,0 +1,124 @@
+"""Collects scored groups until they fill an optimizer step. A state machine without clock, I/O or threads.
+
+Called by the loop: `add` for every group, `close_step` when the trainer may get another batch. Whole groups leave in
+the order in which they came. What is dropped comes back as rejections, which the loop writes down first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from pipelinerl.preprocess.filters import Rejection, reject_stale
+from pipelinerl.records import ScoredSample
+
+
+@dataclass(frozen=True)
+class ReadyGroup:
+    """Trainable samples of one group; `offset` is its place in the stream `actor`."""
+
+    group_id: str
+    offset: int
+    samples: tuple[ScoredSample, ...]
+
+
+@dataclass(frozen=True)
+class ClosedStep:
+    """The groups of one optimizer step, oldest first."""
+
+    step: int
+    groups: tuple[ReadyGroup, ...]
+
+    @property
+    def samples(self) -> list[ScoredSample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+
+class Batcher:
+    """Queue of groups.
+
+    Args:
+        samples_per_step: a step closes when it has at least so many samples.
+        capacity_samples: the queue never holds more if `drop_oldest`; None is unbounded.
+        drop_oldest: what `add` does when the queue is full: drop from its old end (True), or nothing; then the caller
+            stops reading while `is_full`.
+        max_version_lag: `finetune.max_version_lag`.
+    """
+
+    def __init__(
+        self,
+        samples_per_step: int,
+        capacity_samples: int | None = None,
+        drop_oldest: bool = False,
+        max_version_lag: int | None = None,
+    ) -> None:
+        if samples_per_step < 1:
+            raise ValueError(f"samples_per_step: got {samples_per_step}, expected at least 1")
+        self._samples_per_step = samples_per_step
+        # A queue smaller than one step could never fill it.
+        self._capacity = None if capacity_samples is None else max(capacity_samples, samples_per_step)
+        self._drop_oldest = drop_oldest
+        self._max_version_lag = max_version_lag
+        self._groups: deque[ReadyGroup] = deque()
+        self._num_samples = 0
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
+
+    @property
+    def num_batches(self) -> float:
+        """Queue length in optimizer steps."""
+        return self._num_samples / self._samples_per_step
+
+    @property
+    def is_full(self) -> bool:
+        """True if the caller should stop adding (never with `drop_oldest`)."""
+        return not self._drop_oldest and self._capacity is not None and self._num_samples >= self._capacity
+
+    @property
+    def oldest_offset(self) -> int | None:
+        """Smallest stream offset of a group that is still here; None if the queue is empty."""
+        return min((group.offset for group in self._groups), default=None)
+
+    def add(self, group: ReadyGroup) -> list[Rejection]:
+        """Queue a group; returns what had to be dropped for it."""
+        if group.samples:
+            self._groups.append(group)
+            self._num_samples += len(group.samples)
+        dropped: list[Rejection] = []
+        while self._drop_oldest and self._capacity is not None and self._num_samples > self._capacity:
+            if len(self._groups) == 1:
+                break
+            oldest = self._pop()
+            dropped += [Rejection(item.sample, "stale", "dropped_oldest") for item in oldest.samples]
+        return dropped
+
+    def purge_stale(self, step: int) -> list[Rejection]:
+        """Drop what would be too old in optimizer step `step`, which trains weights of version `step - 1`."""
+        kept: deque[ReadyGroup] = deque()
+        rejections: list[Rejection] = []
+        for group in self._groups:
+            fresh, old = reject_stale(group.samples, step - 1, self._max_version_lag)
+            rejections += old
+            if fresh:
+                kept.append(group if not old else ReadyGroup(group.group_id, group.offset, tuple(fresh)))
+        self._groups = kept
+        self._num_samples -= len(rejections)
+        return rejections
+
+    def close_step(self, step: int) -> ClosedStep | None:
+        """Take whole groups for `step` if there are enough samples, else None. Call `purge_stale(step)` before."""
+        if self._num_samples < self._samples_per_step:
+            return None
+        taken: list[ReadyGroup] = []
+        count = 0
+        while count < self._samples_per_step:
+            taken.append(self._pop())
+            count += len(taken[-1].samples)
+        return ClosedStep(step, tuple(taken))
+
+    def _pop(self) -> ReadyGroup:
+        group = self._groups.popleft()
+        self._num_samples -= len(group.samples)
+        return group

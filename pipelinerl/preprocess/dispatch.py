@@ -1,0 +1,68 @@
+"""How far the preprocessor may run ahead of the trainer. State without I/O.
+
+`TrainerView.take` is called by the feed of the stream `trainer` (its thread); the loop reads the state. Only messages
+of this incarnation count: after a resume the trainer starts again from its checkpoint and says so.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from pipelinerl.records import StepDone, TrainerMessage, TrainingDone, WeightUpdateSuccess
+
+# One batch in training and one that is ready when it ends: more would only grow old in the stream.
+MAX_STEPS_AHEAD = 2
+
+
+class TrainerView:
+    """What the trainer said last. Thread-safe.
+
+    Args:
+        incarnation: of this start of the run.
+        first_step: step that this process will dispatch first; stands for the trainer's position until it speaks.
+        bounded: False if there is no trainer (a run of actor and preprocessor alone): never hold back.
+    """
+
+    def __init__(self, incarnation: int, first_step: int, bounded: bool = True) -> None:
+        self._incarnation = incarnation
+        self._bounded = bounded
+        self._lock = threading.Lock()
+        self._steps_done = first_step - 1
+        self._is_done = False
+        self._changes = 0
+
+    def take(self, message: TrainerMessage) -> None:
+        """Digest one message."""
+        if message.incarnation != self._incarnation:
+            return
+        with self._lock:
+            self._changes += 1
+            if isinstance(message, StepDone):
+                self._steps_done = message.step
+            elif isinstance(message, WeightUpdateSuccess):
+                # Version v is the result of step v; after a resume it is the first thing that the trainer says.
+                self._steps_done = message.version
+            elif isinstance(message, TrainingDone):
+                self._is_done = True
+
+    @property
+    def steps_done(self) -> int:
+        with self._lock:
+            return self._steps_done
+
+    @property
+    def is_done(self) -> bool:
+        """True once training is complete."""
+        with self._lock:
+            return self._is_done
+
+    @property
+    def changes(self) -> int:
+        """Grows with every message that counts."""
+        with self._lock:
+            return self._changes
+
+    def may_dispatch(self, step: int) -> bool:
+        """True if batch `step` may be written now."""
+        with self._lock:
+            return not self._bounded or step - self._steps_done <= MAX_STEPS_AHEAD

@@ -1,0 +1,157 @@
+"""Main of the preprocessor: groups in, one batch per optimizer step out, until training is complete.
+
+| waits for                 | who wakes it                       | when                                             |
+|---------------------------|------------------------------------|--------------------------------------------------|
+| groups of the actor       | the stream `actor` (blocking read) | always, unless the queue is full                 |
+| room ahead of the trainer | the feed of the stream `trainer`   | a batch is ready but the trainer has two already |
+| reference log-probs       | the `preprocessor_llm` servers     | with a KL term                                   |
+
+Both waits end in the same call: the feed wakes the blocked read. Training done ends the loop, and the process with 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from pipelinerl.preprocess.batcher import Batcher
+from pipelinerl.preprocess.dispatch import TrainerView
+from pipelinerl.preprocess.intake import Intake, ReferenceScorer
+from pipelinerl.preprocess.outputs import Outputs
+from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
+from pipelinerl.records import Group, TrainerMessage
+from pipelinerl.streams.base import ACTOR_TOPIC, TRAINER_TOPIC, Entry
+from pipelinerl.streams.feed import Feed
+from pipelinerl.supervise.context import RoleContext
+
+logger = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 5.0
+ACTOR_INSTANCE = "actor_0"
+TRAINER_INSTANCE = "finetune_0"
+
+
+def preprocess(context: RoleContext) -> None:
+    """Run the preprocessor of a run until the trainer says that training is done."""
+    resume = find_resume_point(context.streams, context.job.name)
+    loop = PreprocessLoop(context, resume, reference_scorer(context))
+    logger.info("next step %d, reading %s from offset %d", resume.next_step, ACTOR_TOPIC, resume.actor_offset)
+    try:
+        loop.run()
+    finally:
+        loop.close()
+    logger.info("training is done")
+
+
+class PreprocessLoop:
+    """The parts of one preprocessor and the loop over them."""
+
+    def __init__(self, context: RoleContext, resume: ResumePoint, add_reference: ReferenceScorer | None) -> None:
+        config, trainer_ranks = context.config, context.world.num_finetune_ranks
+        self._heartbeat = context.heartbeat
+        self._deadline_s = config.supervise.progress_timeout_s
+        self._chunk_groups = config.preprocess.chunk_n_groups
+        self._step = resume.next_step
+        self._digested_offset = resume.actor_offset
+        self._view = TrainerView(context.incarnation, resume.next_step, bounded=trainer_ranks > 0)
+        self._intake = Intake(config.finetune, resume, add_reference)
+        samples_per_step = config.finetune.samples_per_step
+        # With max_lag the actor bounds what is in flight; without it the queue is a ring.
+        unbounded = config.max_lag is None
+        self._batcher = Batcher(
+            samples_per_step,
+            capacity_samples=config.preprocess.ring_buffer_size * samples_per_step if unbounded else None,
+            drop_oldest=unbounded and config.pop_old_data,
+            max_version_lag=config.finetune.max_version_lag,
+        )
+        self._outputs = Outputs(
+            context.streams, context.job.name, context.incarnation, config.finetune, max(trainer_ranks, 1)
+        )
+        self._groups = context.streams.reader(ACTOR_TOPIC, ACTOR_INSTANCE, Group, resume.actor_offset)
+        self._feed: Feed[TrainerMessage] = Feed(
+            context.streams.reader(TRAINER_TOPIC, TRAINER_INSTANCE, TrainerMessage),
+            self._on_trainer_message,
+            name="trainer",
+            on_failure=lambda _: self._groups.wake(),
+        )
+
+    def run(self) -> None:
+        self._feed.start()
+        while not self._view.is_done:
+            entries = self._wait()
+            for start in range(0, len(entries), self._chunk_groups):
+                self._take(entries[start : start + self._chunk_groups])
+                self._dispatch()
+            self._dispatch()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._outputs.close)
+            stack.callback(self._groups.close)
+            stack.callback(self._feed.stop)
+
+    def _wait(self) -> Sequence[Entry[Group]]:
+        """Block until groups came in or the trainer said something; the latter gives an empty list."""
+        heard = self._view.changes
+        what = "the trainer (queue is full)" if self._batcher.is_full else "groups from the actor"
+        with self._heartbeat.waiting(what, self._deadline_s):
+            if self._batcher.is_full:
+                while not self._feed.wait_for(lambda: self._view.changes != heard, READ_TIMEOUT_S):
+                    self._feed.raise_if_failed()
+                return []
+            while not (entries := self._groups.read(READ_TIMEOUT_S, max_records=64)):
+                self._feed.raise_if_failed()
+                if self._view.changes != heard:
+                    break
+            return entries
+
+    def _take(self, entries: Sequence[Entry[Group]]) -> None:
+        for group, rejections in self._intake.digest(entries):
+            self._outputs.write_fates(rejections, self._version)
+            self._outputs.write_fates(self._batcher.add(group), self._version)
+        self._digested_offset = entries[-1].offset + 1
+        self._heartbeat.progress(len(entries))
+
+    def _dispatch(self) -> None:
+        while self._view.may_dispatch(self._step):
+            self._outputs.write_fates(self._batcher.purge_stale(self._step), self._version)
+            closed = self._batcher.close_step(self._step)
+            if closed is None:
+                return
+            oldest = self._batcher.oldest_offset
+            statistics = self._intake.statistics.take()
+            self._outputs.write_batch(closed, self._digested_offset if oldest is None else oldest, statistics)
+            self._outputs.write_metrics(self._step, self._batcher.num_batches, statistics)
+            self._heartbeat.progress()
+            self._step += 1
+
+    @property
+    def _version(self) -> int:
+        """Version of the weights that the next batch will train."""
+        return self._step - 1
+
+    def _on_trainer_message(self, entry: Entry[TrainerMessage]) -> None:
+        self._view.take(entry.record)
+        self._groups.wake()
+
+
+def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
+    """The scorer over the run's reference servers, or None if the algorithm needs no reference log-probs or the
+    trainer computes them beside itself."""
+    rl = context.config.finetune.rl
+    if not (rl.kl_coef or rl.final_kl_coef or rl.reward_minus_kl_coef):
+        return None
+    servers = context.world.jobs_of("preprocessor_llm")
+    if not servers and not rl.reward_minus_kl_coef:
+        return None
+    from pipelinerl.preprocess.reference import ReferenceServers
+
+    return ReferenceServers(
+        [job.url for job in servers if job.url is not None],
+        context.token,
+        context.config.sampling_temperature,
+        concurrency=context.config.actor.llm_max_rollouts,
+        request_timeout_s=context.config.actor.request_timeout_s,
+        max_retries=context.config.actor.max_retries,
+    )

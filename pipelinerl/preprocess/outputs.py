@@ -1,0 +1,115 @@
+"""Everything that the preprocessor writes: fates, batches, metrics. Called by the loop; waits for the disk alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.preprocess.batcher import ClosedStep
+from pipelinerl.preprocess.filters import Rejection
+from pipelinerl.preprocess.scoring import normalize_step
+from pipelinerl.records import FateRecord, MetricRecord, TrainingBatch
+from pipelinerl.rl.packing import make_plan
+from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.streams.hub import StreamHub
+
+logger = logging.getLogger(__name__)
+
+
+class Outputs:
+    """Writers of one preprocessor and the counters that go with them."""
+
+    def __init__(
+        self,
+        streams: StreamHub,
+        job_name: str,
+        incarnation: int,
+        config: FinetuneConfig,
+        num_ranks: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._job_name = job_name
+        self._incarnation = incarnation
+        self._config = config
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch)
+        self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
+        self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
+        self._counts: Counter[str] = Counter()
+
+    def write_fates(self, rejections: Iterable[Rejection], version: int) -> None:
+        """One record for each (group, fate, reason): written before the samples are dropped."""
+        bundles: dict[tuple[str, str, str], list[Rejection]] = {}
+        for rejection in rejections:
+            key = (rejection.sample.group_id, rejection.fate, rejection.reason)
+            bundles.setdefault(key, []).append(rejection)
+        for (group_id, _, reason), bundle in bundles.items():
+            fate = bundle[0].fate
+            self._fates.write(
+                FateRecord(
+                    sample_ids=[r.sample.id for r in bundle],
+                    fate=fate,
+                    reason=reason,
+                    version=version,
+                    group_id=group_id,
+                    source=self._job_name,
+                    output_tokens=sum(r.sample.output_tokens for r in bundle),
+                    incarnation=self._incarnation,
+                )
+            )
+            self._counts[fate] += len(bundle)
+            self._counts[f"{fate}/{reason}"] += len(bundle)
+        if bundles:
+            self._fates.flush()
+
+    def write_batch(self, closed: ClosedStep, actor_offset: int, statistics: dict[str, float]) -> None:
+        """Normalise, plan and publish one optimizer step."""
+        samples = normalize_step(closed.samples, self._config.rl)
+        plan = make_plan(
+            [len(item.sample.input_ids) for item in samples],
+            self._num_ranks,
+            self._config.seq_length,
+            self._config.seq_packing,
+            self._config.train_batch_size,
+        )
+        self._batches.write(
+            TrainingBatch(
+                id=f"{self._incarnation}-{closed.step}",
+                step=closed.step,
+                samples=samples,
+                group_ids=[group.group_id for group in closed.groups],
+                plan=plan,
+                actor_offset=actor_offset,
+                incarnation=self._incarnation,
+                metrics=statistics,
+            )
+        )
+        self._batches.flush()
+        logger.info(
+            "batch %d: %d samples of %d groups, %d micro-batches%s",
+            closed.step,
+            len(samples),
+            len(closed.groups),
+            sum(len(rank) for rank in plan),
+            "".join(f", {name.partition('/')[2]} {value:.3f}" for name, value in statistics.items()),
+        )
+
+    def write_metrics(self, step: int, queue_batches: float, statistics: dict[str, float]) -> None:
+        """Counters are totals since this process started."""
+        values = {
+            "preprocessor/queue_batches": queue_batches,
+            "preprocessor/filtered_samples": float(self._counts["filtered"]),
+            "preprocessor/stale_samples": float(self._counts["stale"]),
+            "preprocessor/failed_samples": float(self._counts["failed"]),
+            **statistics,
+        }
+        values |= {f"preprocessor/{name}": float(n) for name, n in self._counts.items() if "/" in name}
+        self._metrics.write(MetricRecord(source=self._job_name, step=step, time=self._clock(), values=values))
+
+    def close(self) -> None:
+        for writer in (self._batches, self._fates, self._metrics):
+            writer.close()

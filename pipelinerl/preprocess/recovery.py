@@ -1,0 +1,68 @@
+"""Where a restarted preprocessor goes on, read from what it wrote before. Called once at the start.
+
+The stream `training_data` says which step comes next, which groups are in a batch already, and from which offset of
+`actor` on groups may be unsettled; the own stream `fates` says which samples were dropped. Only the few fields that
+are needed are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pipelinerl.records import SCHEMA_VERSION, Fate
+from pipelinerl.streams.base import FATES_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.streams.hub import StreamHub
+
+
+class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a `TrainingBatch` that say where the preprocessor was."""
+
+    step: int
+    group_ids: list[str]
+    actor_offset: int
+    schema: int = SCHEMA_VERSION
+
+
+class FateHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a `FateRecord` that say which samples are settled."""
+
+    sample_ids: list[str]
+    fate: Fate
+    schema: int = SCHEMA_VERSION
+
+
+@dataclass
+class ResumePoint:
+    """`next_step` to dispatch, `actor_offset` to read from, and what is settled behind that offset."""
+
+    next_step: int = 1
+    actor_offset: int = 0
+    dispatched_groups: set[str] = field(default_factory=set)
+    settled_samples: set[str] = field(default_factory=set)
+
+
+def find_resume_point(streams: StreamHub, job_name: str) -> ResumePoint:
+    """Scan the own streams; a first start gives the beginning of everything."""
+    point = ResumePoint()
+    for head in _all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
+        point.next_step = max(point.next_step, head.step + 1)
+        point.actor_offset = max(point.actor_offset, head.actor_offset)
+        point.dispatched_groups.update(head.group_ids)
+    for fate in _all(streams, FATES_TOPIC, job_name, FateHead):
+        if fate.fate != "pending":
+            point.settled_samples.update(fate.sample_ids)
+    return point
+
+
+def _all(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Any]:
+    reader = streams.reader(topic, instance, record_type)
+    try:
+        while entries := reader.read(timeout_s=0):
+            for entry in entries:
+                yield entry.record
+    finally:
+        reader.close()

@@ -1,0 +1,172 @@
+"""Log-probs of the sampled tokens under the frozen reference model, from the `preprocessor_llm` servers.
+
+Called by the intake with the samples of a few groups; waits for the servers' answers, at most `request_timeout_s` each,
+with the retries of the client. The servers score a prompt without generating (`prompt_logprobs`).
+
+A server's `prompt_logprobs` ignores the sampling temperature, so this path is refused for any temperature but 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pipelinerl.errors import ConfigError, RolloutError
+from pipelinerl.llm.client import GENERATE_PATH, open_session
+from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, reason_of, retry_delay_s
+from pipelinerl.records import IGNORED_LABEL, Sample
+
+logger = logging.getLogger(__name__)
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _PromptResponse(msgspec.Struct):
+    # One entry per prompt token, None for the first; each maps token ids (as text) to their log-probs.
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ConfigError if reference servers cannot give log-probs at this temperature."""
+    if temperature != 1.0:
+        raise ConfigError(
+            "llm.parameters.temperature",
+            temperature,
+            "1.0 with a KL term and reference servers, because a server's prompt log-probs ignore the temperature",
+            "Set the temperature to 1.0, or set kl_coef and reward_minus_kl_coef to 0.",
+        )
+
+
+class ReferenceServers:
+    """Spreads samples over the reference servers.
+
+    Args:
+        urls: base URLs of the servers.
+        token: bearer token of the run.
+        temperature: at which the samples were drawn; must be 1.
+        concurrency: requests in flight per server.
+
+    Raises:
+        ConfigError: no server, or a temperature that they cannot apply.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        temperature: float,
+        *,
+        model_name: str = "actor",
+        concurrency: int = 64,
+        request_timeout_s: float = 300.0,
+        max_retries: int = 3,
+    ) -> None:
+        check_temperature(temperature)
+        if not urls:
+            raise ConfigError(
+                "world.preprocessor_fraction",
+                0,
+                "a pool of reference servers for the KL term",
+                "Give the world a preprocessor pool, or set kl_coef and reward_minus_kl_coef to 0.",
+            )
+        self._urls = [url.rstrip("/") for url in urls]
+        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        self._model_name = model_name
+        self._concurrency = concurrency * len(urls)
+        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        self._max_retries = max_retries
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Sample | None]:
+        """Return the samples with `ref_logprobs`; None for one that the servers could not score.
+
+        Raises:
+            EndRunError: no request can ever succeed (wrong token, unknown route).
+        """
+        return asyncio.run(self._score_all(samples))
+
+    async def _score_all(self, samples: Sequence[Sample]) -> list[Sample | None]:
+        gate = asyncio.Semaphore(self._concurrency)
+        urls = itertools.cycle(self._urls)
+        async with open_session() as session:
+            return await asyncio.gather(*(self._score(sample, next(urls), session, gate) for sample in samples))
+
+    async def _score(
+        self, sample: Sample, url: str, session: aiohttp.ClientSession, gate: asyncio.Semaphore
+    ) -> Sample | None:
+        body = msgspec.json.encode(
+            {
+                "model": self._model_name,
+                "token_ids": sample.input_ids,
+                "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0},
+            }
+        )
+        try:
+            async with gate:
+                content = await self._post(url + GENERATE_PATH, body, session)
+            return msgspec.structs.replace(sample, ref_logprobs=read_prompt_logprobs(content, sample))
+        except RolloutError as error:
+            logger.warning("no reference log-probs for %s: %s", sample.id, error)
+            return None
+
+    async def _post(self, url: str, body: bytes, session: aiohttp.ClientSession) -> bytes:
+        for attempt in itertools.count():
+            problem, content = await self._try(url, body, session)
+            if problem is None:
+                return content
+            text = f"{url}: {reason_of(problem)}: {content[:300].decode(errors='replace')}"
+            verdict = classify(problem)
+            if verdict is Verdict.END_RUN:
+                raise EndRunError(text)
+            if verdict is Verdict.FAIL_ROLLOUT or attempt >= self._max_retries:
+                raise RolloutError(reason_of(problem), text)
+            await asyncio.sleep(retry_delay_s(attempt, 0.5))
+        raise AssertionError("unreachable")
+
+    async def _try(self, url: str, body: bytes, session: aiohttp.ClientSession) -> tuple[int | Fault | None, bytes]:
+        try:
+            async with session.post(url, data=body, headers=self._headers, timeout=self._timeout) as response:
+                content = await response.read()
+                return (None if response.status == 200 else response.status), content
+        except TimeoutError:
+            return Fault.TIMEOUT, b"no answer in time"
+        except aiohttp.ClientConnectorError as error:
+            return Fault.REFUSED, str(error).encode()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            return Fault.DISCONNECTED, str(error).encode()
+
+
+def read_prompt_logprobs(content: bytes, sample: Sample) -> list[float]:
+    """Log-probs of the trained tokens from a server's answer.
+
+    Raises:
+        RolloutError: `bad_response`, `length_mismatch` or `missing_logprobs`; nothing is shortened or filled in.
+    """
+    try:
+        found = msgspec.json.decode(content, type=_PromptResponse).prompt_logprobs
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RolloutError("bad_response", str(error)) from error
+    if found is None or len(found) != len(sample.input_ids):
+        got = "none" if found is None else str(len(found))
+        raise RolloutError("length_mismatch", f"{got} prompt log-probs for {len(sample.input_ids)} tokens")
+    values = []
+    for position, label in enumerate(sample.labels):
+        if label == IGNORED_LABEL:
+            continue
+        value = _logprob_at(found[position], label)
+        if value is None or value <= -9998.0:
+            raise RolloutError("missing_logprobs", f"token {label} at position {position} has log-prob {value}")
+        values.append(value)
+    return values
+
+
+def _logprob_at(entry: dict[str, Any] | None, token: int) -> float | None:
+    found = (entry or {}).get(str(token))
+    return None if found is None else found.logprob

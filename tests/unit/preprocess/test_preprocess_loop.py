@@ -1,0 +1,212 @@
+"""The loop over real file streams: batches, fates, back-pressure, restart, end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from preprocess_groups import context, group, sample
+
+from pipelinerl.preprocess.loop import preprocess, reference_scorer
+from pipelinerl.records import (
+    FateRecord,
+    Group,
+    MetricRecord,
+    StepDone,
+    TrainerMessage,
+    TrainingBatch,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+
+FINETUNE = {"train_batch_size": 1, "gradient_accumulation_passes": 4, "seq_length": 64}
+
+
+class Run:
+    """A preprocessor in a thread, with the ends of its streams in the test's hands."""
+
+    def __init__(self, tmp_path, incarnation=0, **config):
+        self.context = context(tmp_path, incarnation, **{"finetune": FINETUNE, **config})
+        streams = self.context.streams
+        self.actor = streams.writer("actor", "actor_0", Group)
+        self.trainer = streams.writer("trainer", "finetune_0", TrainerMessage)
+        self.batches = streams.reader("training_data", "preprocessor_0", TrainingBatch)
+        self.error = None
+        self.thread = threading.Thread(target=self._main, daemon=True)
+        self.thread.start()
+
+    def _main(self):
+        try:
+            preprocess(self.context)
+        except BaseException as error:  # noqa: BLE001 - shown by finish()
+            self.error = error
+
+    def next_batch(self, timeout_s=10.0):
+        entries = self.batches.read(timeout_s, max_records=1)
+        return entries[0].record if entries else None
+
+    def step_done(self, step):
+        self.trainer.write(
+            StepDone(
+                step=step,
+                time=0,
+                group_ids=[],
+                num_samples=4,
+                samples_processed=4 * step,
+                incarnation=self.context.incarnation,
+            )
+        )
+
+    def finish(self):
+        self.trainer.write(TrainingDone(version=1, time=0, samples_processed=4, incarnation=self.context.incarnation))
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self.actor.close()
+        self.trainer.close()
+        assert self.error is None
+
+    def fates(self):
+        entries = self.context.streams.reader("fates", "preprocessor_0", FateRecord).read(0)
+        return [(entry.record.sample_ids, entry.record.fate, entry.record.reason) for entry in entries]
+
+
+def test_groups_become_batches_until_training_is_done(tmp_path):
+    run = Run(tmp_path)
+    for name in ("0-0", "0-1", "0-2"):
+        run.actor.write(group(name))
+    batch = run.next_batch()
+    assert (batch.step, batch.group_ids, batch.actor_offset) == (1, ["0-0", "0-1"], 2)
+    assert [item.advantages for item in batch.samples] == [[1.0], [-1.0], [1.0], [-1.0]]
+    assert batch.plan == [[[0, 1, 2, 3]]]
+    assert batch.metrics["preprocessor/reward_mean"] == 0.5
+    run.actor.write(group("0-3"))
+    assert run.next_batch().step == 2
+    run.finish()
+    metrics = run.context.streams.reader("metrics", "preprocessor_0", MetricRecord).read(0)
+    assert [entry.record.step for entry in metrics] == [1, 2]
+    wanted = {"preprocessor/queue_batches", "preprocessor/filtered_samples", "preprocessor/stale_samples"}
+    assert wanted <= set(metrics[0].record.values)
+
+
+def test_fates_of_what_is_not_trained(tmp_path):
+    run = Run(tmp_path, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
+    run.actor.write(group("0-0", samples=[sample("0-0/r0/s0", 1.0, output=90), sample("0-0/r1/s0", 0.0)]))
+    run.actor.write(group("0-1", rewards=(1.0, 1.0)))
+    run.actor.write(group("0-2", rewards=(1.0, 0.0, 0.0)))
+    batch = run.next_batch()
+    # The long sample is not trained, but its reward stays in the baseline of the other.
+    assert batch.samples[0].sample.id == "0-0/r1/s0"
+    assert batch.samples[0].advantages == [-1.0]
+    run.finish()
+    assert run.fates() == [
+        (["0-0/r0/s0"], "filtered", "longer_than_seq_length"),
+        (["0-1/r0/s0", "0-1/r1/s0"], "filtered", "zero_advantage"),
+    ]
+
+
+def test_at_most_two_steps_ahead_of_the_trainer(tmp_path):
+    run = Run(tmp_path)
+    for n in range(8):
+        run.actor.write(group(f"0-{n}"))
+    assert [run.next_batch().step for _ in range(2)] == [1, 2]
+    assert run.next_batch(0.3) is None
+    run.step_done(1)
+    assert run.next_batch().step == 3
+    run.finish()
+
+
+def test_ring_drops_the_oldest_when_training_is_slow(tmp_path):
+    run = Run(tmp_path, preprocess={"ring_buffer_size": 1})
+    for n in range(12):
+        run.actor.write(group(f"0-{n}"))
+    assert [run.next_batch().step for _ in range(2)] == [1, 2]
+    run.actor.write(group("0-12"))
+    run.step_done(1)
+    third = run.next_batch()
+    run.finish()
+    assert third.step == 3
+    dropped = {name for ids, fate, reason in run.fates() for name in ids if reason == "dropped_oldest"}
+    trained = {item.sample.id for item in third.samples}
+    assert dropped and not dropped & trained
+
+
+def test_on_policy_bound_is_hard(tmp_path):
+    run = Run(tmp_path, finetune={**FINETUNE, "max_version_lag": 0})
+    for name in ("0-0", "0-1", "0-2"):
+        run.actor.write(group(name, version=0))
+    assert run.next_batch().step == 1
+    for name in ("0-3", "0-4"):
+        run.actor.write(group(name, version=1))
+    batch = run.next_batch()
+    assert batch.group_ids == ["0-3", "0-4"]
+    run.finish()
+    assert (["0-2/r0/s0", "0-2/r1/s0"], "stale", "max_version_lag") in run.fates()
+
+
+def test_restart_neither_loses_nor_repeats(tmp_path):
+    first = Run(tmp_path, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
+    first.actor.write(group("0-0"))
+    first.actor.write(group("0-1", rewards=(0.0, 0.0)))
+    first.actor.write(group("0-2"))
+    first.actor.write(group("0-3"))
+    assert first.next_batch().group_ids == ["0-0", "0-2"]
+    first.finish()
+
+    second = Run(tmp_path, incarnation=1, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
+    second.actor.write(group("1-0"))
+    assert second.next_batch().step == 1
+    batch = second.next_batch()
+    assert (batch.step, batch.group_ids, batch.id) == (2, ["0-3", "1-0"], "1-2")
+    second.finish()
+    settled = [name for ids, _, _ in second.fates() for name in ids]
+    assert sorted(settled) == ["0-1/r0/s0", "0-1/r1/s0"]
+
+
+def test_a_group_delivered_twice_has_one_effect(tmp_path):
+    run = Run(tmp_path)
+    for name in ("0-0", "0-0", "0-1"):
+        run.actor.write(group(name))
+    assert run.next_batch().group_ids == ["0-0", "0-1"]
+    run.finish()
+
+
+def test_a_trainer_that_rolled_back_is_not_overrun(tmp_path):
+    first = Run(tmp_path)
+    for n in range(4):
+        first.actor.write(group(f"0-{n}"))
+    assert [first.next_batch().step for _ in range(2)] == [1, 2]
+    first.finish()
+    second = Run(tmp_path, incarnation=1)
+    second.trainer.write(WeightUpdateSuccess(version=0, time=0, seconds={}, num_servers=1, incarnation=1))
+    for n in range(10):
+        second.actor.write(group(f"1-{n}"))
+    steps = []
+    while batch := second.next_batch(0.5):
+        steps.append(batch.step)
+    # Two steps before the trainer spoke at most; then nothing until it has caught up.
+    assert steps[:2] == [1, 2] and len(steps) <= 4
+    second.step_done(3)
+    assert second.next_batch().step == len(steps) + 1
+    second.finish()
+
+
+def test_a_broken_trainer_stream_ends_the_loop(tmp_path):
+    run = Run(tmp_path)
+    run.trainer.close()
+    shard = next((tmp_path / "streams" / "trainer").rglob("*.jsonl"))
+    shard.write_bytes(b"not json\n")
+    run.thread.join(20)
+    assert run.error is not None and "trainer" in str(run.error)
+    run.actor.close()
+
+
+@pytest.mark.parametrize("rl", [{"kl_coef": 0.1}, {"final_kl_coef": 0.1}, {}])
+def test_no_reference_servers_means_no_scorer(tmp_path, rl):
+    assert reference_scorer(context(tmp_path, finetune={"rl": rl})) is None
+
+
+def test_the_preprocessor_imports_no_torch():
+    code = "import sys, pipelinerl.preprocess.loop, pipelinerl.preprocess.reference; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,131 @@
+"""Reference log-probs from servers: what is sent, what is read, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+from aiohttp import web
+from preprocess_groups import context, group, sample
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.errors import ConfigError, RolloutError
+from pipelinerl.llm.retry import EndRunError
+from pipelinerl.preprocess.intake import Intake
+from pipelinerl.preprocess.loop import reference_scorer
+from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.reference import ReferenceServers, read_prompt_logprobs
+from pipelinerl.streams.base import Entry
+
+
+def answer(token_ids, **changes):
+    entries = [None, *({str(t): {"logprob": -t / 10, "rank": 1}, "999": {"logprob": -9.0}} for t in token_ids[1:])]
+    return {"prompt_logprobs": entries, **changes}
+
+
+def test_only_trained_tokens_are_taken():
+    s = sample("g/r0/s0")  # tokens 1..5, the last three trained
+    assert read_prompt_logprobs(json.dumps(answer(s.input_ids)).encode(), s) == [-0.3, -0.4, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"nope", "bad_response"),
+        (b"{}", "length_mismatch"),
+        (json.dumps(answer([1, 2, 3, 4])).encode(), "length_mismatch"),
+        (json.dumps(answer([1, 2, 3, 4, 6])).encode(), "missing_logprobs"),
+        (json.dumps({"prompt_logprobs": [None] * 5}).encode(), "missing_logprobs"),
+        (json.dumps(answer([1, 2, 3, 4, 5])).replace("-0.5", "-9999.0").encode(), "missing_logprobs"),
+    ],
+)
+def test_faulty_answers_are_refused(content, reason):
+    with pytest.raises(RolloutError) as caught:
+        read_prompt_logprobs(content, sample("g/r0/s0"))
+    assert caught.value.reason == reason
+
+
+def test_temperature_and_missing_pool_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"temperature: got 0\.6"):
+        ReferenceServers(["http://127.0.0.1:1"], "", 0.6)
+    with pytest.raises(ConfigError, match="preprocessor_fraction"):
+        reference_scorer(context(tmp_path, finetune={"rl": {"reward_minus_kl_coef": 0.1}}))
+
+
+class Server:
+    """A reference server on a random port; `statuses` are answered first, then 200."""
+
+    def __init__(self, statuses=()):
+        self.statuses = list(statuses)
+        self.requests = []
+        self.loop = asyncio.new_event_loop()
+        started = threading.Event()
+        self.thread = threading.Thread(target=self._main, args=(started,), daemon=True)
+        self.thread.start()
+        assert started.wait(10)
+
+    def _main(self, started):
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_until_complete(self._start())
+        started.set()
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.runner.cleanup())
+
+    async def _start(self):
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self._answer)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    async def _answer(self, request):
+        body = await request.json()
+        self.requests.append((request.headers.get("Authorization"), body))
+        if self.statuses:
+            return web.Response(status=self.statuses.pop(0), text="no")
+        return web.json_response(answer(body["token_ids"]))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+
+def test_samples_are_scored_with_retries():
+    with Server([503]) as one, Server() as two:
+        score = ReferenceServers([one.url, two.url + "/"], "secret", 1.0)
+        done = score([sample(f"g/r{i}/s0") for i in range(4)])
+    assert [s.ref_logprobs for s in done] == [[-0.3, -0.4, -0.5]] * 4
+    authorization, body = two.requests[0]
+    assert authorization == "Bearer secret"
+    assert body["sampling_params"] == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    assert len(one.requests) + len(two.requests) == 5
+
+
+def test_a_refused_sample_fails_alone_and_a_wrong_token_ends_the_run():
+    with Server([400]) as server:
+        done = ReferenceServers([server.url], "t", 1.0, concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
+        assert sum(s is None for s in done) == 1
+    with Server([401]) as server, pytest.raises(EndRunError):
+        ReferenceServers([server.url], "t", 1.0)([sample("g/r0/s0")])
+
+
+def test_intake_scores_before_the_advantages_and_fails_what_could_not_be_scored():
+    def scorer(samples):
+        return [None if s.id == "g/r1/s0" else s for s in samples]
+
+    intake = Intake(FinetuneConfig(seq_length=16), ResumePoint(), scorer)
+    items = [sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.5), sample("g/r2/s0", 0.0), sample("g/r3/s0", 0.0, output=60)]
+    ((ready, rejections),) = intake.digest([Entry(7, group("g", samples=items))])
+    assert ready.offset == 7
+    assert [(r.sample.id, r.fate, r.reason) for r in rejections] == [
+        ("g/r1/s0", "failed", "no_ref_logprobs"),
+        ("g/r3/s0", "filtered", "longer_than_seq_length"),
+    ]
+    assert [item.advantages[0] for item in ready.samples] == [1.0, -0.5]
