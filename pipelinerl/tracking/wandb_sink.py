@@ -5,15 +5,19 @@ Made by `make_sinks` and run by a `BackgroundSink`: its start may wait for the n
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import MetricRecord
 from pipelinerl.tracking.redact import redact
 
-INIT_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
 LOGIN_TIMEOUT_S = 5
 FINISH_TIMEOUT_S = 12.0
 STEP_NAME = "version"
@@ -28,13 +32,20 @@ class WandbSink:
         since: records older than this (epoch seconds) were logged before a resume and are left out.
 
     Raises:
-        Exception: whatever wandb raises, for instance when the server does not answer.
+        OSError: mode `online` and the server cannot be connected to.
+        Exception: whatever wandb raises, for instance when there is no API key.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, since: float) -> None:
         import wandb
 
         section = config.wandb
+        if section.mode == "online":
+            try:
+                _check_reachable(wandb.setup().settings.base_url)
+            except OSError:
+                wandb.teardown()
+                raise
         folder = Path(section.wandb_dir) if section.wandb_dir else run_dir
         folder.mkdir(parents=True, exist_ok=True)
         resume: Any = section.wandb_resume if section.wandb_id else None
@@ -79,3 +90,12 @@ class WandbSink:
         if config.wandb.wandb_use_basename or not run_dir.is_relative_to(root):
             return run_dir.name
         return str(run_dir.relative_to(root))
+
+
+def _check_reachable(url: str) -> None:
+    """Find out before wandb does: its own start retries for long, and then holds up the end of this process."""
+    parts = urlsplit(url)
+    if getproxies() or not parts.hostname:
+        return
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    socket.create_connection((parts.hostname, port), timeout=CONNECT_TIMEOUT_S).close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import socket
 import sys
 import types
 from pathlib import Path
@@ -173,11 +174,15 @@ class FakeWandb(types.ModuleType):
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__("wandb")
         self.error = error
+        self.base_url = ""
         self.calls: list[Any] = []
         self.summary: dict[str, Any] = {}
 
     def Settings(self, **settings: Any) -> dict[str, Any]:
         return settings
+
+    def setup(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(settings=types.SimpleNamespace(base_url=self.base_url))
 
     def init(self, **arguments: Any) -> FakeWandb:
         if self.error is not None:
@@ -223,6 +228,22 @@ def test_wandb_that_raises_is_one_warning(
         run.play()
         assert run.collector.write_summary("completed", None)["steps"] == 1
     assert caplog.text.count("W&B is off from now on: TimeoutError: no answer from the server") == 1
+
+
+def test_an_unreachable_wandb_is_never_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeWandb()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        fake.base_url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("pipelinerl.tracking.wandb_sink.getproxies", dict)
+    run = Run(tmp_path, mode="online")
+    run.collector.start()
+    with caplog.at_level(logging.WARNING):
+        run.collector.write_summary("completed", None)
+    assert fake.calls == ["teardown"]
+    assert caplog.text.count("W&B is off from now on: ConnectionRefusedError") == 1
 
 
 def test_disabled_wandb_is_never_imported(tmp_path: Path) -> None:
