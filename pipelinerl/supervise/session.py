@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from pipelinerl.supervise.process import Event
 from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.supervisor import Outcome, Supervisor
-from pipelinerl.supervise.tracker import Tracker, open_tracker
+from pipelinerl.tracking.collector import Collector
 from pipelinerl.world import WorldMap
 
 logger = logging.getLogger(__name__)
@@ -52,23 +51,23 @@ class RunSession:
 
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
     """Start and supervise all processes, then write the summary and say how it went."""
-    started = time.monotonic()
     _greet(session, moved_to)
     hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id)
-    tracker = open_tracker(session.config, session.world, session.run_dir, hub, session.identity)
+    collector = Collector(hub, session.world, session.run_dir, session.config)
+    collector.start()
     try:
-        outcome = _supervise(session, hub, tracker)
+        outcome = _supervise(session, hub)
     except Exception as error:
         logger.exception("the launcher failed")
+        collector.stop()  # the terminal is free again
         traceback.print_exc()
         outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
     logger.info("%s: %s", outcome.status, outcome.reason)
-    summary = tracker.finish(outcome.status, outcome.reason, time.monotonic() - started)
-    print_result(outcome, summary, session.run_dir)
+    print_result(outcome, collector.write_summary(outcome.status, outcome.reason), session.run_dir)
     return outcome
 
 
-def _supervise(session: RunSession, hub: StreamHub, tracker: Tracker) -> Outcome:
+def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
     config = session.config
     completion = TrainingCompletion(
         hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage), session.identity.incarnation
@@ -87,7 +86,6 @@ def _supervise(session: RunSession, hub: StreamHub, tracker: Tracker) -> Outcome
             token=session.token,
             death_fd=death_read,
             events=session.events,
-            on_tick=tracker.tick,
         ).run()
     finally:
         os.close(death_read)

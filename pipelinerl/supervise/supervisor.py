@@ -56,7 +56,6 @@ class Supervisor:
     token: str
     death_fd: int
     events: SimpleQueue[Event]
-    on_tick: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.time
     _children: dict[str, Child] = field(default_factory=dict)
     _last_tick: float = 0.0
@@ -107,7 +106,6 @@ class Supervisor:
                 return stuck
             if finish_by is not None and now > finish_by:
                 return self._late_finish()
-            self.on_tick()
 
     def _next_event(self, timeout_s: float) -> Event | None:
         try:

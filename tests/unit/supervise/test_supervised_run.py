@@ -1,0 +1,249 @@
+"""Life and death of a supervised run, with real processes (lines L3, L5, L8, L9)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+DRIVER = Path(__file__).parents[2] / "fakes" / "supervised_run.py"
+
+SLEEP = "import time; time.sleep(300)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
+)
+RAISES = "import time; time.sleep(0.5)\nraise ValueError('bad row 7')"
+REFUSES = "import sys; sys.stderr.write('error: train_dataset_names: got an empty data set\\n'); sys.exit(2)"
+ENDS = "import time; time.sleep(0.5)"
+FINISHES = """
+import sys, time
+from pathlib import Path
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+writer = hub.writer("trainer", "finetune_0", TrainerMessage)
+writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
+writer.close()
+"""
+# Waits for the trainer's last message, as the actor does, and ends well.
+FOLLOWS = """
+import sys
+from pathlib import Path
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.records.messages import TrainerMessage
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+reader = hub.reader("trainer", "finetune_0", TrainerMessage)
+assert reader.read(timeout_s=60)
+"""
+# A server with a helper in a session of its own, whose parent is gone: nobody's group, nobody's child.
+RUNAWAY = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import subprocess, sys; subprocess.Popen([sys.executable, '-c', "
+    "'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)'], start_new_session=True)"],
+    start_new_session=True)
+time.sleep(300)
+"""
+WATCHES = """
+import os, subprocess, sys, time
+from pipelinerl.supervise.death_pipe import watch_death_pipe
+watch_death_pipe(int(os.environ["PIPELINERL_DEATH_FD"]))
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+time.sleep(300)
+"""
+BEATS_THEN_STOPS = """
+import os, signal, sys, time
+from pathlib import Path
+from pipelinerl.supervise.heartbeat import Heartbeat
+def stuck_here():
+    time.sleep(300)
+heartbeat = Heartbeat(Path(sys.argv[1]) / sys.argv[2] / "heartbeat.json", 0.2).start()
+if sys.argv[2] == "actor_0":
+    with heartbeat.waiting("weights of version 0", deadline_s=1):
+        stuck_here()
+heartbeat.beat()
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+class Run:
+    """A driver process and how to see what became of it."""
+
+    def __init__(self, root: Path, jobs: dict[str, str], supervise: dict[str, Any]) -> None:
+        self.root = root
+        self.process = subprocess.Popen(
+            [sys.executable, str(DRIVER), str(root), json.dumps(jobs), json.dumps(supervise)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RUN_MARK": str(root)},
+        )
+        self.seconds = 0.0
+
+    def wait_started(self, count: int) -> None:
+        """Block until `count` jobs are up (their logs say so, or they exist)."""
+        deadline = time.monotonic() + 30
+        while len(self.descendants()) < count:
+            assert time.monotonic() < deadline, "the jobs did not start"
+            threading.Event().wait(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Everything that carries this run's mark in its environment, but the driver."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != self.process.pid and process.environ().get("RUN_MARK") == str(self.root):
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def end(self, timeout_s: float = 40) -> tuple[int, str, dict[str, Any]]:
+        started = time.monotonic()
+        _, stderr = self.process.communicate(timeout=timeout_s)
+        self.seconds = time.monotonic() - started
+        return self.process.returncode, stderr, json.loads((self.root / "summary.json").read_text())
+
+    def kill_all(self) -> None:
+        for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
+            process.kill()
+        for process in self.descendants():
+            process.kill()
+        self.process.wait()
+
+
+class Starter:
+    def __init__(self, root: Path) -> None:
+        self.root, self.runs = root, list[Run]()
+
+    def __call__(self, jobs: dict[str, str], **supervise: Any) -> Run:
+        self.runs.append(Run(self.root / f"run{len(self.runs)}", jobs, supervise))
+        return self.runs[-1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tmp_path)
+    yield starter
+    for run in starter.runs:
+        run.kill_all()
+
+
+def test_l8_a_fast_run_completes_and_leaves_nothing(start: Starter) -> None:
+    run = start({"actor_llm_0": SLEEP, "actor_0": FOLLOWS, "preprocessor_0": FOLLOWS, "finetune_0": FINISHES})
+    code, stderr, summary = run.end()
+    assert (code, summary["status"], summary["reason"]) == (0, "completed", None), stderr
+    assert run.descendants() == []
+
+
+def test_l3_a_job_that_raises_is_named_with_its_error(start: Starter) -> None:
+    run = start({"actor_llm_0": STUBBORN, "actor_0": RAISES, "finetune_0": SLEEP}, shutdown_grace_s=1)
+    code, stderr, summary = run.end(timeout_s=15)
+    assert code == 1
+    assert "actor_0 ended with exit code 1. Last error: ValueError: bad row 7" in stderr
+    assert summary["status"] == "failed" and "bad row 7" in summary["reason"]
+    assert run.descendants() == []
+
+
+def test_a_user_error_of_a_job_is_the_launchers_exit_code_2(start: Starter) -> None:
+    run = start({"actor_llm_0": SLEEP, "actor_0": REFUSES})
+    code, stderr, _ = run.end(timeout_s=15)
+    assert code == 2
+    assert "actor_0: train_dataset_names: got an empty data set" in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("victim", ["actor_llm_0", "actor_0", "finetune_0"])
+def test_l5_sigkill_of_any_child_ends_the_run(start: Starter, victim: str) -> None:
+    run = start({"actor_llm_0": SLEEP, "actor_0": STUBBORN, "finetune_0": SLEEP}, shutdown_grace_s=1)
+    run.wait_started(3)
+    index = ["actor_llm_0", "actor_0", "finetune_0"].index(victim)
+    sorted(run.descendants(), key=lambda process: process.create_time())[index].kill()
+    code, stderr, summary = run.end(timeout_s=15)
+    assert code == 1
+    assert victim in summary["reason"] and "killed by SIGKILL" in stderr
+    assert run.descendants() == []
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_l5_a_signal_ends_everything_that_ignores_sigterm_too(start: Starter, signum: int, code: int) -> None:
+    run = start({"actor_llm_0": STUBBORN, "actor_0": SLEEP, "finetune_0": SLEEP}, shutdown_grace_s=2)
+    run.wait_started(3)
+    run.process.send_signal(signum)
+    returncode, _, summary = run.end(timeout_s=15)
+    assert (returncode, summary["status"]) == (code, "interrupted")
+    assert summary["reason"] == f"stopped by {signal.Signals(signum).name}"
+    assert run.descendants() == []
+
+
+def test_l5_a_descendant_that_left_its_group_is_ended(start: Starter) -> None:
+    run = start({"actor_llm_0": RUNAWAY, "actor_0": SLEEP}, shutdown_grace_s=1)
+    run.wait_started(3)
+    run.process.send_signal(signal.SIGTERM)
+    run.end(timeout_s=15)
+    assert run.descendants() == []
+
+
+def test_l9_a_killed_launcher_takes_its_children_along(start: Starter) -> None:
+    run = start({"actor_llm_0": WATCHES, "actor_0": WATCHES})
+    run.wait_started(4)
+    children = run.descendants()
+    run.process.kill()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert alive == [] and run.descendants() == []
+
+
+def test_a_server_that_ends_by_itself_fails_the_run(start: Starter) -> None:
+    code, stderr, _ = start({"actor_llm_0": ENDS, "actor_0": SLEEP}).end(timeout_s=15)
+    assert code == 1 and "actor_llm_0 ended while the run needed it (exit code 0)" in stderr
+
+
+def test_a_job_that_leaves_early_fails_the_run(start: Starter) -> None:
+    code, stderr, _ = start({"actor_llm_0": SLEEP, "actor_0": ENDS, "finetune_0": SLEEP}).end(timeout_s=15)
+    assert code == 1 and "actor_0 ended (exit code 0) before training was complete" in stderr
+
+
+def test_jobs_that_never_finish_after_training_fail_the_run(start: Starter) -> None:
+    run = start({"actor_llm_0": SLEEP, "actor_0": SLEEP, "finetune_0": FINISHES}, finish_timeout_s=1)
+    code, stderr, _ = run.end(timeout_s=20)
+    assert code == 1 and "actor_0 did not end within 1 s after training was complete" in stderr
+
+
+def test_a_wait_beyond_its_deadline_is_named_with_the_place(start: Starter) -> None:
+    code, stderr, _ = start({"actor_0": BEATS_THEN_STOPS, "actor_llm_0": SLEEP}).end(timeout_s=20)
+    assert code == 1
+    assert "actor_0 waited" in stderr and "weights of version 0" in stderr
+    assert "stuck_here" in stderr
+
+
+def test_a_stopped_process_is_named(start: Starter) -> None:
+    run = start({"finetune_0": BEATS_THEN_STOPS, "actor_llm_0": SLEEP}, heartbeat_timeout_s=2, shutdown_grace_s=1)
+    code, stderr, _ = run.end(timeout_s=25)
+    assert code == 1 and "finetune_0 stopped responding" in stderr
+    assert run.descendants() == []
+
+
+def test_a_program_that_cannot_be_started(start: Starter) -> None:
+    code, stderr, _ = start({"actor_llm_0": SLEEP, "actor_0": "!/no/such/program"}).end(timeout_s=15)
+    assert code == 1 and "actor_0 could not be started" in stderr
+
+
+def test_secrets_are_not_in_the_run_directory(start: Starter) -> None:
+    run = start({"actor_llm_0": SLEEP, "actor_0": FOLLOWS, "finetune_0": FINISHES})
+    run.end()
+    for file in run.root.rglob("*"):
+        assert not file.is_file() or b"token-of-test" not in file.read_bytes()

@@ -1,0 +1,127 @@
+"""The run directory: new, continued, moved aside, or refused with nothing changed (line D3)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.supervise.identity import read_identity
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.workspace import config_hash, enter, inspect
+
+
+def config(root: Path, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"output_dir": str(root), **changes})
+
+
+def contents(root: Path) -> set[Path]:
+    return set(root.rglob("*"))
+
+
+def start(root: Path, **changes: Any) -> None:
+    enter(inspect(config(root, **changes), "run-a")).close()
+
+
+def test_a_new_directory(tmp_path: Path) -> None:
+    decision = inspect(config(tmp_path / "a" / "b"), "run-1")
+    assert decision.kind == "new" and not (tmp_path / "a").exists()
+    workspace = enter(decision)
+    assert read_identity(workspace.run_dir.identity_file).run_id == "run-1"
+    assert read_identity(workspace.run_dir.identity_file).incarnation == 0
+    workspace.close()
+
+
+def test_a_directory_with_unrelated_files_is_used(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert inspect(config(tmp_path), "run-1").kind == "new"
+
+
+def test_two_launchers_never_share_a_directory(tmp_path: Path) -> None:
+    decision = inspect(config(tmp_path / "r"), "run-1")
+    workspace = enter(decision)
+    with pytest.raises(ConfigError, match="no other launcher"):
+        inspect(config(tmp_path / "r", force_restart=True), "run-2")
+    with pytest.raises(ConfigError, match="no other launcher"):
+        enter(decision)
+    workspace.close()
+
+
+@pytest.mark.parametrize("content", ["streams", "finetune/current"])
+def test_foreign_streams_or_weights_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).mkdir(parents=True)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds streams or weights.*force_restart=true"):
+        inspect(config(tmp_path), "run-1")
+    assert contents(tmp_path) == before
+
+
+def test_a_complete_run_is_refused(tmp_path: Path) -> None:
+    start(tmp_path)
+    RunDir(tmp_path).summary_file.write_text(json.dumps({"status": "completed"}))
+    with pytest.raises(ConfigError, match=r"run run-a in it is complete"):
+        inspect(config(tmp_path), "run-b")
+
+
+def test_a_run_without_a_checkpoint_cannot_continue(tmp_path: Path) -> None:
+    start(tmp_path)
+    with pytest.raises(ConfigError, match="ended before its first checkpoint"):
+        inspect(config(tmp_path), "run-b")
+
+
+def test_the_same_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    start(tmp_path)
+    RunDir(tmp_path).training_state(5).mkdir(parents=True)
+    decision = inspect(config(tmp_path), "run-b")
+    assert decision.kind == "continue"
+    assert (decision.identity.run_id, decision.identity.incarnation) == ("run-a", 1)
+    enter(decision).close()
+    assert inspect(config(tmp_path), "run-b").identity.incarnation == 2
+
+
+def test_another_configuration_does_not_continue(tmp_path: Path) -> None:
+    start(tmp_path)
+    RunDir(tmp_path).training_state(5).mkdir(parents=True)
+    with pytest.raises(ConfigError, match="the same configuration as that of run run-a"):
+        inspect(config(tmp_path, seed=7), "run-b")
+
+
+def test_force_restart_moves_the_old_run_aside(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    start(root)
+    (root / "streams").mkdir()
+    decision = inspect(config(root, force_restart=True), "run-b")
+    assert decision.kind == "move_aside" and (root / "streams").exists()
+    workspace = enter(decision, clock=lambda: 0.0)
+    assert workspace.moved_to is not None and (workspace.moved_to / "streams").is_dir()
+    assert workspace.moved_to.parent == tmp_path
+    assert not (root / "streams").exists()
+    assert read_identity(workspace.run_dir.identity_file).run_id == "run-b"
+    workspace.close()
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(ConfigError, match="it is a file"):
+        inspect(config(tmp_path / "f"), "run")
+    with pytest.raises(ConfigError, match="can be written"):
+        inspect(config(tmp_path / "f" / "below"), "run")
+
+
+def test_a_damaged_identity_or_summary_is_named(tmp_path: Path) -> None:
+    start(tmp_path)
+    RunDir(tmp_path).summary_file.write_text("{")
+    with pytest.raises(ConfigError, match=r"summary\.json"):
+        inspect(config(tmp_path), "run-b")
+    RunDir(tmp_path).identity_file.write_text("{")
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        inspect(config(tmp_path), "run-b")
+
+
+def test_the_hash_ignores_where_and_how_but_not_what(tmp_path: Path) -> None:
+    assert config_hash(config(tmp_path / "a")) == config_hash(config(tmp_path / "b", force_restart=True))
+    assert config_hash(config(tmp_path)) != config_hash(config(tmp_path, attempts=4))
