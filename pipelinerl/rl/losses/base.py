@@ -33,6 +33,7 @@ class LossInputs:
         num_segments: samples in the micro-batch; `step_tokens`: trained tokens of the whole step.
         ref_logprobs: of the frozen reference model, needed if the KL coefficient is not 0.
         entropy: nats per token, needed if the entropy coefficient is not 0.
+        values: output of the value head before each target, needed for `gae`.
     """
 
     new_logprobs: torch.Tensor
@@ -47,6 +48,7 @@ class LossInputs:
     trainer_version: int = 0
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class LossInputs:
         new_logprobs: torch.Tensor,
         *,
         entropy: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         trainer_version: int = 0,
     ) -> LossInputs:
@@ -78,6 +81,7 @@ class LossInputs:
             trainer_version=trainer_version,
             ref_logprobs=kept(batch.ref_logprobs if ref_logprobs is None else ref_logprobs),
             entropy=kept(entropy),
+            values=kept(values),
         )
 
     def log_ratio(self, old_logprobs: torch.Tensor | None = None) -> torch.Tensor:

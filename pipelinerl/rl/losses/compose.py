@@ -1,4 +1,4 @@
-"""The whole loss of one micro-batch: policy loss by name, KL penalty, entropy bonus.
+"""The whole loss of one micro-batch: policy loss by name, importance correction, KL, entropy bonus, value loss.
 
 Called by the trainer for every micro-batch. The result is this micro-batch's share of the step's loss.
 """
@@ -12,11 +12,23 @@ import torch
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.rl.kl import token_kl
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs, PolicyLoss
+from pipelinerl.rl.losses.cispo import cispo
+from pipelinerl.rl.losses.decoupled_ppo import decoupled_ppo
+from pipelinerl.rl.losses.gspo import gspo
+from pipelinerl.rl.losses.importance import correct
+from pipelinerl.rl.losses.ppo import ppo
 from pipelinerl.rl.losses.reinforce import reinforce
+from pipelinerl.rl.losses.value import value_loss, with_gae_advantages
 from pipelinerl.rl.metrics import TensorMetric
 from pipelinerl.rl.schedule import linear_coefficient
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {"reinforce": reinforce}
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "decoupled_ppo": decoupled_ppo,
+}
 
 
 @dataclass(frozen=True)
@@ -36,37 +48,67 @@ def coefficients_at(config: RLConfig, step: int, max_steps: int) -> Coefficients
 
 
 def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficients) -> LossOutputs:
-    """Policy loss + KL penalty - entropy bonus, weighted and summed over the tokens of the micro-batch.
+    """Policy loss, KL penalty, entropy bonus and value loss, weighted and summed over the tokens of the micro-batch.
 
     Raises:
-        ValueError: unknown `policy_loss`; a KL coefficient without reference log-probs; an entropy coefficient without
-            entropy.
+        ValueError: unknown `policy_loss`; a coefficient without the values that it needs.
     """
-    if config.policy_loss not in POLICY_LOSSES:
-        raise ValueError(f"finetune.rl.policy_loss: got {config.policy_loss!r}, expected one of {list(POLICY_LOSSES)}")
-    policy = POLICY_LOSSES[config.policy_loss](inputs, config)
-    loss = weighted_sum(inputs, policy.per_token)
-    metrics = {**policy.metrics, "rl/policy_loss": TensorMetric(loss.detach())}
-    if inputs.ref_logprobs is not None:
-        kl = token_kl(
-            inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator, config.clamp_log_ratio_ref_new_value
-        )
-        metrics["rl/kl_reference"] = inputs.token_mean(kl)
-        if coefficients.kl:
-            loss = loss + coefficients.kl * weighted_sum(inputs, kl)
-    elif coefficients.kl and inputs.num_segments:
-        raise ValueError(
-            f"finetune.rl.kl_coef: got {coefficients.kl} without reference log-probs, expected a reference model. "
-            "Give the world a preprocessor pool or set kl_coef to 0"
-        )
-    if inputs.entropy is not None:
-        metrics["rl/entropy"] = inputs.token_mean(inputs.entropy)
-        if coefficients.entropy:
-            loss = loss - coefficients.entropy * weighted_sum(inputs, inputs.entropy)
-    elif coefficients.entropy:
-        raise ValueError("finetune.rl.entropy_bonus is not 0, but the forward pass computed no entropy")
+    returns = None
+    if config.advantage_estimator == "gae":
+        inputs, returns = with_gae_advantages(inputs, config)
+    loss, metrics = _policy_term(inputs, config)
+    for term, found in (
+        _kl_term(inputs, config, coefficients.kl),
+        _entropy_term(inputs, coefficients.entropy),
+        _value_term(inputs, returns, config.value_loss_coef),
+    ):
+        metrics |= found
+        if term is not None:
+            loss = loss + term
     metrics["rl/loss"] = TensorMetric(loss.detach())
     return LossOutputs(loss, metrics)
+
+
+_Term = tuple[torch.Tensor | None, dict[str, TensorMetric]]
+
+
+def _policy_term(inputs: LossInputs, config: RLConfig) -> tuple[torch.Tensor, dict[str, TensorMetric]]:
+    if config.policy_loss not in POLICY_LOSSES:
+        raise ValueError(f"finetune.rl.policy_loss: got {config.policy_loss!r}, expected one of {list(POLICY_LOSSES)}")
+    corrected, factor, metrics = correct(inputs, config)
+    policy = POLICY_LOSSES[config.policy_loss](corrected, config)
+    per_token = policy.per_token if factor is None else policy.per_token * factor
+    loss = weighted_sum(inputs, per_token)
+    return loss, {**metrics, **policy.metrics, "rl/policy_loss": TensorMetric(loss.detach())}
+
+
+def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
+    if inputs.ref_logprobs is None:
+        if coefficient and inputs.num_segments:
+            raise ValueError(
+                f"finetune.rl.kl_coef: got {coefficient} without reference log-probs, expected a reference model. "
+                "Give the world a preprocessor pool or set kl_coef to 0"
+            )
+        return None, {}
+    kl = token_kl(inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator, config.clamp_log_ratio_ref_new_value)
+    return coefficient * weighted_sum(inputs, kl) if coefficient else None, {"rl/kl_reference": inputs.token_mean(kl)}
+
+
+def _entropy_term(inputs: LossInputs, coefficient: float) -> _Term:
+    if inputs.entropy is None:
+        if coefficient:
+            raise ValueError("finetune.rl.entropy_bonus is not 0, but the forward pass computed no entropy")
+        return None, {}
+    bonus = -coefficient * weighted_sum(inputs, inputs.entropy) if coefficient else None
+    return bonus, {"rl/entropy": inputs.token_mean(inputs.entropy)}
+
+
+def _value_term(inputs: LossInputs, returns: torch.Tensor | None, coefficient: float) -> _Term:
+    if returns is None or inputs.values is None:
+        return None, {}
+    per_token = value_loss(inputs.values, returns)
+    metrics = {"rl/value_loss": inputs.token_mean(per_token), "rl/value_mean": inputs.token_mean(inputs.values)}
+    return coefficient * weighted_sum(inputs, per_token) if coefficient else None, metrics
 
 
 def weighted_sum(inputs: LossInputs, per_token: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,23 @@
+"""CISPO: clip the importance weight instead of the update (MiniMax-M1, arXiv 2506.13585).
+
+    loss_t = -clip(r_t, 1 - epsilon_low, 1 + epsilon_high) * A_t * log pi(y_t)        no gradient through the clip
+
+Every token keeps a gradient, however far its ratio is. It differs from the default `reinforce` by a lower bound (set
+`epsilon_low` near 1 to have none, as the paper does) and by naming the upper one 1 + epsilon_high. The paper averages
+over tokens: `aggregation: token`.
+"""
+
+from __future__ import annotations
+
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+
+
+def cispo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+    ratio = inputs.log_ratio().detach().exp()
+    weight = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
+    metrics = {
+        "rl/clip_fraction_low": inputs.token_mean((ratio < 1 - config.epsilon_low).float()),
+        "rl/clip_fraction_high": inputs.token_mean((ratio > 1 + config.epsilon_high).float()),
+    }
+    return TokenLoss(-weight * inputs.advantages * inputs.new_logprobs, metrics)

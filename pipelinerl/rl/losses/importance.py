@@ -1,0 +1,70 @@
+"""Correction for the gap between sampler and trainer, on top of any policy loss.
+
+With rho = pi / mu (no gradient) by token, or by sample with `importance_level: sequence` (the product over its
+trained tokens), each token's loss is multiplied by
+
+    truncate        min(rho, importance_high)                                     TIS
+    mask            rho where rho <= importance_high, else 0                      MIS
+    icepop          rho where importance_low <= rho <= importance_high, else 0    arXiv 2510.18855
+    geometric_mask  1 where the geometric mean of rho over the sample lies in the range, else 0
+
+The first three carry the whole importance weight. The loss's own ratio must not count it a second time, so it is
+taken against the weights in training: pi / stop_gradient(pi), which is 1 with the right gradient. (Every batch feeds
+exactly one optimizer step here, so the policy before the step is the policy in training; no second forward pass is
+needed.) `geometric_mask` only drops samples, and the loss keeps its ratio against the sampler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
+from pipelinerl.rl.metrics import TensorMetric
+from pipelinerl.rl.segments import segment_mean, segment_sum, to_tokens
+
+
+def correct(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor | None, dict[str, TensorMetric]]:
+    """Inputs for the policy loss, the factor of every token (None: no correction), and metrics."""
+    mode = config.importance_correction
+    if mode == "none":
+        return inputs, None, {}
+    log_rho = inputs.log_ratio().detach()
+    if mode == "geometric_mask":
+        rho = _by_sample(segment_mean, log_rho, inputs)
+    elif config.importance_level == "sequence":
+        rho = _by_sample(segment_sum, log_rho, inputs)
+    else:
+        rho = log_rho.exp()
+    factor = _factor(mode, rho, config)
+    changed = (factor == 0) if mode != "truncate" else (rho > config.importance_high)
+    metrics = {
+        "rl/importance_weight_mean": inputs.token_mean(factor),
+        "rl/importance_cut_fraction": inputs.token_mean(changed.float()),
+    }
+    if mode != "geometric_mask":
+        inputs = replace(inputs, old_logprobs=inputs.new_logprobs.detach())
+    return inputs, factor, metrics
+
+
+def _by_sample(reduce, log_rho: torch.Tensor, inputs: LossInputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    per_sample = reduce(log_rho, inputs.mask, inputs.segment_ids, inputs.num_segments)
+    return to_tokens(per_sample.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.segment_ids)
+
+
+def _factor(mode: str, rho: torch.Tensor, config: RLConfig) -> torch.Tensor:
+    low, high = config.importance_low, config.importance_high
+    if mode == "truncate":
+        return rho.clamp(max=high)
+    if mode == "mask":
+        return torch.where(rho <= high, rho, 0.0)
+    inside = (rho >= low) & (rho <= high)
+    if mode == "icepop":
+        return torch.where(inside, rho, 0.0)
+    if mode == "geometric_mask":
+        return inside.to(rho.dtype)
+    raise ValueError(
+        f"finetune.rl.importance_correction: got {mode!r}, expected none, truncate, mask, icepop or geometric_mask"
+    )

@@ -1,0 +1,47 @@
+"""Advantages and loss of a value head (`advantage_estimator: gae`). Called by `compute_loss`.
+
+The preprocessor sends the reward of each sample as its "advantage"; here it becomes the reward of the last trained
+token, and GAE over the values of the head (no gradient) gives every token its advantage and its return.
+
+    value loss_t = (V_t - return_t)^2 / 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.advantages.gae import gae
+from pipelinerl.rl.losses.base import LossInputs
+
+
+def with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor]:
+    """Inputs with per-token advantages, and the return of every token [R, T].
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if inputs.values is None:
+        raise ValueError(
+            "finetune.rl.advantage_estimator: got 'gae' without values, expected a model with a value head. "
+            "Set finetune.model_class=causal-language-modeling-with-value-head"
+        )
+    values = inputs.values.detach().double().cpu()
+    rewards, mask, segments = inputs.advantages.double().cpu(), inputs.mask.cpu(), inputs.segment_ids.cpu()
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for segment in range(inputs.num_segments):
+        place = mask & (segments == segment)
+        count = int(place.sum())
+        if count:
+            steps = [0.0] * (count - 1) + [rewards[place][-1].item()]
+            found, targets = gae(steps, values[place].tolist(), config.gamma, config.gae_lambda)
+            advantages[place] = torch.tensor(found, dtype=torch.float64)
+            returns[place] = torch.tensor(targets, dtype=torch.float64)
+    like = inputs.advantages
+    return replace(inputs, advantages=advantages.to(like)), returns.to(inputs.values)
+
+
+def value_loss(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    return (values - returns).square() / 2
