@@ -66,12 +66,13 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_model(config.model_path)
-    preflight.check_domain(config, os.environ, composed.search_dirs)
+    problems = preflight.check_domain(config, os.environ, composed.search_dirs)
     with FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir()) as ports:
         world = build_world_map(config, cluster, ports)
         events: SimpleQueue[Event] = SimpleQueue()
         with signals_as_events(events):
             entered = workspace.enter(decision)
+            sys.stderr.write(f"{problems}\n")
             try:
                 return _run(composed, config, world, entered, events)
             finally:

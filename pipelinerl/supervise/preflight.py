@@ -65,8 +65,8 @@ def check_model(model_path: str) -> None:
         )
 
 
-def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Sequence[Path]) -> None:
-    """Import and try the user's dataset loader and rollout function in a child process.
+def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Sequence[Path]) -> str:
+    """Import and try the user's dataset loader and rollout function in a child process; return what it found.
 
     Raises:
         UserError: with the message of the child.
@@ -79,27 +79,29 @@ def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Seq
         argv = [sys.executable, "-m", "pipelinerl.entrypoints.check_domain", "--run-config", str(file)]
         try:
             with log.open("wb") as stderr:
-                code = subprocess.run(
+                done = subprocess.run(
                     argv,
                     env=env,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
                     stderr=stderr,
                     check=False,
                     timeout=DOMAIN_CHECK_TIMEOUT_S,
-                ).returncode
+                )
         except subprocess.TimeoutExpired as error:
             raise DomainError(
                 f"dataset_loader {config.dataset_loader} or actor.rollout_policy {config.actor.rollout_policy} took "
                 f"over {DOMAIN_CHECK_TIMEOUT_S:.0f} s to import and load its problems. Make the module quick to import."
             ) from error
-        if code == EXIT_USER_ERROR:
+        if done.returncode == EXIT_USER_ERROR:
             raise UserError(user_error(log) or last_error(log))
-        if code != 0:
+        if done.returncode != 0:
             raise DomainError(
                 f"the check of dataset_loader {config.dataset_loader} and actor.rollout_policy "
                 f"{config.actor.rollout_policy} failed: {last_error(log)}"
             )
+        printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
+        return printed[-1] if printed else ""
 
 
 def _model_help() -> str:

@@ -1,0 +1,158 @@
+"""`python -m pipelinerl.launch` from outside: help, plan, and one clear message with exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TASK = """
+def load_problems(dataset_names, **kwargs):
+    return [{"dataset": name, "answer": 1} for name in dataset_names] if MODE != "empty" else []
+
+
+async def generate_rollout(cfg, llm, problem, session):
+    raise RuntimeError("not called in these tests")
+
+
+async def wrong_signature(problem):
+    raise RuntimeError("not called in these tests")
+"""
+
+
+def launch(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    variables = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(
+        [sys.executable, "-m", "pipelinerl.launch", *argv],
+        cwd=cwd,
+        env={**variables, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> list[str]:
+    """Arguments of a run whose task lies in a file of the user, next to the configuration."""
+    folder = tmp_path / "task"
+    folder.mkdir()
+    (folder / "full_task.py").write_text('MODE = "full"\n' + TASK)
+    (folder / "empty_task.py").write_text('MODE = "empty"\n' + TASK)
+    (folder / "mine.yaml").write_text(
+        "defaults: [quickstart, _self_]\n"
+        "dataset_loader: full_task.load_problems\n"
+        "dataset_loader_params: {}\n"
+        "actor: {rollout_policy: full_task.generate_rollout}\n"
+        "train_dataset_names: [train]\n"
+        "test_dataset_names: [test]\n"
+    )
+    return ["--config-dir", str(folder), "--config-name", "mine", "output_dir=out"]
+
+
+def test_help_and_missing_output_dir(tmp_path: Path) -> None:
+    shown = launch("--help", cwd=tmp_path)
+    assert shown.returncode == 0 and "output_dir" in shown.stdout
+    assert_refused(launch(cwd=tmp_path), "output_dir", "python -m pipelinerl.launch")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
+    done = launch("--config-name", "quickstart", "output_dir=out", "dry_run=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for text in ("device cpu", "actor_llm_0", "finetune_0", "cores", "-m pipelinerl.entrypoints.llm"):
+        assert text in done.stdout
+    assert "actor_llm_1" not in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_plans_for_the_gpus_in_the_environment(tmp_path: Path) -> None:
+    done = launch("output_dir=out", "dry_run=true", cwd=tmp_path, CUDA_VISIBLE_DEVICES="7,6,5,4,3,2,1,0")
+    assert "4 actor server(s), 0 reference server(s), 4 trainer rank(s)" in done.stdout
+    assert "CUDA_VISIBLE_DEVICES=3,2,1,0" in done.stdout
+
+
+def test_an_impossible_split_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    done = launch("output_dir=out", "dry_run=true", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert_refused(done, "1 node(s) x 1 GPU(s)", "colocated")
+
+
+def test_an_unknown_key(tmp_path: Path) -> None:
+    assert_refused(launch("output_dir=out", "attemps=3", cwd=tmp_path), "attemps", "attempts")
+
+
+def test_gpus_that_are_not_there(tmp_path: Path, task: list[str], model: Path) -> None:
+    if Path("/dev/nvidia0").exists():
+        pytest.skip("this machine has a GPU")
+    done = launch(*task, f"model_path={model}", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0,1")
+    assert_refused(done, "CUDA_VISIBLE_DEVICES", "world.device=cpu")
+
+
+def test_a_missing_model_folder(tmp_path: Path, task: list[str]) -> None:
+    assert_refused(launch(*task, "model_path=./no/model", cwd=tmp_path), "model_path", "there is no such folder")
+    (tmp_path / "empty").mkdir()
+    assert_refused(launch(*task, "model_path=./empty", cwd=tmp_path), "config.json")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("dataset_loader=no_such_module.load", ("dataset_loader", "no_such_module")),
+        ("actor.rollout_policy=full_task.missing", ("rollout_policy", "missing")),
+        ("actor.rollout_policy=full_task.wrong_signature", ("rollout_policy", "wrong_signature")),
+        ("dataset_loader=empty_task.load_problems", ("train_dataset_names",)),
+    ],
+)
+def test_user_code_that_cannot_be_used(
+    tmp_path: Path, task: list[str], model: Path, override: str, words: tuple[str, ...]
+) -> None:
+    assert_refused(launch(*task, f"model_path={model}", override, cwd=tmp_path), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_used_port(tmp_path: Path, task: list[str], model: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        done = launch(*task, f"model_path={model}", f"world.llm_start_port={port}", cwd=tmp_path)
+    assert_refused(done, "world.llm_start_port", str(port), "another process uses it")
+    assert not (tmp_path / "out").exists()
+
+
+def test_d3_a_directory_of_another_run(tmp_path: Path, task: list[str], model: Path) -> None:
+    (tmp_path / "out" / "streams").mkdir(parents=True)
+    done = launch(*task, f"model_path={model}", cwd=tmp_path)
+    assert_refused(done, "output_dir", "force_restart=true")
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["streams"]
+
+
+def test_a_dry_run_never_loads_torch_or_vllm(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pipelinerl.launch import main; import pipelinerl.supervise.session\n"
+        "code = main(['--config-name', 'quickstart', 'output_dir=out', 'dry_run=true'])\n"
+        "assert code == 0 and not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
