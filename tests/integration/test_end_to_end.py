@@ -1,0 +1,119 @@
+"""The whole pipeline with the real parts: vLLM server, trainer, weights broadcast into sequences in flight."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fakes.whole_run import WholeRun, make_whole_run
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    """One run of a user's own task to its end (about a minute), shared by the tests of this file."""
+    run = make_whole_run(tmp_path_factory.mktemp("whole_run"))
+    result = run.run()
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    return run
+
+
+@pytest.mark.timeout(300)
+def test_the_summary_says_what_happened(finished: WholeRun) -> None:
+    summary = finished.summary
+    assert summary["status"] == "completed"
+    assert summary["reason"] is None
+    assert summary["steps"] == STEPS
+    assert summary["weight_updates"] == STEPS + 1
+    assert summary["logprob_abs_diff_mean"] < 1e-3
+    assert summary["fates"]["trained"] == summary["samples_trained"] >= STEPS * 64
+    assert 0 <= summary["stall_fraction"] < 1
+    assert summary["mean_lag_versions"] >= 0
+    assert summary["seconds"] > 0
+
+
+def test_the_task_is_learned(finished: WholeRun) -> None:
+    summary = finished.summary
+    assert 0.2 < summary["success_before"] < 0.8, "random weights give an even id about half of the time"
+    assert summary["success_after"] > summary["success_before"] + 0.15
+
+
+def test_every_trained_sample_is_trained_once(finished: WholeRun) -> None:
+    batches = finished.records("training_data")
+    ids = [scored["sample"]["id"] for batch in batches for scored in batch["samples"] if batch["step"] <= STEPS]
+    assert max(Counter(ids).values()) == 1
+    fates = Counter()
+    for record in finished.records("fates"):
+        if record["fate"] == "trained":
+            fates.update(record["sample_ids"])
+    assert set(fates.values()) == {1}
+    assert set(fates) == set(ids)
+
+
+def test_spans_cover_the_output_and_lag_is_bounded(finished: WholeRun) -> None:
+    """max_lag = batch: a token is at most ceil(64 / 64) + 1 versions old, plus what its rollout spans (1 here)."""
+    for batch in finished.records("training_data"):
+        for scored in batch["samples"]:
+            sample = scored["sample"]
+            trained = sum(label != -100 for label in sample["labels"])
+            spans = sample["version_spans"]
+            assert spans[0][1] == 0 and spans[-1][2] == trained == len(sample["logprobs"])
+            assert all(left[2] == right[1] for left, right in itertools.pairwise(spans))
+            if batch["step"] <= STEPS:
+                assert batch["step"] - 1 - spans[0][0] <= 3
+
+
+def test_the_final_model_is_a_hugging_face_folder(finished: WholeRun) -> None:
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(finished.model_path).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(finished.output_dir / "finetune" / "current").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_what_the_user_sees_is_there(finished: WholeRun) -> None:
+    names = {"summary.json", "metrics.jsonl", "learning_curve.png", "launch.log"}
+    assert names <= {path.name for path in finished.output_dir.iterdir()}
+    assert (finished.output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    for job in ("actor_0", "actor_llm_0", "preprocessor_0", "finetune_0"):
+        assert {"command.sh", "stdout.log", "stderr.log"} <= {
+            path.name for path in (finished.output_dir / job).iterdir()
+        }
+
+
+def test_nothing_is_left_running(finished: WholeRun) -> None:
+    assert finished.living_processes() == []
+
+
+def test_no_secret_is_written(finished: WholeRun) -> None:
+    """The servers' token travels by environment only; nothing in the run directory names it."""
+    for path in finished.output_dir.rglob("*"):
+        if path.is_file() and path.suffix in {".sh", ".json", ".yaml", ".log"}:
+            text = path.read_text(errors="replace")
+            assert "PIPELINERL_SERVER_TOKEN=" not in text, path
+            assert "Bearer " not in text, path
+
+
+def test_a_finished_directory_is_not_written_over(finished: WholeRun) -> None:
+    before = (finished.output_dir / "summary.json").read_text()
+    result = finished.run(timeout_s=60)
+    assert result.returncode in (0, 2)
+    assert "Traceback" not in result.stdout + result.stderr
+    assert (finished.output_dir / "summary.json").read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_two_servers_and_two_ranks(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    result = run.run("world.num_actor_llms=2", "world.num_finetune_ranks=2", timeout_s=400)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    assert run.summary["weight_updates"] == STEPS + 1
+    assert run.summary["logprob_abs_diff_mean"] < 1e-3
+    assert run.summary["success_after"] > run.summary["success_before"]
+    assert run.living_processes() == []
+

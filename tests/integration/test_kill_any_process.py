@@ -1,0 +1,81 @@
+"""Kill -9 of any one process of a run: it is named, the run ends non-zero in time, and nothing is left running."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes.whole_run import WholeRun, make_whole_run
+
+END_S = 30
+
+
+def _wait_for_training(run: WholeRun, launcher: subprocess.Popen[str], deadline_s: float = 200) -> None:
+    """Return when the first step is done: from then on every process is at work."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        assert launcher.poll() is None, f"{launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
+        if any(record.get("type") == "step_done" for record in run.records("trainer")):
+            return
+        time.sleep(0.5)
+    pytest.fail(f"no step within {deadline_s} s\n{run.logs()}")
+
+
+def _pid_of(run: WholeRun, job: str) -> int:
+    for process in run.living_processes():
+        words = process.cmdline()
+        if "--job" in words and words[words.index("--job") + 1] == job:
+            return process.pid
+    pytest.fail(f"{job} is not running")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("job", ["actor_0", "preprocessor_0", "finetune_0", "actor_llm_0"])
+def test_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("finetune.max_train_steps=1000")
+    try:
+        _wait_for_training(run, launcher)
+        psutil.Process(_pid_of(run, job)).kill()
+        killed_at = time.monotonic()
+        output, _ = launcher.communicate(timeout=END_S + 15)
+        assert time.monotonic() - killed_at < END_S
+    finally:
+        launcher.kill()
+    assert launcher.returncode not in (0, None)
+    assert job in output
+    assert run.summary["status"] == "failed"
+    assert job in run.summary["reason"]
+    assert run.living_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("finetune.max_train_steps=1000")
+    _wait_for_training(run, launcher)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert alive == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_terminated_launcher_ends_everything(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("finetune.max_train_steps=1000")
+    _wait_for_training(run, launcher)
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.terminate()
+    launcher.communicate(timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert alive == []
+    assert launcher.returncode not in (0, None)
+    assert run.summary["status"] == "interrupted"
