@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pipelinerl.config.base import Section
 from pipelinerl.config.finetune import FinetuneConfig
@@ -62,6 +62,12 @@ class RunConfig(Section):
     wandb: WandbConfig = WandbConfig()
     debug: DebugConfig = DebugConfig()
     dry_run: bool = False
+
+    @field_validator("dataset_loader_params", mode="before")
+    @classmethod
+    def _null_clears(cls, value: Any) -> Any:
+        """`null` clears what an included file set: YAML has no other way to empty a mapping."""
+        return {} if value is None else value
 
     @property
     def sampling_temperature(self) -> float:
