@@ -23,6 +23,8 @@ from pipelinerl.streams.waiting import DirectoryWatch
 T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 20
+# One read returns about this much at most: large records, decoded by the hundred, would fall out of every cache.
+BATCH_BYTES = 1 << 18
 
 
 class FileReader(Generic[T]):
@@ -96,7 +98,8 @@ class FileReader(Generic[T]):
 
     def _take(self, max_records: int) -> list[Entry[T]]:
         entries: list[Entry[T]] = []
-        while len(entries) < max_records:
+        taken_bytes = 0
+        while len(entries) < max_records and taken_bytes < BATCH_BYTES:
             if not self._lines and not self._fill():
                 break
             line = self._lines[0]
@@ -111,6 +114,7 @@ class FileReader(Generic[T]):
                         continue
                     raise self._error(self._next, str(error)) from error
                 entries.append(Entry(self._next, record))
+                taken_bytes += len(line)
             self._lines.popleft()
             self._position += len(line) + 1
             self._next += 1
