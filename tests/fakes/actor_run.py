@@ -32,7 +32,8 @@ from pipelinerl.supervise.identity import RunIdentity, write_identity
 from pipelinerl.supervise.run_dir import RunDir
 
 RUN_ID = "test-run"
-TASK = '''
+_COMMAND = (sys.executable, "-m", "pipelinerl.entrypoints.actor")
+TASK = """
 import asyncio
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
@@ -58,7 +59,7 @@ async def generate_rollout(cfg, llm, problem, session):
         text.reward = 0.5
     metrics = BaseMetrics(reward=0.5, success=problem["turns"] == 1, no_error=True, no_answer=False)
     return RolloutResult(texts, metrics, latency=0.1, dataset_name=problem["dataset"])
-'''
+"""
 
 
 class ActorRun:
@@ -106,8 +107,7 @@ class ActorRun:
         env = {**os.environ, TOKEN_KEY: self.token, "PYTHONPATH": str(self.task_dir), "OMP_NUM_THREADS": "1"}
         with (folder / "stderr.log").open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipelinerl.entrypoints.actor"]
-                + ["--run-dir", str(self.files.root), "--job", "actor_0"],
+                [*_COMMAND, "--run-dir", str(self.files.root), "--job", "actor_0"],
                 stderr=stderr,
                 env=env,
                 start_new_session=True,

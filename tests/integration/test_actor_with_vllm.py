@@ -1,0 +1,48 @@
+"""The actor against the real server, whose weights change in the middle of its sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from fakes.actor_run import ActorRun, CountingTrainer
+from fakes.random_model import model_logprobs, perturb, random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+
+
+def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_server: VLLMProcess) -> None:
+    torch.set_num_threads(1)
+    model = random_model(seed=21)
+    at_version_0 = random_model(seed=21)
+    run = ActorRun(
+        tmp_path,
+        tiny_server.model,
+        [tiny_server.url],
+        tiny_server.token,
+        max_lag=16,
+        actor={"test_samples": 8},
+        llm={"parameters": {"max_tokens": 150, "temperature": 0.7, "ignore_eos": True}},
+    )
+    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("tiny", tiny_server.url)])
+
+        def publish(version: int) -> None:
+            if version:
+                perturb(model, seed=version)
+            assert publisher.publish(version, ModuleSource(model)).failed == {}
+
+        with run.started(), CountingTrainer(run, steps=4, on_version=publish) as trainer:
+            assert run.wait(200) == 0, run.stderr
+    samples = [sample for batch in trainer.batches for group in batch for sample in group.samples]
+    assert any(len(sample.version_spans) > 1 for sample in samples)
+    first = next(sample for sample in samples if sample.max_version == 0)
+    expected = model_logprobs(at_version_0, first.input_ids, temperature=0.7)[first.prompt_tokens - 1 :]
+    assert max(abs(a - b) for a, b in zip(first.logprobs, expected, strict=True)) < 1e-4
+    assert first.output_tokens == 150 and not first.finished
+    before, after = run.evaluations
+    assert (before.due_version, after.due_version, after.is_final) == (0, 4, True)
+    assert before.num_rollouts == after.num_rollouts == 8

@@ -1,0 +1,111 @@
+"""Failure limit, throughput window, averages, frames."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from pipelinerl.actor.failures import FailureLimit
+from pipelinerl.actor.frames import CancelRollout, StartRollout, ToWorker, read_frame
+from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
+from pipelinerl.errors import WorkerError
+from pipelinerl.records import RolloutSummary
+
+
+def test_the_run_ends_when_too_many_of_the_latest_rollouts_fail() -> None:
+    limit = FailureLimit(max_rate=0.5, min_rollouts=4)
+    for _ in range(3):
+        limit.record_failure("http_400", "no")
+    with pytest.raises(WorkerError, match=r"4 of the last 4 rollouts failed.*http_400: 3, timeout: 1.*Last one: slow"):
+        limit.record_failure("timeout", "slow")
+    assert limit.total == 4
+
+
+def test_exactly_the_allowed_rate_goes_on_and_old_failures_are_forgotten() -> None:
+    limit = FailureLimit(max_rate=0.5, min_rollouts=2)
+    limit.record_success()
+    limit.record_failure("x", "")
+    for _ in range(300):
+        limit.record_success()
+    for _ in range(128):
+        limit.record_failure("x", "")
+    with pytest.raises(WorkerError):
+        limit.record_failure("x", "")
+
+
+def test_throughput_over_a_window() -> None:
+    now = [0.0]
+    window = ThroughputWindow(size=2, clock=lambda: now[0])
+    assert window.rates()["actor/rollouts_per_s"] == 0
+    for second in (1.0, 2.0):
+        now[0] = second
+        window.add(output_tokens=10, requests=3)
+    assert window.rates() == {
+        "actor/output_tokens_per_s": 10.0,
+        "actor/rollouts_per_s": 1.0,
+        "actor/requests_per_s": 3.0,
+    }
+    now[0] = 4.0
+    window.add(output_tokens=40, requests=1)
+    # Two rollouts are left, and the window starts where the first one fell out: 50 tokens in 3 s.
+    assert window.rates()["actor/output_tokens_per_s"] == pytest.approx(50 / 3)
+    window.restart()
+    now[0] = 5.0
+    assert window.rates()["actor/output_tokens_per_s"] == 0
+
+
+def test_averages_by_data_set_start_again_after_each_report() -> None:
+    averages = RolloutAverages()
+    for reward, name in ((1.0, "a"), (0.0, "a"), (0.5, "b")):
+        averages.add(
+            RolloutSummary(
+                rollout_id="r",
+                reward=reward,
+                success=reward == 1,
+                num_samples=2,
+                output_tokens=4,
+                latency_s=1.0,
+                metrics={"turns": reward * 2},
+            ),
+            name,
+        )
+    means = averages.take()
+    assert (means["actor/reward_mean"], means["actor/success_rate"]) == (0.5, pytest.approx(1 / 3))
+    assert (means["actor/a/reward"], means["actor/b/reward"], means["actor/a/turns"]) == (0.5, 0.5, 1.0)
+    assert averages.take() == {}
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return len(payload).to_bytes(4, "big") + payload
+
+
+async def test_frames_survive_being_cut_and_a_lost_end_is_an_end() -> None:
+    start = StartRollout(1, "g/r0", "g", 0, False, 2**62, {"text": "ü", "data": b"\x00", "list": [1, None, 0.5]})
+    content = frame(start) + frame(CancelRollout(1)) + frame(start)[:-1]
+    reader = asyncio.StreamReader()
+    decoder = msgspec.msgpack.Decoder(ToWorker)
+
+    async def feed() -> None:
+        for index in range(0, len(content), 7):
+            reader.feed_data(content[index : index + 7])
+            await asyncio.sleep(0)
+        reader.feed_eof()
+
+    feeding = asyncio.create_task(feed())
+    assert await read_frame(reader, decoder) == start
+    assert await read_frame(reader, decoder) == CancelRollout(1)
+    assert await read_frame(reader, decoder) is None
+    await feeding
+
+
+async def test_unknown_messages_are_errors() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(b"\x00\x00\x00\x01\x05")
+    with pytest.raises(msgspec.MsgspecError):
+        await read_frame(reader, msgspec.msgpack.Decoder(ToWorker))
+    reader.feed_data(b"\xff\xff\xff\xff")
+    with pytest.raises(ValueError, match="4294967295 bytes"):
+        await read_frame(reader, msgspec.msgpack.Decoder(ToWorker))

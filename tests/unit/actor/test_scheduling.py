@@ -1,0 +1,158 @@
+"""Slots, retries on another server, groups, and what an evaluation sums up; no process and no server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from pipelinerl.actor.evaluation import EvaluationFrame, EvaluationSchedule, summarize_evaluation
+from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.groups import run_group
+from pipelinerl.actor.scheduler import Attempt, Scheduler
+from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.domains.datasets import Problem
+from pipelinerl.records import RolloutSummary, Sample, VersionSpan
+
+PROBLEM = Problem(id="p", dataset_name="train", data={"question": 1})
+Answer = RolloutEnded | RolloutFailed
+
+
+def ended(
+    start_id: str = "r", reward: float = 1.0, versions: tuple[int, int] | None = (3, 4), **metrics: float
+) -> Answer:
+    summary = RolloutSummary(
+        rollout_id=start_id,
+        reward=reward,
+        success=reward > 0.5,
+        num_samples=1,
+        output_tokens=5,
+        latency_s=1,
+        metrics=metrics,
+    )
+    sample = Sample(
+        id=f"{start_id}/s0",
+        group_id="g",
+        rollout_id=start_id,
+        input_ids=[1, 2],
+        labels=[-100, 2],
+        logprobs=[-0.5],
+        reward=reward,
+        finished=True,
+        finish_reason="stop",
+        prompt_tokens=1,
+        output_tokens=1,
+        version_spans=[VersionSpan(3, 0, 1)],
+    )
+    low, high = versions or (None, None)
+    return RolloutEnded(0, [sample], summary, None, low, high, requests=2, retries=1)
+
+
+class FakeRunner:
+    """Answers with `answer(start)`; notes who ran where."""
+
+    def __init__(self, answer: Callable[[StartRollout], Answer]) -> None:
+        self._answer = answer
+        self.starts: list[StartRollout] = []
+
+    async def run(self, start: StartRollout, timeout_s: float) -> Answer:
+        self.starts.append(start)
+        await asyncio.sleep(0)
+        return self._answer(start)
+
+
+def attempt(index: int = 0) -> Attempt:
+    return Attempt(f"g/r{index}", "g", PROBLEM, seed=index)
+
+
+async def test_the_least_busy_server_is_taken_and_the_rest_wait_in_line() -> None:
+    idle: list[bool] = []
+    slots = ServerSlots(2, 2, on_idle=lambda: idle.append(True))
+    assert [await slots.acquire() for _ in range(4)] == [0, 1, 0, 1]
+    assert not slots.has_idle
+    first, second = (asyncio.create_task(slots.acquire()) for _ in range(2))
+    await asyncio.sleep(0)
+    slots.release(1)
+    await asyncio.sleep(0)
+    assert first.done() and first.result() == 1 and not second.done()
+    second.cancel()
+    await asyncio.sleep(0)
+    slots.release(0)
+    assert slots.busy == [1, 2] and slots.has_idle and idle == [True]
+
+
+async def test_a_slot_handed_to_a_cancelled_waiter_is_not_lost() -> None:
+    slots = ServerSlots(1, 1, on_idle=lambda: None)
+    await slots.acquire()
+    waiter = asyncio.create_task(slots.acquire())
+    await asyncio.sleep(0)
+    slots.release(0)
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert slots.busy == [0] and slots.has_idle
+
+
+async def test_a_passing_failure_is_tried_again_on_another_server() -> None:
+    answers = [RolloutFailed(0, "http_503", "", transient=True, requests=1, retries=3), ended()]
+    runner = FakeRunner(lambda start: answers.pop(0))
+    slots = ServerSlots(2, 1, on_idle=lambda: None)
+    scheduler = Scheduler(slots, runner, timeout_s=10, max_retries=3)
+    assert isinstance(await scheduler.run(attempt()), RolloutEnded)
+    assert [start.server for start in runner.starts] == [0, 1]
+    assert (scheduler.requests, scheduler.retries, slots.busy) == (3, 5, [0, 0])
+
+
+@pytest.mark.parametrize(("transient", "tries"), [(True, 3), (False, 1)])
+async def test_tries_are_capped_and_lasting_failures_are_final(transient: bool, tries: int) -> None:
+    runner = FakeRunner(lambda start: RolloutFailed(0, "x", "", transient=transient))
+    scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=2)
+    assert isinstance(await scheduler.run(attempt()), RolloutFailed)
+    assert len(runner.starts) == tries
+
+
+async def test_a_group_keeps_its_good_attempts_in_order() -> None:
+    def answer(start: StartRollout) -> Answer:
+        if start.rollout_id.endswith("r1"):
+            return RolloutFailed(0, "rollout_timeout", "")
+        return ended(start.rollout_id)
+
+    heard: list[Answer] = []
+    scheduler = Scheduler(ServerSlots(1, 2, lambda: None), FakeRunner(answer), timeout_s=10, max_retries=0)
+    group = await run_group(scheduler, "0-5", PROBLEM, 3, seed=1, incarnation=0, on_answer=heard.append)
+    assert [rollout.rollout_id for rollout in group.record.rollouts] == ["0-5/r0", "0-5/r2"]
+    assert [sample.id for sample in group.record.samples] == ["0-5/r0/s0", "0-5/r2/s0"]
+    assert (group.record.failed_rollouts, len(group.failures), len(heard)) == (1, 1, 3)
+    assert (group.record.problem_id, group.record.dataset_name) == ("p", "train")
+
+
+def test_evaluations_are_due_once_also_when_versions_jump() -> None:
+    schedule = EvaluationSchedule(every_n_versions=10, start_version=0)
+    due = [schedule.take_due(version) for version in (0, 9, 10, 11, 35, 36, 40)]
+    assert due == [None, None, 10, None, 30, None, 40]
+    assert EvaluationSchedule(0, 0).take_due(100) is None
+    assert EvaluationSchedule(10, 25).take_due(29) is None
+
+
+FRAME = EvaluationFrame(due_version=4, versions=(4, 6), is_final=False, seconds=2.0, incarnation=0)
+
+
+def test_an_evaluation_averages_what_came_to_an_end() -> None:
+    problems = [PROBLEM] * 3
+    (result,) = summarize_evaluation(
+        problems, [ended(reward=1.0, versions=(4, 5), n=1), RolloutFailed(0, "x", ""), ended(reward=0.0, n=2)], FRAME
+    )
+    assert (result.num_rollouts, result.num_failed, result.success_rate, result.mean_reward) == (3, 1, 0.5, 0.5)
+    assert (result.due_version, result.min_version, result.max_version) == (4, 3, 5)
+    assert result.metrics == {"n": 1.5} and result.dataset_name == "train"
+
+
+def test_several_data_sets_come_after_the_result_for_all() -> None:
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    results = summarize_evaluation(problems, [ended(versions=None), ended(reward=0.0, versions=None)], FRAME)
+    assert [(r.dataset_name, r.success_rate) for r in results] == [("all", 0.5), ("b", 0.0), ("train", 1.0)]
+    assert (results[0].min_version, results[0].max_version) == (4, 6)
+
+
+def test_an_evaluation_in_which_everything_failed_has_no_result() -> None:
+    assert summarize_evaluation([PROBLEM], [RolloutFailed(0, "x", "")], FRAME) == []

@@ -1,0 +1,106 @@
+"""Chats to ids and back: template, cache, threads (T8), unknown ids (T7)."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.errors import RolloutError
+from pipelinerl.llm.chat import ChatRenderer, cut_at
+from pipelinerl.llm.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "<{{ message['role'] }}> {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    specials = ["<end>", "<user>", "<assistant>"]
+    words = {word: index for index, word in enumerate(["?", *specials, "a", "b", "c"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", unk_token="?", pad_token="?", chat_template=TEMPLATE
+    )
+
+
+def user(content: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_template_and_ids(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.render(user("a b")) == ("<user> a b <assistant>", [2, 4, 5, 3])
+    tools = [{"type": "function", "function": {"name": "c"}}]
+    assert renderer.render(user("a b"), tools)[1] == [6, 2, 4, 5, 3]
+
+
+def test_a_cached_chat_is_given_out_as_a_copy(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    messages = user("a")
+    first = renderer.render(messages)[1]
+    first.append(99)
+    assert renderer.render(messages)[1] == [2, 4, 3]
+    messages[0]["content"] = "b"
+    assert renderer.render(messages)[1] == [2, 5, 3]
+
+
+def test_decoding_leaves_out_special_and_unknown_ids(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.decode([4, 5, 1]) == "a b"
+    assert renderer.decode([4, 70_000, 5]) == "a b"
+    assert renderer.decode([], skip_special_tokens=False) == ""
+
+
+def test_a_refused_chat_fails_the_rollout(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(RolloutError, match=r"bad_prompt.*no robots"):
+        ChatRenderer(tokenizer).render([{"role": "robot", "content": "a"}])
+
+
+def test_many_threads_at_once_while_the_user_changes_settings(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            tokenizer(["a b c", "a"], padding=True, truncation=True, max_length=2)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            lengths = set(
+                pool.map(lambda index: len(renderer.render(user("a b c " * 5 + "a" * (index % 7)))[1]), range(400))
+            )
+    finally:
+        stop.set()
+        disturber.join()
+    # 15 words, perhaps one more, and two role marks: nothing was truncated or padded.
+    assert lengths == {17, 18}
+
+
+def test_output_ends_before_its_stop_string() -> None:
+    assert cut_at("x = 1;\nmore", "\n") == "x = 1;"
+    assert cut_at("x = 1", "\n") == "x = 1"
+
+
+def test_a_tokenizer_of_its_own_in_a_known_models_folder_is_loaded_as_it_is(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.backend_tokenizer.encode("a b").ids == [4, 5]
+    assert loaded.chat_template == TEMPLATE

@@ -1,0 +1,129 @@
+"""From calls to samples: masks, flags, checks (T2, T5), and results of user code (R1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.errors import DomainError, RolloutError
+from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
+from pipelinerl.llm.client import is_finished
+from pipelinerl.llm.results import check_result, summarize, version_range
+from pipelinerl.llm.sample_builder import build_samples, checked_reward, make_training_text
+from pipelinerl.records import VersionSpan
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
+
+LLM = TrainableLLM("http://unused", "actor", parameters={"temperature": 0.6})
+
+
+def make_call(**changes: Any) -> LLMCall:
+    call = LLMCall(
+        prompt=Prompt(messages=[{"role": "user", "content": "hi"}]),
+        output=LLMOutput(content="yes"),
+        prompt_token_ids=[4, 5],
+        output_token_ids=[6, 7, 0],
+        logprobs=[-0.1, -0.2, -0.3],
+        finish_reason="stop",
+        version_spans=[VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)],
+        prompt_text="<user>hi",
+        output_text="yes",
+    )
+    return replace(call, **changes)
+
+
+def make_text(**changes: Any) -> TrainingText:
+    return replace(make_training_text(LLM, make_call()), **changes)
+
+
+def test_prompt_is_masked_and_output_trained() -> None:
+    text = make_text()
+    assert text.input_ids == [4, 5, 6, 7, 0]
+    # The end token (here 0, which is also the padding token) is trained: masks go by place, not by id.
+    assert text.labels == [-100, -100, 6, 7, 0]
+    assert (text.prompt_text, text.output_text, text.n_predicted) == ("<user>hi", "yes", 3)
+    assert (text.prompt_tokens, text.output_tokens, text.finished, text.temperature) == (2, 3, True, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("reason", "finished"), [("stop", True), ("length", False), ("repetition", False), ("abort", False)]
+)
+def test_finish_flags(reason: str, finished: bool) -> None:
+    assert is_finished(reason) is finished
+
+
+def test_samples_carry_ids_spans_and_reward() -> None:
+    samples = build_samples([make_text(reward=0.0), make_text(reward=1)], group_id="0-7", rollout_id="0-7/r1")
+    assert [sample.id for sample in samples] == ["0-7/r1/s0", "0-7/r1/s1"]
+    assert [sample.reward for sample in samples] == [0.0, 1.0]
+    assert samples[0].version_spans == [VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)]
+    assert (samples[0].group_id, samples[0].rollout_id, samples[0].finish_reason) == ("0-7", "0-7/r1", "stop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"labels": [-100, -100, 6, 7]}, "length_mismatch"),
+        ({"logprobs": [-0.1, -0.2]}, "length_mismatch"),
+        ({"logprobs": [-0.1, -0.2, float("nan")]}, "bad_logprob"),
+        ({"labels": [-100] * 5, "logprobs": []}, "no_trained_token"),
+        ({"labels": [-100, -100, 6, 8, 0]}, "bad_labels"),
+        ({"labels": [4, -100, 6, 7, -100]}, "bad_labels"),
+        ({"ref_logprobs": [-0.1]}, "length_mismatch"),
+        ({"version_spans": []}, "unversioned"),
+        ({"version_spans": [VersionSpan(2, 0, 2)]}, "bad_version_spans"),
+        ({"reward": None}, "bad_reward"),
+        ({"reward": float("nan")}, "bad_reward"),
+        ({"reward": "1.0"}, "bad_reward"),
+    ],
+)
+def test_texts_that_do_not_fit_together_fail_with_a_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RolloutError) as refused:
+        build_samples([make_text(), make_text(**changes)], group_id="g", rollout_id="r")
+    assert refused.value.reason == reason
+
+
+def test_rewards_of_other_number_types() -> None:
+    assert checked_reward(0.0) == 0.0
+    assert checked_reward(True) == 1.0
+    assert checked_reward(np.float32(0.5)) == 0.5
+
+
+def test_metadata_that_is_not_plain_is_written_as_text() -> None:
+    (sample,) = build_samples([make_text(metadata={"n": 1, "what": {1: object}})], group_id="g", rollout_id="r")
+    assert sample.metadata == {"n": 1, "what": {"1": "<class 'object'>"}}
+
+
+class MyMetrics(BaseMetrics):
+    guesses: int
+    note: str = ""
+    broken: float = float("inf")
+
+
+def test_numbers_of_own_metrics_are_kept() -> None:
+    result = RolloutResult([make_text()], MyMetrics(reward=2, success=1, no_error=True, no_answer=0, guesses=4))  # type: ignore[arg-type]
+    summary = summarize(result, "0-1/r0", output_tokens=3)
+    assert (summary.reward, summary.success, summary.num_samples) == (2.0, True, 1)
+    assert summary.metrics == {"no_error": 1.0, "no_answer": 0.0, "guesses": 4.0}
+    assert version_range(result.training_texts) == (2, 3)
+    assert version_range([]) is None
+
+
+async def my_rollout() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, "returned None, expected a RolloutResult.*Is a `return` missing"),
+        ({"reward": 1}, "a dict"),
+        (RolloutResult([], {"reward": 1}), "metrics of type dict"),  # type: ignore[arg-type]
+        (RolloutResult([{"text": "x"}], BaseMetrics(reward=0, success=False)), "expected a list of TrainingText"),  # type: ignore[list-item]
+    ],
+)
+def test_results_of_another_shape_are_the_users_to_mend(result: Any, words: str) -> None:
+    with pytest.raises(DomainError, match=words) as refused:
+        check_result(result, my_rollout)
+    assert "my_rollout" in str(refused.value) and "test_samples.py" in str(refused.value)
