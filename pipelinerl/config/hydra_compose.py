@@ -57,14 +57,14 @@ def compose_plain(arguments: Arguments) -> PlainConfig:
         ConfigError: no such configuration or group, an override that cannot be read, an unknown key on the command
             line, a file that is not YAML, an interpolation that cannot be resolved.
     """
-    shipped = conf_dir()
-    first = arguments.config_dir or shipped
-    search_dirs = list(dict.fromkeys([first, shipped]))
+    search_dirs = list(dict.fromkeys([arguments.config_dir or conf_dir(), conf_dir()]))
     config_file = _config_file(arguments.config_name, search_dirs)
     overrides = [_parse(text) for text in arguments.overrides]
     prepared = [_prepare(override, search_dirs) for override in overrides]
-    if first != shipped:
-        prepared.append("hydra.searchpath=['file://" + str(shipped).replace("'", r"\'") + "']")
+    # Hydra looks for the named configuration in one folder only, and for what it includes also in the search path.
+    first = next(folder for folder in search_dirs if config_file.is_relative_to(folder))
+    others = ["'file://" + str(folder).replace("'", r"\'") + "'" for folder in search_dirs if folder != first]
+    prepared.append(f"hydra.searchpath=[{','.join(others)}]")
     try:
         with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pipelinerl"):
             config = compose(config_name=arguments.config_name, overrides=prepared)

@@ -53,7 +53,7 @@ def save_config(config: RunConfig, path: str | Path) -> Path:
     refuse_secrets(data, os.environ)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=10_000)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(target)

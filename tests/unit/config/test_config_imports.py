@@ -1,0 +1,77 @@
+"""The light modules stay light: no torch, and an answer at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+HEAVY = ("torch", "vllm", "transformers", "accelerate", "deepspeed", "wandb", "matplotlib")
+LIGHT = (
+    *(
+        "pipelinerl.launch",
+        "pipelinerl.world",
+        "pipelinerl.config",
+        "pipelinerl.config.compose",
+        "pipelinerl.config.rules",
+    ),
+    *("pipelinerl.records", "pipelinerl.records.codec", "pipelinerl.errors", "pipelinerl.__main__"),
+    *("pipelinerl.streams.base", "pipelinerl.supervise.context", "pipelinerl.supervise.commands"),
+)
+# Measured: well under one second. The bound leaves room for a busy machine.
+ANSWER_S = 5.0
+
+
+def run(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, check=False)
+    return done, time.monotonic() - started
+
+
+def test_light_modules_do_not_load_heavy_ones() -> None:
+    code = (
+        f"import sys, importlib\nfor module in {LIGHT}:\n    importlib.import_module(module)\n"
+        f"    print(*(f'{{module}} loads {{name}}' for name in {HEAVY} if name in sys.modules))"
+    )
+    done, _ = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_composing_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from pipelinerl.config.compose import compose; compose(['output_dir=x']); "
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done, _ = run("-c", code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_help_of_launch_answers_at_once() -> None:
+    done, seconds = run("-m", "pipelinerl.launch", "--help")
+    assert done.returncode == 0 and "output_dir=DIR" in done.stdout
+    assert seconds < ANSWER_S
+
+
+def test_launch_without_output_dir_answers_at_once() -> None:
+    done, seconds = run("-m", "pipelinerl.launch")
+    assert done.returncode == 2
+    assert "output_dir" in done.stderr and "Traceback" not in done.stderr
+    assert seconds < ANSWER_S
+
+
+def test_the_command_table() -> None:
+    done, seconds = run("-m", "pipelinerl", "--help")
+    assert done.returncode == 0 and "launch" in done.stdout and "tiny-model" in done.stdout
+    assert seconds < ANSWER_S
+
+
+def test_an_unknown_command_names_the_nearest() -> None:
+    done, _ = run("-m", "pipelinerl", "tiny-modle")
+    assert done.returncode == 2
+    assert done.stderr.startswith("command: got 'tiny-modle'") and "Did you mean 'tiny-model'?" in done.stderr
+
+
+def test_no_command_shows_the_usage() -> None:
+    done, _ = run("-m", "pipelinerl")
+    assert done.returncode == 2 and "usage:" in done.stdout

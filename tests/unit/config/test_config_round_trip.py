@@ -1,0 +1,141 @@
+"""What is saved reloads equal, and reaches user code unchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.config import RunConfig, load_config, save_config, to_dictconfig
+from pipelinerl.config.compose import compose
+from pipelinerl.errors import ConfigError
+
+ODD = [
+    "null",
+    "~",
+    "1e-3",
+    "1.0",
+    "0x1F",
+    "yes",
+    "no",
+    "${x}",
+    r"\${x}",
+    r"a\\${x}",
+    "",
+    " ",
+    "2020-01-01",
+    "1_000",
+    ".inf",
+]
+ODD += [
+    "nan",
+    "'",
+    '"',
+    "a: b",
+    "#c",
+    "- d",
+    "line\nbreak",
+    "tab\t",
+    "é",
+    "\x85",
+    "{",
+    "[",
+    "*a",
+    "&a",
+    "!t",
+    "???",
+    "0o7",
+    "12:30",
+]
+
+
+def full(**values: object) -> RunConfig:
+    return RunConfig.model_validate({"output_dir": "x", **values})
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_odd_strings_reload_equal_and_reach_user_code(tmp_path: Path, text: str) -> None:
+    config = full(
+        model_path=text, custom={"value": text, "list": [text, None, {"deep": text}]}, train_dataset_names=[text]
+    )
+    again = load_config(save_config(config, tmp_path / "conf" / "exp.yaml"))
+    assert again == config
+    if text != "???":  # OmegaConf's own mark for a missing value
+        cfg = to_dictconfig(config)
+        assert cfg.model_path == text
+        assert cfg.custom.value == text and cfg.custom.list[2].deep == text and cfg.custom.list[1] is None
+
+
+@pytest.mark.parametrize("name", ["base", "guessing", "quickstart"])
+def test_composed_configurations_reload_equal(tmp_path: Path, name: str) -> None:
+    config = compose(["--config-name", name, "output_dir=x", "finetune.gradient_clipping_threshold=null"]).config
+    assert config is not None
+    assert load_config(save_config(config, tmp_path / "exp.yaml")) == config
+
+
+def test_numbers_and_nulls_keep_their_types(tmp_path: Path) -> None:
+    values = {
+        "a": 1,
+        "b": 1.0,
+        "c": None,
+        "d": True,
+        "e": 1e-6,
+        "f": [1, "1"],
+        "g": {},
+        "h": 10**20,
+        "i": {1: "int key"},
+    }
+    again = load_config(save_config(full(custom=values), tmp_path / "exp.yaml"))
+    assert again.custom == values
+    assert [type(again.custom[key]) for key in "abcde"] == [type(values[key]) for key in "abcde"]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # shrinking through the YAML reader takes minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(value=values)
+def test_any_plain_value_reloads_equal(tmp_path: Path, value: object) -> None:
+    config = full(custom={"value": value})
+    assert load_config(save_config(config, tmp_path / "exp.yaml")) == config
+
+
+def test_user_code_gets_every_key_resolved() -> None:
+    config = compose(["output_dir=x", "--config-name=guessing"]).config
+    assert config is not None
+    cfg = to_dictconfig(config)
+    assert cfg.attempts == cfg.finetune.attempts == 8
+    assert cfg.finetune.rl.temperature == 1.0
+    assert cfg.dataset_loader == "pipelinerl.domains.guessing.load_problems"
+
+
+def test_a_missing_a_damaged_and_a_foreign_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the resolved configuration of a run"):
+        load_config(tmp_path / "none.yaml")
+    damaged = tmp_path / "damaged.yaml"
+    damaged.write_text("a: [")
+    with pytest.raises(ConfigError, match="The file is damaged"):
+        load_config(damaged)
+    damaged.write_text("3")
+    with pytest.raises(ConfigError, match="a mapping of keys"):
+        load_config(damaged)
+    damaged.write_text(yaml.safe_dump({"output_dir": "x", "sed": 3}))
+    with pytest.raises(ConfigError, match="the nearest is seed"):
+        load_config(damaged)
+
+
+def test_nothing_but_the_file_is_left(tmp_path: Path) -> None:
+    save_config(full(), tmp_path / "exp.yaml")
+    assert [path.name for path in tmp_path.iterdir()] == ["exp.yaml"]

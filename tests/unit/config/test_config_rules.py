@@ -1,0 +1,145 @@
+"""One case for each rule: the configuration that breaks it, and the message."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.config.compose import compose
+from pipelinerl.config.rules import RULES
+from pipelinerl.errors import ConfigError
+
+KEEP = ["output_dir=x"]
+CASES = {
+    "group_size": (["attempts=1"], "attempts: got 1, expected at least 2"),
+    "reference_for_kl": (
+        ["finetune.rl.kl_coef=0.1"],
+        "finetune.rl.kl_coef: got 0.1, expected 0, or servers of the reference",
+    ),
+    "value_head": (["finetune.rl.value_loss_coef=0.1"], "finetune.rl.value_loss_coef: got 0.1"),
+    "constant_length": (
+        ["finetune.rl.aggregation=constant_length"],
+        "Set it to llm.parameters.max_tokens, which is 8192.",
+    ),
+    "importance_bounds": (["finetune.rl.importance_low=3"], "finetune.rl.importance_low: got 3.0, expected less than"),
+    "unpacked_batch": (
+        ["finetune.seq_packing=false", "world.num_finetune_ranks=3", "finetune.gradient_accumulation_passes=16"],
+        "finetune.gradient_accumulation_passes: got 16, expected a multiple of world.num_finetune_ranks=3",
+    ),
+    "seq_parallel": (["finetune.seq_parallel=2"], "finetune.seq_parallel: got 2, expected 1"),
+    "quantised_base": (
+        ["finetune.lora.base_model_8bit=true"],
+        "finetune.lora.base_model_8bit: got True, expected false",
+    ),
+    "one_backend": (["use_fsdp=true"], "use_fsdp: got True, expected false with use_deepspeed=true"),
+    "interrupt_step": (
+        ["finetune.interrupt_train_steps=2000"],
+        "finetune.interrupt_train_steps: got 2000, expected -1 (off), or from 1 to finetune.max_train_steps=1000",
+    ),
+    "steps_to_save": (["finetune.also_save_steps=[3,0]"], "finetune.also_save_steps: got [0]"),
+    "on_policy_updates": (
+        ["max_lag=0", "finetune.weight_update_interval=2"],
+        "finetune.weight_update_interval: got 2, expected 1 with max_lag=0",
+    ),
+    "context_number": (
+        ["vllm_config.vllm_kwargs.max_model_len=abc"],
+        "max_model_len: got 'abc', expected a number of tokens",
+    ),
+    "context_fits": (
+        ["finetune.seq_length=9000"],
+        "finetune.seq_length: got 9000, expected at least vllm_config.vllm_kwargs.max_model_len=10000",
+    ),
+    "prompt_room": (["llm.parameters.max_tokens=10000"], "llm.parameters.max_tokens: got 10000, expected less than"),
+    "unbiased_sampling": (["llm.parameters.top_p=0.9"], "llm.parameters.top_p: got 0.9, expected 1: the trainer"),
+    "one_temperature": (
+        ["finetune.rl.temperature=0.5"],
+        "finetune.rl.temperature: got 0.5, expected llm.parameters.temperature=1.0",
+    ),
+    "server_quantisation": (["vllm_config.quantization=bf16_last_layer_fp32"], "fp32_lm_head=true"),
+    "cpu_block_size": (
+        ["world=cpu", "vllm_config.vllm_kwargs.block_size=16"],
+        "vllm_config.vllm_kwargs.block_size: got 16, expected a multiple of 32",
+    ),
+    "shares": (["world.actor_fraction=0", "world.finetune_fraction=0"], "got 0.0, expected more than 0"),
+    "actor_share": (["world.actor_fraction=0"], "world.actor_fraction: got 0.0"),
+    "trainer_share": (["world.finetune_fraction=0"], "world.finetune_fraction: got 0.0"),
+    "stream_url": (["streams.url=redis://localhost:1/0"], "streams.url: got 'redis://localhost:1/0', expected null"),
+    "heartbeat": (["supervise.heartbeat_timeout_s=1"], "supervise.heartbeat_timeout_s: got 1.0, expected more than"),
+    "subset": (["train_subset={begin:5,end:5}"], "train_subset: got {'begin': 5, 'end': 5}"),
+    "servers_of_others": (["debug.use_existing_llms=true"], "debug.use_existing_llms: got True"),
+}
+# The composition already makes these agree.
+NEEDS_NO_CASE = {"linked_keys"}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CASES) | NEEDS_NO_CASE == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rule_refuses(name: str) -> None:
+    overrides, expected = CASES[name]
+    with pytest.raises(ConfigError) as caught:
+        compose([*KEEP, *overrides])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["attempts=1", "finetune.rl.advantage_estimator=reinforce"],
+        ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1"],
+        ["finetune.rl.final_kl_coef=0.1", "world.num_preprocessor_llms=1"],
+        ["finetune=ppo"],
+        ["finetune.rl.aggregation=constant_length", "finetune.rl.constant_length_tokens=100"],
+        ["finetune.seq_packing=false", "world.num_finetune_ranks=4"],
+        ["use_fsdp=true", "use_deepspeed=false"],
+        ["finetune.interrupt_train_steps=1000"],
+        ["finetune.seq_length=10000"],
+        ["~vllm_config.vllm_kwargs.max_model_len", "finetune.seq_length=128"],
+        ["test_llm.parameters.top_p=0.9", "test_llm.parameters.top_k=50"],
+        ["llm.parameters.top_k=0"],
+        ["llm.parameters.temperature=0.6"],
+        ["world.actor_fraction=0", "world.num_actor_llms=1"],
+        ["world.finetune_fraction=0", "debug.mode=actor"],
+        ["streams=redis", "streams.url=redis://localhost:1/0"],
+        ["train_subset={begin:0,end:5}"],
+    ],
+    ids=" ".join,
+)
+def test_the_neighbour_of_a_mistake_is_accepted(overrides: list[str]) -> None:
+    assert compose([*KEEP, *overrides]).config is not None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["finetune.rl.final_kl_coef=0.1"],
+        ["finetune.rl.reward_minus_kl_coef=0.1"],
+        ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1", "world.num_preprocessor_llms=0"],
+    ],
+    ids=" ".join,
+)
+def test_every_kl_term_needs_a_reference(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match="servers of the reference model"):
+        compose([*KEEP, *overrides])
+
+
+@pytest.mark.parametrize("key", ["max_lag", "finetune.max_version_lag"])
+def test_a_lag_is_not_negative(key: str) -> None:
+    with pytest.raises(ConfigError, match="expected at least 0"):
+        compose([*KEEP, f"{key}=-1"])
+
+
+def test_several_broken_rules_are_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([*KEEP, "attempts=1", "use_fsdp=true", "llm.parameters.top_k=3"])
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "attempts",
+        "use_fsdp",
+        "llm.parameters.top_k",
+    ]
+
+
+def test_a_long_warm_up_is_a_remark() -> None:
+    notes = compose([*KEEP, "finetune.max_train_steps=3"]).notes
+    assert any("finetune.num_warmup_steps=50" in note for note in notes)

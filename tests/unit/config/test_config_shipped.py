@@ -1,0 +1,111 @@
+"""Every file that comes with the package composes, validates, and names only keys that exist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelinerl.config.arguments import Arguments
+from pipelinerl.config.compose import compose
+from pipelinerl.config.hydra_compose import compose_plain
+from pipelinerl.config.keys import default_of, known_keys
+from pipelinerl.config.paths import conf_dir, config_names, group_file
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
+
+NAMES = config_names(conf_dir())
+CHOICES = [
+    (group, name) for group in ("finetune", "rewards", "streams", "world") for name in config_names(conf_dir() / group)
+]
+# base.yaml is a run on 8 GPUs; the schema alone is a run without files.
+DIFFERENT_IN_BASE = {
+    "output_dir": "???",
+    "use_deepspeed": True,
+    "finetune.rl.temperature": 1.0,
+}
+
+
+def run_config(*argv: str) -> RunConfig:
+    config = compose([*argv, "output_dir=results/x"]).config
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_composes(name: str) -> None:
+    assert run_config("--config-name", name).output_dir == "results/x"
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES)
+def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
+    # A reference model is not part of the world files; without a KL term none is needed.
+    run_config(f"{group}={name}")
+
+
+def test_the_shipped_names() -> None:
+    assert set(NAMES) == {"base", "base_4gpu", "guessing", "quickstart", "two_servers_two_ranks"}
+
+
+def test_base_has_exactly_the_keys_of_the_schema_with_their_defaults() -> None:
+    shipped = compose_plain(Arguments()).data
+    found: dict[str, object] = {}
+    for key in known_keys():
+        value: object = shipped
+        for part in key.split("."):
+            assert isinstance(value, dict) and part in value, f"base.yaml lacks {key}"
+            value = value[part]
+        found[key] = value
+    flat = RunConfig.model_validate({**shipped, "output_dir": "x"})
+    assert flat.output_dir == "x"
+    for key, value in found.items():
+        if key == "vllm_config.vllm_kwargs":
+            continue
+        assert value == DIFFERENT_IN_BASE.get(key, default_of(key)), key
+
+
+def test_four_gpus_are_two_and_two() -> None:
+    world = run_config("--config-name", "base_4gpu").world
+    assert (world.actor_fraction, world.finetune_fraction, world.preprocessor_fraction) == (2, 2, 0)
+
+
+def test_guessing_names_the_domain() -> None:
+    config = run_config("--config-name=guessing")
+    assert config.actor.rollout_policy == "pipelinerl.domains.guessing.generate_guessing_rollout"
+    assert config.dataset_loader == "pipelinerl.domains.guessing.load_problems"
+    assert (config.train_dataset_names, config.test_dataset_names) == (["train"], ["test"])
+
+
+def test_two_servers_two_ranks_is_the_quickstart_but_for_the_counts() -> None:
+    one, two = run_config("--config-name=quickstart"), run_config("--config-name=two_servers_two_ranks")
+    assert (two.world.num_actor_llms, two.world.num_finetune_ranks) == (2, 2)
+    assert two.model_copy(update={"world": one.world}) == one
+
+
+@pytest.mark.parametrize("path", sorted((conf_dir() / "deepspeed").glob("*.json")), ids=lambda path: path.stem)
+def test_deepspeed_files_say_what_their_names_say(path: Path) -> None:
+    data = json.loads(path.read_text())
+    stage = int(path.stem.removeprefix("deepspeed_stage")[0])
+    assert data["zero_optimization"]["stage"] == stage
+    assert data["bf16"]["enabled"] == ("bf16" in path.stem)
+    assert ("offload_optimizer" in data["zero_optimization"]) == path.stem.endswith("offload")
+
+
+@pytest.mark.parametrize("path", sorted((conf_dir() / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_files_are_yaml(path: Path) -> None:
+    assert yaml.safe_load(path.read_text())["compute_environment"] == "LOCAL_MACHINE"
+
+
+def test_a_group_file_is_a_name_or_a_path(tmp_path: Path) -> None:
+    shipped = group_file("deepspeed_config", "deepspeed", "deepspeed_stage2_bf16", ".json")
+    assert shipped == conf_dir() / "deepspeed" / "deepspeed_stage2_bf16.json"
+    own = tmp_path / "own.json"
+    own.write_text("{}")
+    assert group_file("deepspeed_config", "deepspeed", str(own), ".json") == own
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "mine.json").write_text("{}")
+    assert group_file("deepspeed_config", "deepspeed", "mine", ".json", [tmp_path]).parent.parent == tmp_path
+    with pytest.raises(ConfigError, match="deepspeed_stage3_bf16"):
+        group_file("deepspeed_config", "deepspeed", "deepspeed_stage3", ".json")
