@@ -18,10 +18,11 @@ from queue import SimpleQueue
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.load import save_config
-from pipelinerl.errors import EXIT_USER_ERROR, UserError
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
 from pipelinerl.supervise import preflight, workspace
 from pipelinerl.supervise.commands import Command, build_command
 from pipelinerl.supervise.context import LOG_FORMAT
+from pipelinerl.supervise.machine import usable_cores
 from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.supervise.process import Event
 from pipelinerl.supervise.run_dir import RunDir
@@ -38,13 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if composed.config is None:
             sys.stdout.write(f"{composed.help_text}\n")
             return 0
-        cluster = Cluster.from_env(os.environ, nvml_gpu_lister, cores=len(os.sched_getaffinity(0)))
+        cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
         if composed.config.dry_run:
             return show_plan(composed, composed.config, cluster)
         return launch(composed, composed.config, cluster)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
+    except PipelineRLError as error:  # raised before anything was started
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_RUN_FAILED
     except KeyboardInterrupt:
         sys.stderr.write("interrupted before anything was started\n")
         return 128 + signal.SIGINT
@@ -64,11 +68,13 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
 def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
     """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked."""
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
+    preflight.check_supported(config, cluster)
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_model(config.model_path)
     problems = preflight.check_domain(config, os.environ, composed.search_dirs)
     with FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir()) as ports:
         world = build_world_map(config, cluster, ports)
+        preflight.check_entrypoints(world)
         events: SimpleQueue[Event] = SimpleQueue()
         with signals_as_events(events):
             entered = workspace.enter(decision)

@@ -47,6 +47,11 @@ class Command:
         )
 
 
+def entrypoint_of(kind: str) -> str:
+    """Module that a job of this kind runs."""
+    return f"pipelinerl.entrypoints.{_ENTRYPOINTS[kind]}"
+
+
 def build_command(
     job: Job,
     world: WorldMap,
@@ -61,8 +66,7 @@ def build_command(
         environ: the launcher's environment; lists such as NO_PROXY are extended, not replaced.
         search_dirs: folders with the user's own modules (for the jobs that import them).
     """
-    module = f"pipelinerl.entrypoints.{_ENTRYPOINTS[job.kind]}"
-    argv = (python, "-m", module, "--run-dir", str(run_dir.root), "--job", job.name)
+    argv = (python, "-m", entrypoint_of(job.kind), "--run-dir", str(run_dir.root), "--job", job.name)
     env = {
         JOB_KEY: job.name,
         "CUDA_VISIBLE_DEVICES": ",".join(_visible_devices(job, world)),

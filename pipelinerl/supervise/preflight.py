@@ -5,6 +5,7 @@ User code is imported in a child process only: the launcher stays free of it (an
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,12 +17,39 @@ from pathlib import Path
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
+from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import last_error, user_error
-from pipelinerl.world import Cluster
+from pipelinerl.world import Cluster, WorldMap
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
 _HUB_TIMEOUT_S = 10.0
+
+
+def check_supported(config: RunConfig, cluster: Cluster) -> None:
+    """Refuse what can be planned (`dry_run=true`) but not run, instead of running something else."""
+    if cluster.world_size > 1:
+        raise ConfigError(
+            "WORLD_SIZE", cluster.world_size, "1: a run uses one node", "Unset WORLD_SIZE; dry_run=true shows the plan."
+        )
+    if config.debug.mode or config.debug.use_existing_llms:
+        raise ConfigError("debug.mode", config.debug.mode, "'': a run has all its stages", "Remove the debug.* keys.")
+    if config.supervise.max_restarts:
+        raise ConfigError(
+            "supervise.max_restarts", config.supervise.max_restarts, "0: a dead process ends the run", "Remove the key."
+        )
+
+
+def check_entrypoints(world: WorldMap) -> None:
+    """Refuse a plan with a kind of job that has no program."""
+    for job in world.jobs:
+        if importlib.util.find_spec(entrypoint_of(job.kind)) is None:
+            raise ConfigError(
+                f"world ({job.kind} jobs)",
+                job.name,
+                f"kinds of jobs that this installation can run, {entrypoint_of(job.kind)} is missing",
+                "Set world.env_replicas=0 and world.verifier_replicas=0: your code then runs inside the rollouts.",
+            )
 
 
 def check_device(config: RunConfig, cluster: Cluster, gpu_lister: Callable[[], Sequence[str]]) -> None:

@@ -30,9 +30,12 @@ from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.supervisor import Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
+from pipelinerl.tracking.summary import write_json
 from pipelinerl.world import WorldMap
 
 logger = logging.getLogger(__name__)
+# A process beats before it imports anything heavy.
+START_GRACE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,13 @@ class RunSession:
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
     """Start and supervise all processes, then write the summary and say how it went."""
     _greet(session, moved_to)
-    hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id)
-    collector = Collector(hub, session.world, session.run_dir, session.config)
-    collector.start()
+    try:
+        hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id)
+        collector = Collector(hub, session.world, session.run_dir, session.config)
+        collector.start()
+    except Exception as error:
+        write_json(session.run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
+        raise
     try:
         outcome = _supervise(session, hub)
     except Exception as error:
@@ -63,7 +70,12 @@ def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
         traceback.print_exc()
         outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
     logger.info("%s: %s", outcome.status, outcome.reason)
-    print_result(outcome, collector.write_summary(outcome.status, outcome.reason), session.run_dir)
+    summary = collector.write_summary(outcome.status, outcome.reason)
+    try:
+        print_result(outcome, summary, session.run_dir)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return outcome
 
 
@@ -81,7 +93,7 @@ def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
             run_dir=session.run_dir,
             config=config.supervise,
             policy=ExitPolicy([command.job for command in session.commands], completion),
-            monitor=StuckMonitor(config.supervise, config.vllm_config.start_timeout_s),
+            monitor=StuckMonitor(config.supervise, START_GRACE_S + config.supervise.heartbeat_timeout_s),
             environ=session.environ,
             token=session.token,
             death_fd=death_read,

@@ -20,7 +20,9 @@ def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
     def handle(signum: int, frame: FrameType | None) -> None:
         events.put(Interrupted(signum))
 
-    before = {signum: signal.signal(signum, handle) for signum in HANDLED}
+    # Under nohup SIGHUP is ignored, and stays so.
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {signum: signal.signal(signum, handle) for signum in HANDLED if signum not in ignored}
     try:
         yield
     finally:

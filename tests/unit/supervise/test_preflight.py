@@ -1,0 +1,75 @@
+"""What is refused before anything is written, and how many cores there are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.supervise import preflight
+from pipelinerl.supervise.machine import usable_cores
+from pipelinerl.world import Cluster, Job, WorldMap
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"output_dir": "x", **changes})
+
+
+def cluster(gpus: tuple[str, ...] = (), nodes: int = 1) -> Cluster:
+    return Cluster(nodes, 0, "h", None, ("h",) * nodes, gpus, 1)
+
+
+def world(*kinds: str) -> WorldMap:
+    jobs = [Job(kind, f"{kind}_0", 0, 0, 0, 0, "h", [], None, None, None, 1) for kind in kinds]
+    return WorldMap(jobs, "cpu", 1, 0, 0, "h", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "key"),
+    [
+        ({}, 2, "WORLD_SIZE"),
+        ({"debug": {"mode": "actor"}}, 1, "debug.mode"),
+        ({"supervise": {"max_restarts": 1}}, 1, "supervise.max_restarts"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes: dict[str, Any], nodes: int, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        preflight.check_supported(config(**changes), cluster(nodes=nodes))
+    preflight.check_supported(config(), cluster())
+
+
+def test_every_kind_of_job_of_a_plan_has_a_program() -> None:
+    preflight.check_entrypoints(world("actor_llm", "preprocessor_llm", "actor", "preprocessor", "finetune"))
+
+
+def test_devices_are_compared_with_the_machine() -> None:
+    preflight.check_device(config(), cluster(("1", "GPU-abc")), lambda: ["GPU-xyz", "GPU-abc"])
+    preflight.check_device(config(world={"device": "cpu"}), cluster(("7",)), list)
+    with pytest.raises(ConfigError, match=r"indices below 2.*Remove 2, 12"):
+        preflight.check_device(config(), cluster(("2", "0", "12")), lambda: ["GPU-xyz", "GPU-abc"])
+    with pytest.raises(ConfigError, match="no NVIDIA driver"):
+        preflight.check_device(config(), cluster(("0",)), list)
+
+
+def test_a_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        preflight.check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    preflight.check_model(str(tmp_path))
+    for missing in (str(tmp_path / "no"), "./no", "no such name", "a/b/c"):
+        with pytest.raises(ConfigError, match="there is no such folder"):
+            preflight.check_model(missing)
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"), [("100000 100000", 1), ("150000 100000", 2), ("max 100000", 10**6), ("?", 10**6)]
+)
+def test_a_container_quota_limits_the_cores(tmp_path: Path, quota: str, most: int) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(quota + "\n")
+    assert usable_cores(file) == min(most, len(os.sched_getaffinity(0)))
+    assert usable_cores(tmp_path / "none") == len(os.sched_getaffinity(0))
