@@ -114,5 +114,7 @@ def control_session(token: str) -> aiohttp.ClientSession:
         headers={"Authorization": f"Bearer {token}"},
         timeout=aiohttp.ClientTimeout(total=None, connect=30),
         trust_env=False,
-        connector=aiohttp.TCPConnector(limit=0),
+        # A connection per call: the server closes idle ones after 5 s and those of failed calls at once, and a call
+        # that meets a connection which is just being closed fails although nothing is wrong.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
     )

@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 280.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 KWARGS = {"enforce-eager": "", "max_model_len": 512, "block_size": 32, "max_num_seqs": 64}
 

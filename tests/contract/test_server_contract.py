@@ -1,0 +1,171 @@
+"""The fake server and the real one answer alike: the same assertions on both."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes.fake_server import FakeServer
+from fakes.random_model import random_ids, random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.control import ControlClient, control_session
+from pipelinerl.weights.manifest import read_manifest
+from pipelinerl.weights.packing import TensorMeta
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+
+Server = FakeServer | VLLMProcess
+
+
+@pytest.fixture(params=["fake", "real"])
+def server(request: pytest.FixtureRequest, tiny_server: VLLMProcess) -> Iterator[Server]:
+    if request.param == "real":
+        yield tiny_server
+        return
+    with FakeServer(read_manifest(tiny_server.model), tied=True, token_delay_s=0.005) as fake:
+        yield fake
+
+
+def call(server: Server, method: str, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+    headers = {"Content-Type": "application/json"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{server.url}{path}", data=data, headers=headers, method=method)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=60) as response:
+            text = response.read()
+            return response.status, json.loads(text) if text else {}
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"{}")
+
+
+def generate(server: Server, max_tokens: int = 8, **params: Any) -> dict[str, Any]:
+    sampling = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **params}
+    body = {"model": "actor", "token_ids": random_ids(12, seed=1), "sampling_params": sampling}
+    status, answer = call(server, "POST", "/inference/v1/generate", body, server.token)
+    assert status == 200, answer
+    return answer
+
+
+def published(server: Server, version: int) -> None:
+    with WeightPublisher(server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("server", server.url)])
+        assert publisher.publish(version, ModuleSource(random_model())).failed == {}
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong-token-wrong-token"])
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/update_weights", "/collective_rpc", "/inference/v1/generate"])
+def test_no_token_no_answer(server: Server, path: str, token: str | None) -> None:
+    assert call(server, "POST", path, {}, token)[0] == 401
+    assert call(server, "GET", "/health")[0] == 200
+
+
+def test_generation_returns_ids_logprobs_and_spans(server: Server) -> None:
+    published(server, 3)
+    answer = generate(server, max_tokens=8)
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == 8
+    assert choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 8}]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+    assert all(entry["logprob"] <= 0 for entry in entries)
+    assert answer["usage"] == {"prompt_tokens": 12, "completion_tokens": 8, "total_tokens": 20} | {
+        key: value for key, value in answer["usage"].items() if key.endswith("_details")
+    }
+
+
+def test_prompt_logprobs_have_one_entry_per_token_and_none_for_the_first(server: Server) -> None:
+    ids = random_ids(12, seed=1)
+    entries = generate(server, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+    assert entries[0] is None
+    assert [str(token) in entry for token, entry in zip(ids[1:], entries[1:], strict=True)] == [True] * 11
+
+
+def test_an_empty_prompt_is_a_client_error(server: Server) -> None:
+    body = {"model": "actor", "token_ids": [], "sampling_params": {"max_tokens": 1}}
+    assert call(server, "POST", "/inference/v1/generate", body, server.token)[0] == 400
+
+
+def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
+    published(server, 10)
+    answers: list[dict[str, Any]] = []
+    request = threading.Thread(target=lambda: answers.append(generate(server, max_tokens=400)))
+    with WeightPublisher(server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("server", server.url)])
+        request.start()
+        for version in (11, 12):
+            threading.Event().wait(0.3)
+            assert publisher.publish(version, ModuleSource(random_model(seed=version))).failed == {}
+        request.join(60)
+    (choice,) = answers[0]["choices"]
+    spans = choice["weight_versions"]
+    assert [span["version"] for span in spans][-1] == "12"
+    assert len(spans) >= 2
+    assert spans[0]["start"] == 0
+    assert spans[-1]["end"] == len(choice["token_ids"]) == 400
+    assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
+
+
+def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> None:
+    assert call(server, "POST", "/pause?mode=keep&clear_cache=false", token=server.token)[0] == 200
+    assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": True})
+    answers: list[dict[str, Any]] = []
+    request = threading.Thread(target=lambda: answers.append(generate(server)))
+    request.start()
+    request.join(0.5)
+    assert answers == []
+    assert call(server, "POST", "/resume", token=server.token)[0] == 200
+    request.join(30)
+    assert len(answers[0]["choices"][0]["token_ids"]) == 8
+
+
+async def test_an_incomplete_update_fails_and_a_complete_one_mends_it(server: Server) -> None:
+    """The control calls one by one, as a sender without checks of its own would make them."""
+    metas = ModuleSource(random_model()).metadata()
+    async with control_session(server.token) as session:
+        client = ControlClient(session, "server", server.url)
+        with pytest.raises(WeightSyncError, match="500"):
+            await client.finish_update(1)
+        await client.abort_update()
+        await client.pause("keep")
+        await client.start_update()
+        with pytest.raises(WeightSyncError, match="not initialized"):
+            await client.receive_update(metas)
+        assert (await client.world_size()) == 1
+    await asyncio.to_thread(published, server, 21)
+    assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"
+
+
+async def test_tensors_with_unequal_lists_are_refused(server: Server) -> None:
+    async with control_session(server.token) as session:
+        client = ControlClient(session, "server", server.url)
+        await client.abort_update()
+        await client.start_update()
+        body = {"update_info": {"names": ["a"], "dtype_names": [], "shapes": []}}
+        status, answer = await asyncio.to_thread(call, server, "POST", "/update_weights", body, server.token)
+        assert status == 500, answer
+        await client.abort_update()
+
+
+def test_model_info_describes_the_checkpoint(server: Server) -> None:
+    async def ask() -> dict[str, Any]:
+        async with control_session(server.token) as session:
+            return await ControlClient(session, "server", server.url).model_info()
+
+    info = asyncio.run(ask())
+    shapes = {meta.name: list(meta.shape) for meta in ModuleSource(random_model()).metadata()}
+    assert info == {"tensors": shapes, "tied": True, "dtype": "float32"}
+    assert TensorMeta("lm_head.weight", random_model().dtype, (1,)).name not in shapes
