@@ -62,7 +62,7 @@ class Ranks:
         return tensor.tolist()
 
     def close(self) -> None:
-        if self.world_size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -90,3 +90,10 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float) -> Ra
 
     state = PartialState(cpu=device == "cpu", timeout=timedelta(seconds=timeout_s))
     return Ranks(state.process_index, state.num_processes, state.device)
+
+
+def ensure_process_group(ranks: Ranks) -> None:
+    """A process group for a single rank too: sharding libraries cannot do without."""
+    if not dist.is_initialized():
+        backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

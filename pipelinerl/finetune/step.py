@@ -76,7 +76,11 @@ class StepRunner:
             layout = layout.to(self._ranks.device) if layout is not None else None
             outputs = self._backend.forward(micro_batch, layout)
             inputs = LossInputs.of(
-                micro_batch, outputs.logprobs, entropy=outputs.entropy, trainer_version=batch.step - 1
+                micro_batch,
+                outputs.logprobs,
+                entropy=outputs.entropy,
+                values=outputs.values,
+                trainer_version=batch.step - 1,
             )
             loss = compute_loss(inputs, self._config.rl, coefficients)
             self._backend.backward(loss.loss, is_last=number == len(micro_batches))

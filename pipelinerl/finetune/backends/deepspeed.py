@@ -1,0 +1,135 @@
+"""The DeepSpeed backend: ZeRO stages 1, 2 and 3, with or without CPU offload, as `deepspeed_config` says.
+
+Forward, backward, step, save and (stage 3) every pass over the weights are collectives of all ranks. Training states
+are DeepSpeed's own files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.paths import group_file
+from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.optimizer import parameter_groups
+from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
+from pipelinerl.finetune.ranks import Ranks, ensure_process_group
+from pipelinerl.finetune.weight_names import checkpoint_name, in_buckets, sent_parameters, tensor_metas
+from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.weights.source import Bucket, CollectiveSource, ModuleSource, WeightSource
+
+_STATE_FOLDER = "deepspeed"
+_TAG = "state"
+
+
+class DeepSpeedBackend:
+    """See `Backend`. Master weights are fp32 inside ZeRO; the module is in the policy's compute dtype."""
+
+    def __init__(self, policy: PolicyModel, config: RunConfig, ranks: Ranks) -> None:
+        if ranks.device.type == "cpu":
+            # Read by DeepSpeed when it is imported; without it a machine with a driver but no GPU is misjudged.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        ensure_process_group(ranks)
+        self.policy = policy
+        self._ranks = ranks
+        self._zero = deepspeed.zero
+        settings = engine_settings(config, policy.compute_dtype)
+        self._stage = settings["zero_optimization"]["stage"]
+        finetune = config.finetune
+        optimizer = torch.optim.AdamW(
+            parameter_groups(policy.named_parameters(), finetune),
+            lr=finetune.learning_rate,
+            betas=(finetune.adam_beta1, finetune.adam_beta2),
+            eps=finetune.adam_epsilon,
+        )
+        self._base_lrs = [group["base_lr"] for group in optimizer.param_groups]
+        self.engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=policy, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        if self._stage == 3 and policy.has_linear_head:
+            # The head's weight is used by the policy's own forward, outside of the module that owns it.
+            head = policy.language_model.get_output_embeddings()
+            for parameter in head.parameters():
+                deepspeed.zero.register_external_parameter(policy, parameter)
+
+    def forward(
+        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+    ) -> PolicyOutputs:
+        return self.engine(batch, layout, temperature)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        # Gradients are averaged over ranks; the shares of the loss are meant to be summed.
+        self.engine.backward(loss * self._ranks.world_size, scale_wrt_gas=False)
+
+    def step(self, learning_rate_factor: float) -> float:
+        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * learning_rate_factor
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def weight_source(self, dtype: torch.dtype) -> WeightSource:
+        if self._stage < 3:
+            return ModuleSource(self.policy, dtype=dtype, rename=checkpoint_name)
+        parameters = sent_parameters(self.policy)
+
+        def gather() -> Iterator[Bucket]:
+            for part in in_buckets(parameters, dtype):
+                with self._zero.GatheredParameters([parameter for _, parameter in part]):
+                    bucket = [(name, parameter.detach().to(dtype)) for name, parameter in part]
+                    yield bucket if self._ranks.is_first else []
+
+        return CollectiveSource(
+            tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
+        )
+
+    def save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
+
+    def load(self, folder: Path) -> None:
+        path, _ = self.engine.load_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
+        if path is None:
+            raise ValueError(f"{folder}: no DeepSpeed state that fits this run")
+
+
+def engine_settings(config: RunConfig, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """The DeepSpeed configuration of `deepspeed_config` with what the trainer decides filled in.
+
+    Batch sizes only matter for DeepSpeed's own accounting: the trainer marks the end of every step itself.
+
+    Raises:
+        ConfigError: the file is no DeepSpeed configuration with ZeRO stage 1, 2 or 3.
+    """
+    file = group_file("deepspeed_config", "deepspeed", config.deepspeed_config, ".json")
+    settings: dict[str, Any] = json.loads(file.read_text())
+    stage = settings.get("zero_optimization", {}).get("stage")
+    if stage not in (1, 2, 3):
+        raise ConfigError(
+            "deepspeed_config",
+            config.deepspeed_config,
+            "a file with zero_optimization.stage 1, 2 or 3",
+            f"Edit {file}.",
+        )
+    threshold = config.finetune.gradient_clipping_threshold
+    bf16 = compute_dtype == torch.bfloat16
+    settings.update(
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=1,
+        gradient_clipping=threshold if threshold is not None else 0.0,
+        bf16={"enabled": bf16},
+        fp16={"enabled": False},
+        zero_force_ds_cpu_optimizer=False,
+    )
+    settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    settings.pop("train_batch_size", None)
+    return settings

@@ -1,0 +1,123 @@
+"""The FSDP2 backend: parameters, gradients and optimizer state are sharded over the ranks (`fully_shard`).
+
+Every decoder layer is one unit that is gathered when it runs; embeddings, final norm and heads belong to the root, so a
+tied head stays tied. Forward, backward, step, save and every pass over the weights are collectives of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.backends.tensor_files import (
+    load_parameters,
+    optimizer_tensors,
+    parameter_tensors,
+    read_tensors,
+    restore_optimizer,
+    write_tensors,
+)
+from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
+from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
+from pipelinerl.finetune.ranks import Ranks, ensure_process_group
+from pipelinerl.finetune.weight_names import NamedParameter, in_buckets, sent_parameters, tensor_metas
+from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class FSDPBackend:
+    """See `Backend`. Master weights are fp32; `fsdp.param_dtype` is the dtype in which they are gathered."""
+
+    def __init__(self, policy: PolicyModel, config: RunConfig, ranks: Ranks) -> None:
+        ensure_process_group(ranks)
+        self.policy = policy
+        self._ranks = ranks
+        self._max_norm = config.finetune.gradient_clipping_threshold
+        mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+        precision = MixedPrecisionPolicy(
+            param_dtype=_DTYPES[config.fsdp.param_dtype],
+            reduce_dtype=_DTYPES[config.fsdp.reduce_dtype],
+            cast_forward_inputs=False,
+        )
+        for layer in decoder_layers(policy):
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(policy, mesh=mesh, mp_policy=precision)
+        assert isinstance(policy, FSDPModule)
+        self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        self._optimizer = make_adamw(self._named, config.finetune)
+
+    def forward(
+        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+    ) -> PolicyOutputs:
+        outputs = self.policy(batch, layout, temperature)
+        if not torch.is_grad_enabled():
+            # Without a backward nothing would shard the root's parameters again.
+            self.policy.reshard()
+        return outputs
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        # Gradients are averaged over ranks; the shares of the loss are meant to be summed. Reducing after every
+        # micro-batch keeps gradients sharded: no rank ever holds those of the whole model.
+        (loss * self._ranks.world_size).backward()
+
+    def step(self, learning_rate_factor: float) -> float:
+        gradients = [parameter.grad for _, parameter in self._named if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        value = float(norm)
+        if math.isfinite(value):
+            if self._max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_([p for _, p in self._named], self._max_norm, norm)
+            set_learning_rate(self._optimizer, learning_rate_factor)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return value
+
+    def weight_source(self, dtype: torch.dtype) -> WeightSource:
+        parameters = sent_parameters(self.policy)
+
+        def gather() -> Iterator[Bucket]:
+            for part in in_buckets(parameters, dtype):
+                yield self._gathered(part, dtype)
+
+        return CollectiveSource(
+            tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
+        )
+
+    def _gathered(self, part: list[NamedParameter], dtype: torch.dtype) -> Bucket:
+        bucket = []
+        for name, parameter in part:
+            # Cast the shard first: half the bytes travel for bf16.
+            shard = parameter.detach().to(dtype)
+            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            if self._ranks.is_first:
+                bucket.append((name, full))
+        return bucket
+
+    def save(self, folder: Path) -> None:
+        rank = self._ranks.rank
+        write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self.policy))
+        write_tensors(folder / f"optimizer_{rank}.safetensors", optimizer_tensors(self._named, self._optimizer))
+
+    def load(self, folder: Path) -> None:
+        rank = self._ranks.rank
+        load_parameters(self.policy, read_tensors(folder / f"model_{rank}.safetensors"))
+        restore_optimizer(self._named, self._optimizer, read_tensors(folder / f"optimizer_{rank}.safetensors"))
+
+
+def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:
+    """The repeated blocks of the model: what its longest `ModuleList` holds."""
+    lists = [module for module in backbone(policy.language_model).modules() if isinstance(module, torch.nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(policy.language_model).__name__} has no list of layers, so FSDP cannot shard it")
+    return list(max(lists, key=len))

@@ -1,0 +1,129 @@
+"""One trainer rank of the tests with several processes: trains on fixed batches and writes down what it got.
+
+Usage: `python rank_process.py BACKEND FOLDER`, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.backends.base import create_backend
+from pipelinerl.finetune.backends.tensor_files import write_tensors
+from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import start_ranks
+from pipelinerl.finetune.state import TrainerState
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.rl.packing import make_plan
+
+CHOICES = {
+    "plain": {},
+    "zero1": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage1_bf16"},
+    "zero2": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage2_fp32"},
+    "zero3": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage3_fp32"},
+    "fsdp": {"use_fsdp": True},
+}
+
+
+def kit_module():
+    spec = importlib.util.spec_from_file_location("finetune_kit", Path(__file__).with_name("conftest.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["finetune_kit"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def first_moments(name, backend):
+    """exp_avg of every parameter after one step without clipping: (1 - beta1) * gradient."""
+    named = list(backend.policy.named_parameters())
+    if name.startswith("zero"):
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        return {key: safe_get_full_optimizer_state(parameter, "exp_avg") for key, parameter in named}
+    state = backend._optimizer.state
+    full = (lambda tensor: tensor.full_tensor()) if name == "fsdp" else (lambda tensor: tensor)
+    return {key: full(state[parameter]["exp_avg"]) for key, parameter in named}
+
+
+def main(name, folder):
+    torch.set_num_threads(1)
+    kit = kit_module().Kit()
+    ranks = start_ranks(os.environ, "cpu", 60)
+    config = RunConfig(
+        output_dir=str(folder),
+        finetune=dict(
+            seq_length=128,
+            learning_rate=1e-2,
+            num_warmup_steps=0,
+            max_train_steps=4,
+            gradient_clipping_threshold=None,
+            adam_beta1=0.5,
+        ),
+        **CHOICES[name],
+    )
+    runner, feed, backend = build(kit, config, ranks)
+
+    def batch(step):
+        samples = kit.samples(64, seed=step, masked_every=9)
+        plan = make_plan([len(s.sample.input_ids) for s in samples], ranks.world_size, 128, True)
+        return kit.batch(samples, step=step, plan=plan)
+
+    results = [runner.run(batch(1))]
+    write_tensors(folder / f"moments_{ranks.rank}.safetensors", first_moments(name, backend))
+    deliveries = [feed.send(1, [[1, 2, 3, 4, 5], [9, 8, 7]])]
+    store = CheckpointStore(folder / "training_state", ranks)
+    store.save(TrainerState(step=1, samples_processed=64), backend)
+    results.append(runner.run(batch(2)))
+    write_tensors(folder / f"uninterrupted_{ranks.rank}.safetensors", full_weights(backend))
+
+    # A fresh process in miniature: another model object takes the saved state and repeats step 2.
+    runner, feed, backend = build(kit, config, ranks, scramble=True)
+    state = store.restore(backend)
+    again = runner.run(batch(2))
+    write_tensors(folder / f"resumed_{ranks.rank}.safetensors", full_weights(backend))
+    (folder / f"result_{ranks.rank}.json").write_text(
+        json.dumps(
+            {
+                "grad_norms": [result.grad_norm for result in (*results, again)],
+                "loss": results[0].metrics["rl/loss"],
+                "probe": deliveries[0].probe_abs_diff,
+                "micro_batches": [len(runner.micro_batches(batch(1)))],
+                "restored_step": state.step,
+            }
+        )
+    )
+    ranks.close()
+
+
+def build(kit, config, ranks, scramble=False):
+    policy = kit.policy()
+    if scramble:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.1)
+    backend = create_backend(policy, config, ranks)
+    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    publisher = kit.publisher() if ranks.is_first else None
+    return runner, WeightsFeed(backend, ranks, publisher, torch.float32), backend
+
+
+def full_weights(backend):
+    source = backend.weight_source(torch.float32)
+    if not hasattr(source, "follow"):
+        return {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
+    if backend._ranks.is_first:
+        weights = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
+        source.done()
+        return weights
+    source.follow()
+    return {}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
