@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipelinerl.streams.layout import check_spec, partition_dir
 from pipelinerl.supervise.run_dir import RunDir
 
 OWNER_FILE = "run_id"
+REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
 
 
 class StreamHub:
@@ -28,33 +30,64 @@ class StreamHub:
         config: section `streams` of the configuration.
         run_dir: the run's directory; file streams lie in its folder `streams`.
         run_id: identity of the run. The first hub leaves it in the folder; a folder of another run is refused.
+        environ: of this process: `PIPELINERL_REDIS_URL`, set by the launcher, says where the run's own Redis server
+            is (its URL holds a password, so it is in no file); without it `streams.url` counts.
 
     Raises:
-        StreamError: the folder holds another run's streams, or cannot be written.
+        StreamError: the folder holds another run's streams, or cannot be written; the Redis server cannot be used.
     """
 
-    def __init__(self, config: StreamsConfig, run_dir: RunDir, run_id: str) -> None:
-        if config.backend != "files":
-            raise StreamError(f"streams.backend={config.backend} is not built in. Set streams=files")
+    def __init__(
+        self, config: StreamsConfig, run_dir: RunDir, run_id: str, environ: Mapping[str, str] | None = None
+    ) -> None:
         self._config = config
         self._root = run_dir.streams
         self.run_id = run_id
         _claim(self._root, run_id)
+        self._redis_url = _redis_url(config, os.environ if environ is None else environ)
 
     def writer(self, topic: str, instance: str, record_type: Any, partition: int = 0) -> StreamWriter[Any]:
         """Open a stream for appending; see `FileWriter`. One writer at a time per (topic, instance, partition)."""
-        directory = self._directory(StreamSpec(topic, instance, partition))
+        spec = StreamSpec(topic, instance, partition)
+        directory = self._directory(spec)
+        if self._redis_url is not None:
+            from pipelinerl.streams.redis_client import connect, stream_keys
+            from pipelinerl.streams.redis_writer import RedisWriter
+
+            keys = stream_keys(self.run_id, spec)
+            return RedisWriter[Any](connect(self._redis_url), keys, record_type, directory, self._config.fsync)
         return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync)
 
     def reader(
         self, topic: str, instance: str, record_type: Any, offset: int = 0, partition: int = 0
     ) -> StreamReader[Any]:
         """Open a stream for reading from `offset`; see `FileReader`. It need not have been written yet."""
-        return FileReader[Any](self._directory(StreamSpec(topic, instance, partition)), record_type, offset)
+        spec = StreamSpec(topic, instance, partition)
+        directory = self._directory(spec)
+        if self._redis_url is not None:
+            from pipelinerl.streams.redis_client import connect, stream_keys
+            from pipelinerl.streams.redis_reader import RedisReader
+
+            return RedisReader[Any](connect(self._redis_url), stream_keys(self.run_id, spec)[0], record_type, offset)
+        return FileReader[Any](directory, record_type, offset)
 
     def _directory(self, spec: StreamSpec) -> Path:
         check_spec(spec)
         return partition_dir(self._root, spec)
+
+
+def _redis_url(config: StreamsConfig, environ: Mapping[str, str]) -> str | None:
+    """URL of the checked server; None for file streams."""
+    if config.backend != "redis":
+        return None
+    url = environ.get(REDIS_URL_KEY) or config.url
+    if not url:
+        raise StreamError(f"streams=redis: no server. Set streams.url, or start the process with {REDIS_URL_KEY}")
+    from pipelinerl.streams.redis_client import check_server, connect
+
+    with contextlib.closing(connect(url)) as client:
+        check_server(client, url)
+    return url
 
 
 def _claim(root: Path, run_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,20 +16,32 @@ from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord, StepDone, TrainerMessage, TrainingDone
 from pipelinerl.streams.base import Entry, StreamReader, StreamWriter
 from pipelinerl.streams.feed import Feed
-from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.supervise.redis_server import RedisServer
 from pipelinerl.supervise.run_dir import RunDir
 
-BACKENDS = ["files"]
+BACKENDS = ["files", "redis"]
 OpenHub = Callable[..., StreamHub]
 
 
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), StreamsConfig(backend="redis")) as server:
+        yield server.url
+
+
 @pytest.fixture(params=BACKENDS)
-def open_hub(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenHub]:
+def open_hub(request: pytest.FixtureRequest, tmp_path: Path) -> OpenHub:
+    environ: dict[str, str] = {}
+    if request.param == "redis":
+        environ[REDIS_URL_KEY] = request.getfixturevalue("redis_url")
+    test = uuid.uuid4().hex  # one Redis server serves all tests, as it may serve several runs
+
     def open_(run_id: str = "run-a", folder: str = "a", **config: object) -> StreamHub:
         section = StreamsConfig(backend=request.param, **config)
-        return StreamHub(section, RunDir(tmp_path / folder), run_id)
+        return StreamHub(section, RunDir(tmp_path / folder), f"{run_id}-{test}", environ)
 
-    yield open_
+    return open_
 
 
 def record(n: int, size: int = 0) -> MetricRecord:
@@ -78,7 +91,7 @@ def test_a_reader_starts_at_any_offset(open_hub: OpenHub, offset: int) -> None:
         writer.write(record(n))
     reader = hub.reader("metrics", "a", MetricRecord, offset=offset)
     assert reader.offset == offset
-    assert steps(reader.read(0, max_records=99)) == [(n, n) for n in range(offset, 20)]
+    assert steps(read_all(reader, 20 - offset)) == [(n, n) for n in range(offset, 20)]
     writer.write(record(20))
     assert steps(reader.read(5)) == [(20, 20)]
 

@@ -1,0 +1,76 @@
+"""Connections to the Redis (or Valkey) server that holds a run's streams, and what is asked of such a server.
+
+Called by the stream hub and the Redis reader and writer. A command waits out a lost connection for `OUTAGE_RETRIES`
+attempts with growing pauses (about half a minute), so that a server that is restarted costs nothing but time.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from pipelinerl.errors import StreamError
+from pipelinerl.streams.base import StreamSpec
+
+OUTAGE_RETRIES = 33
+MAX_PAUSE_S = 1.0
+SOCKET_TIMEOUT_S = 30.0
+MIN_VERSION = (6, 2)
+
+
+def connect(url: str, retries: int = OUTAGE_RETRIES) -> redis.Redis:
+    """Return a client. Nothing is sent yet.
+
+    Raises:
+        StreamError: `url` is not a Redis URL.
+    """
+    try:
+        return redis.Redis.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=5.0,
+            retry=Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=0.05), retries),
+        )
+    except ValueError as error:
+        raise StreamError(f"streams.url {shown(url)} cannot be used: {error}") from error
+
+
+def check_server(client: redis.Redis, url: str) -> None:
+    """Refuse a server that would lose records.
+
+    Raises:
+        StreamError: not reachable, wrong password, too old, or it may evict keys.
+    """
+    try:
+        info = client.info()
+    except redis.RedisError as error:
+        raise StreamError(
+            f"the Redis server {shown(url)} does not answer: {error}. Check streams.url and the password"
+        ) from error
+    version = tuple(int(part) for part in str(info.get("redis_version", "0")).split(".")[:2])
+    if version < MIN_VERSION:
+        raise StreamError(f"the Redis server {shown(url)} is version {version}, streams need {MIN_VERSION} or later")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise StreamError(
+            f"the Redis server {shown(url)} has the eviction policy {policy!r} and could drop records silently. "
+            "Set maxmemory-policy noeviction on it"
+        )
+
+
+def stream_keys(run_id: str, spec: StreamSpec) -> tuple[str, str]:
+    """(key of the log, key of its number of records). The run id keeps runs on one server apart; the braces keep both
+    keys on one node of a cluster."""
+    base = f"{{pipelinerl:{run_id}:{spec.topic}:{spec.instance}:{spec.partition}}}"
+    return f"{base}:log", f"{base}:count"
+
+
+def shown(url: str) -> str:
+    """`url` without user name and password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

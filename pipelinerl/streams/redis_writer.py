@@ -1,0 +1,179 @@
+"""Appends records to one Redis stream.
+
+Called through `StreamHub.writer`. Waits for the server's answer. Offset n has the explicit id `n+1`-0 (Redis has no
+id 0-0), and a counter beside the log says how many records were written. A script compares the counter first, so a
+write that is repeated after a lost connection is one write, and a server that came back without its last records is
+noticed: they are sent again from memory, or the error says which are lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import redis
+
+from pipelinerl.errors import StreamError
+from pipelinerl.records.codec import RecordCodec
+from pipelinerl.streams.fsync import FsyncPolicy
+from pipelinerl.streams.lock import WriterLock
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+FIELD = "r"
+# What a server with `appendfsync everysec` may have lost after a crash is at most about two seconds old.
+TAIL_S = 5.0
+TAIL_BYTES = 64 * 2**20
+AOF_TIMEOUT_MS = 5_000
+
+_CONFLICT = -1
+_APPEND = """
+local count = tonumber(redis.call('GET', KEYS[2]) or '0')
+local number = tonumber(ARGV[1])
+local id = ARGV[1] .. '-0'
+if count == number - 1 then
+  redis.call('XADD', KEYS[1], id, ARGV[2], ARGV[3])
+  redis.call('SET', KEYS[2], ARGV[1])
+  return number
+end
+if count < number then return count end
+local found = redis.call('XRANGE', KEYS[1], id, id)[1]
+if found and found[2][2] == ARGV[3] then return number end
+return -1
+"""
+
+
+class RedisWriter(Generic[T]):
+    """Writer of one stream; goes on behind its last record.
+
+    Args:
+        client: connection of this writer alone; closed with it.
+        keys: (log, counter).
+        record_type: struct, or union of structs, that the stream holds.
+        lock_dir: folder of the run for the lock of this stream; the kernel drops it when the process ends.
+        fsync: `flush` waits for the server's append-only file unless `never`; `always`: every write does.
+
+    Raises:
+        StreamError: the stream has a writer already, or the server does not answer.
+    """
+
+    def __init__(
+        self, client: redis.Redis, keys: tuple[str, str], record_type: Any, lock_dir: Path, fsync: FsyncPolicy
+    ) -> None:
+        self._client, self._keys, self._fsync = client, keys, fsync
+        self._codec = RecordCodec[T](record_type)
+        self._mutex = threading.Lock()
+        self._tail: deque[tuple[int, float, bytes]] = deque()
+        self._tail_bytes = 0
+        self._unusable: str | None = None
+        self._warned = False
+        try:
+            lock_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = WriterLock(lock_dir)
+        except OSError as error:
+            raise self._error(f"cannot be locked: {error}") from error
+        try:
+            self._append = client.register_script(_APPEND)
+            self._next = int(client.get(keys[1]) or 0)
+        except redis.RedisError as error:
+            self.close()
+            raise self._error(f"cannot be opened for writing: {error}") from error
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next record will get."""
+        return self._next
+
+    def write(self, record: T) -> int:
+        """Append one record and return its offset.
+
+        Raises:
+            StreamError: the record cannot be encoded (the stream stays usable), or the server refused it, is gone, or
+                lost records that are no longer in memory.
+        """
+        data = self._codec.encode(record)
+        with self._mutex:
+            self._check_usable()
+            number = self._next + 1
+            try:
+                if (count := self._send(number, data)) != number:
+                    self._resend(count)
+                    self._send_exactly(number, data)
+            except redis.RedisError as error:
+                raise self._error(f"offset {self._next} cannot be written: {error}") from error
+            self._remember(number, data)
+            self._next = number
+            if self._fsync == "always":
+                self._wait_for_disk()
+            return number - 1
+
+    def flush(self) -> None:
+        """Wait until the server has all records on its disk, unless the policy is `never`."""
+        with self._mutex:
+            self._check_usable()
+            if self._fsync != "never":
+                self._wait_for_disk()
+
+    def close(self) -> None:
+        """Release the stream to another writer. May be called twice."""
+        with self._mutex:
+            self._unusable = self._unusable or "is closed"
+            self._client.close()
+            self._lock.release()
+
+    def _send(self, number: int, data: bytes) -> int:
+        count = int(self._append(keys=list(self._keys), args=[number, FIELD, data]))
+        if count == _CONFLICT:
+            self._unusable = f"holds another record at offset {number - 1}: a second writer was at work"
+            raise self._error(self._unusable)
+        return count
+
+    def _send_exactly(self, number: int, data: bytes) -> None:
+        count = self._send(number, data)
+        if count != number:
+            raise self._error(f"has {count} records where {number} were expected")
+
+    def _resend(self, count: int) -> None:
+        """The server has only `count` records: send those behind them once more."""
+        rest = [(number, data) for number, _, data in self._tail if number > count]
+        if len(rest) != self._next - count:
+            self._unusable = f"lost the records of offsets {count}..{self._next - 1} when the server was restarted"
+            raise self._error(self._unusable)
+        logger.warning("%s came back without its last %d records; sending them again", self._keys[0], len(rest))
+        for number, data in rest:
+            self._send_exactly(number, data)
+
+    def _remember(self, number: int, data: bytes) -> None:
+        now = time.monotonic()
+        self._tail.append((number, now, data))
+        self._tail_bytes += len(data)
+        while self._tail[0][1] < now - TAIL_S or (self._tail_bytes > TAIL_BYTES and len(self._tail) > 1):
+            self._tail_bytes -= len(self._tail.popleft()[2])
+
+    def _wait_for_disk(self) -> None:
+        try:
+            client: Any = self._client
+            synced = client.execute_command("WAITAOF", 1, 0, AOF_TIMEOUT_MS)
+        except redis.ResponseError as error:
+            # An older server, or one without an append-only file: durability is then its owner's choice.
+            if not self._warned:
+                self._warned = True
+                logger.warning("%s: the server cannot confirm that records are on its disk: %s", self._keys[0], error)
+            return
+        except redis.RedisError as error:
+            raise self._error(f"cannot be flushed: {error}") from error
+        if synced[0] < 1:
+            raise self._error(f"the server did not write its records to the disk within {AOF_TIMEOUT_MS} ms")
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise self._error(self._unusable)
+
+    def _error(self, reason: str) -> StreamError:
+        return StreamError(f"stream {self._keys[0]}: {reason}")

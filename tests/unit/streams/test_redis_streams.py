@@ -1,0 +1,200 @@
+"""What is special to streams in Redis: repeated writes, restarts of the server, and what is asked of a server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.records import MetricRecord
+from pipelinerl.records.codec import encode
+from pipelinerl.streams.base import StreamSpec
+from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.streams.redis_client import connect, shown, stream_keys
+from pipelinerl.streams.redis_reader import RedisReader
+from pipelinerl.streams.redis_writer import FIELD, RedisWriter
+from pipelinerl.supervise.redis_server import RedisServer
+from pipelinerl.supervise.run_dir import RunDir
+
+CONFIG = StreamsConfig(backend="redis")
+KEYS = stream_keys("run", StreamSpec("metrics", "a"))
+
+
+def record(n: int) -> MetricRecord:
+    return MetricRecord(source="s", step=n, time=0.0, values={})
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis", CONFIG) as running:
+        yield running
+
+
+def open_writer(server: RedisServer, tmp_path: Path) -> RedisWriter[MetricRecord]:
+    return RedisWriter(connect(server.url), KEYS, MetricRecord, tmp_path / "lock", "interval")
+
+
+def open_reader(server: RedisServer, offset: int = 0) -> RedisReader[MetricRecord]:
+    return RedisReader(connect(server.url), KEYS[0], MetricRecord, offset)
+
+
+def read_steps(reader: RedisReader[MetricRecord], count: int) -> list[int]:
+    steps: list[int] = []
+    while len(steps) < count and (entries := reader.read(5)):
+        steps += [entry.record.step for entry in entries]
+    return steps
+
+
+def test_keys_carry_the_run_and_the_password_stays_out_of_messages() -> None:
+    assert KEYS == ("{pipelinerl:run:metrics:a:0}:log", "{pipelinerl:run:metrics:a:0}:count")
+    assert shown("redis://user:secret@host:6379/0") == "redis://host:6379/0"
+
+
+def test_a_write_that_is_repeated_is_one_write(server: RedisServer, tmp_path: Path) -> None:
+    writer = open_writer(server, tmp_path)
+    writer.write(record(0))
+    assert writer._send(1, encode(record(0))) == 1  # as after a lost answer
+    assert writer.write(record(1)) == 1
+    assert read_steps(open_reader(server), 2) == [0, 1]
+    with pytest.raises(StreamError, match="another record at offset 0: a second writer"):
+        writer._send(1, encode(record(9)))
+
+
+def test_a_killed_server_that_is_started_again_leaves_no_gap(server: RedisServer, tmp_path: Path) -> None:
+    writer, reader = open_writer(server, tmp_path), open_reader(server)
+    for n in range(3):
+        writer.write(record(n))
+    assert read_steps(reader, 2)[:2] == [0, 1]
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    server.start()
+    for n in range(3, 6):
+        assert writer.write(record(n)) == n
+    writer.flush()
+    assert read_steps(open_reader(server), 6) == [0, 1, 2, 3, 4, 5]
+    assert read_steps(reader, 6 - reader.offset)[-1] == 5
+
+
+def test_records_that_the_server_lost_are_sent_again(server: RedisServer, tmp_path: Path) -> None:
+    writer = open_writer(server, tmp_path)
+    for n in range(4):
+        writer.write(record(n))
+    client = connect(server.url)
+    client.flushall()
+    for n in range(2):
+        client.xadd(KEYS[0], {FIELD: encode(record(n))}, id=f"{n + 1}-0")
+    client.set(KEYS[1], 2)
+    assert writer.write(record(4)) == 4
+    assert read_steps(open_reader(server), 5) == [0, 1, 2, 3, 4]
+
+
+def test_lost_records_that_are_no_longer_in_memory_are_named(server: RedisServer, tmp_path: Path) -> None:
+    writer = open_writer(server, tmp_path)
+    for n in range(4):
+        writer.write(record(n))
+    writer._tail.popleft()
+    connect(server.url).flushall()
+    for _ in range(2):
+        with pytest.raises(StreamError, match=r"lost the records of offsets 0\.\.3"):
+            writer.write(record(4))
+
+
+def test_corrupt_and_missing_records_are_reported_with_key_and_offset(server: RedisServer, tmp_path: Path) -> None:
+    client = connect(server.url)
+    client.xadd(KEYS[0], {FIELD: encode(record(0))}, id="1-0")
+    client.xadd(KEYS[0], {FIELD: b"garbage"}, id="2-0")
+    reader = open_reader(server)
+    assert read_steps(reader, 1) == [0]
+    for _ in range(2):
+        with pytest.raises(StreamError, match=r"metrics:a:0}:log, offset 1: not a JSON record"):
+            reader.read(0)
+    client.xdel(KEYS[0], "2-0")
+    client.xadd(KEYS[0], {FIELD: encode(record(2))}, id="3-0")
+    with pytest.raises(StreamError, match="offset 1: the record is gone, the next one there has the id 3-0"):
+        reader.read(0)
+
+
+def test_a_full_server_is_a_stream_error(tmp_path: Path) -> None:
+    config = StreamsConfig(backend="redis", byte_budget=3_000_000)
+    with RedisServer(tmp_path / "redis", config) as server:
+        writer = open_writer(server, tmp_path)
+        with pytest.raises(StreamError, match=r"cannot be written.*(OOM|memory)"):
+            for _ in range(40):
+                writer.write(MetricRecord(source="x" * 200_000, step=0, time=0.0, values={}))
+
+
+def test_a_server_that_is_gone_is_a_stream_error(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", CONFIG) as server:
+        client = connect(server.url, retries=1)
+        writer: RedisWriter[MetricRecord] = RedisWriter(client, KEYS, MetricRecord, tmp_path / "lock", "never")
+        reader: RedisReader[MetricRecord] = RedisReader(connect(server.url, retries=1), KEYS[0], MetricRecord)
+    with pytest.raises(StreamError, match="offset 0 cannot be written"):
+        writer.write(record(0))
+    with pytest.raises(StreamError, match="does not answer"):
+        reader.read(1)
+
+
+def hub(environ_url: str, tmp_path: Path, **config: object) -> StreamHub:
+    return StreamHub(StreamsConfig(backend="redis", **config), RunDir(tmp_path), "r", {REDIS_URL_KEY: environ_url})
+
+
+def test_servers_that_could_lose_records_are_refused(server: RedisServer, tmp_path: Path) -> None:
+    hub("", tmp_path, url=server.url)
+    with pytest.raises(StreamError, match=r"no server\. Set streams\.url"):
+        hub("", tmp_path)
+    with pytest.raises(StreamError, match="cannot be used"):
+        hub("http://x", tmp_path)
+    wrong = server.url.replace("redis://:", "redis://:wrong")
+    with pytest.raises(StreamError, match="does not answer") as caught:
+        hub(wrong, tmp_path)
+    assert "wrong" not in str(caught.value).split("does not answer")[0]
+    connect(server.url).config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(StreamError, match="eviction policy 'allkeys-lru'"):
+        hub(server.url, tmp_path)
+
+
+def test_the_server_needs_its_password_which_is_nowhere_to_be_seen(server: RedisServer, tmp_path: Path) -> None:
+    password = server.url.split("@")[0].removeprefix("redis://:")
+    port = int(server.url.split(":")[-1].split("/")[0])
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis(port=port).ping()
+    process = psutil.Process(server.pid)
+    assert all(password not in part for part in process.cmdline())
+    assert all(password not in value for value in process.environ().values())
+    assert {c.laddr.ip for c in process.net_connections() if c.status == "LISTEN"} == {"127.0.0.1"}
+    for file in (tmp_path / "redis").rglob("*"):
+        assert file.is_dir() or password.encode() not in file.read_bytes()
+
+
+START = """
+import sys, threading
+from pathlib import Path
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.supervise.redis_server import RedisServer
+server = RedisServer(Path(sys.argv[1]), StreamsConfig(backend="redis"))
+print(server.pid, flush=True)
+threading.Event().wait(60)
+"""
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", START, str(tmp_path)], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    server = psutil.Process(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    deadline = time.monotonic() + 10
+    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
