@@ -70,6 +70,7 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
     preflight.check_supported(config, cluster)
     preflight.check_device(config, cluster, nvml_gpu_lister)
+    preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)
     problems = preflight.check_domain(config, os.environ, composed.search_dirs)
     with FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir()) as ports:

@@ -5,6 +5,7 @@ User code is imported in a child process only: the launcher stays free of it (an
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
+from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import last_error, user_error
 from pipelinerl.world import Cluster, WorldMap
@@ -91,6 +93,20 @@ def check_model(model_path: str) -> None:
         raise ConfigError(
             "model_path", model_path, f"{expected}; no such folder, and the hub says: {reason}", _model_help()
         )
+
+
+def check_streams(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Refuse a Redis server of the user's that cannot be reached or would lose records."""
+    url = environ.get(REDIS_URL_KEY) or config.streams.url
+    if config.streams.backend != "redis" or not url:
+        return
+    from pipelinerl.streams.redis_client import check_server, connect
+
+    try:
+        with contextlib.closing(connect(url, retries=1)) as client:
+            check_server(client, url)
+    except StreamError as error:
+        raise UserError(str(error)) from error
 
 
 def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Sequence[Path]) -> str:

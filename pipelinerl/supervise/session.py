@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -18,7 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.records.messages import TrainerMessage
 from pipelinerl.streams.base import TRAINER_TOPIC
-from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
 from pipelinerl.supervise.commands import Command
 from pipelinerl.supervise.completion import TrainingCompletion
 from pipelinerl.supervise.descendants import become_subreaper
@@ -55,8 +56,27 @@ class RunSession:
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
     """Start and supervise all processes, then write the summary and say how it went."""
     _greet(session, moved_to)
+    with _stream_server(session) as environ:
+        return _supervise_and_report(replace(session, environ=environ))
+
+
+@contextmanager
+def _stream_server(session: RunSession) -> Iterator[Mapping[str, str]]:
+    """The environment of the processes, with the address of a Redis server that lives as long as the run if it needs
+    one of its own."""
+    streams = session.config.streams
+    if streams.backend != "redis" or streams.url or session.environ.get(REDIS_URL_KEY):
+        yield session.environ
+        return
+    from pipelinerl.supervise.redis_server import RedisServer
+
+    with RedisServer(session.run_dir.root / "redis", streams) as server:
+        yield {**session.environ, REDIS_URL_KEY: server.url}
+
+
+def _supervise_and_report(session: RunSession) -> Outcome:
     try:
-        hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id)
+        hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, session.environ)
         collector = Collector(hub, session.world, session.run_dir, session.config)
         collector.start()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A launcher whose jobs are small Python scripts: `supervised_run.py RUN_DIR JOBS_JSON [SUPERVISE_JSON]`.
+"""A launcher whose jobs are small Python scripts: `supervised_run.py RUN_DIR JOBS_JSON [SUPERVISE_JSON [BACKEND]]`.
 
 JOBS_JSON maps job names to source text, or to `!` and the path of a program. Used by the tests of
 supervision; everything else is as in a real run.
@@ -23,11 +23,12 @@ from pipelinerl.supervise.workspace import enter, inspect
 from pipelinerl.world import Job, WorldMap
 
 
-def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any]) -> int:
+def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], backend: str) -> int:
     config = RunConfig.model_validate(
         {
             "output_dir": root,
             "supervise": {"heartbeat_interval_s": 0.2, **supervise_section},
+            "streams": {"backend": backend},
             "wandb": {"use_wandb": False},
         }
     )
@@ -50,4 +51,12 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any]) -> 
 
 if __name__ == "__main__":
     Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
-    sys.exit(main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}))
+    more = sys.argv[3:]
+    sys.exit(
+        main(
+            sys.argv[1],
+            json.loads(sys.argv[2]),
+            json.loads(more[0] if more else "{}"),
+            more[1] if len(more) > 1 else "files",
+        )
+    )

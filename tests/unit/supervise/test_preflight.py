@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.supervise import preflight
 from pipelinerl.supervise.machine import usable_cores
 from pipelinerl.world import Cluster, Job, WorldMap
@@ -53,6 +53,13 @@ def test_devices_are_compared_with_the_machine() -> None:
         preflight.check_device(config(), cluster(("2", "0", "12")), lambda: ["GPU-xyz", "GPU-abc"])
     with pytest.raises(ConfigError, match="no NVIDIA driver"):
         preflight.check_device(config(), cluster(("0",)), list)
+
+
+def test_a_redis_server_that_is_not_there() -> None:
+    streams = {"backend": "redis", "url": "redis://127.0.0.1:1/0"}
+    with pytest.raises(UserError, match="does not answer"):
+        preflight.check_streams(config(streams=streams), {})
+    preflight.check_streams(config(streams={"backend": "redis"}), {})
 
 
 def test_a_model_folder(tmp_path: Path) -> None:

@@ -83,10 +83,10 @@ os.kill(os.getpid(), signal.SIGSTOP)
 class Run:
     """A driver process and how to see what became of it."""
 
-    def __init__(self, root: Path, jobs: dict[str, str], supervise: dict[str, Any]) -> None:
+    def __init__(self, root: Path, jobs: dict[str, str], supervise: dict[str, Any], backend: str) -> None:
         self.root = root
         self.process = subprocess.Popen(
-            [sys.executable, str(DRIVER), str(root), json.dumps(jobs), json.dumps(supervise)],
+            [sys.executable, str(DRIVER), str(root), json.dumps(jobs), json.dumps(supervise), backend],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -130,8 +130,8 @@ class Starter:
     def __init__(self, root: Path) -> None:
         self.root, self.runs = root, list[Run]()
 
-    def __call__(self, jobs: dict[str, str], **supervise: Any) -> Run:
-        self.runs.append(Run(self.root / f"run{len(self.runs)}", jobs, supervise))
+    def __call__(self, jobs: dict[str, str], backend: str = "files", **supervise: Any) -> Run:
+        self.runs.append(Run(self.root / f"run{len(self.runs)}", jobs, supervise, backend))
         return self.runs[-1]
 
 
@@ -148,6 +148,16 @@ def test_l8_a_fast_run_completes_and_leaves_nothing(start: Starter) -> None:
     code, stderr, summary = run.end()
     assert (code, summary["status"], summary["reason"]) == (0, "completed", None), stderr
     assert run.descendants() == []
+
+
+def test_a_run_with_a_redis_server_of_its_own(start: Starter) -> None:
+    jobs = {"actor_0": FOLLOWS, "finetune_0": FINISHES}
+    redis = {name: source.replace("StreamsConfig()", "StreamsConfig(backend='redis')") for name, source in jobs.items()}
+    run = start(redis, backend="redis")
+    code, stderr, summary = run.end()
+    assert (code, summary["status"]) == (0, "completed"), stderr
+    assert (run.root / "redis" / "redis.log").is_file()
+    assert "bye" in (run.root / "redis" / "redis.log").read_text()  # the server said that it ended
 
 
 def test_l3_a_job_that_raises_is_named_with_its_error(start: Starter) -> None:
