@@ -1,0 +1,117 @@
+"""The command line of a server from its settings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.inference.arguments import ServerSettings, server_arguments
+
+
+def settings(**kwargs: object) -> ServerSettings:
+    return ServerSettings(**{"model": "/m", "host": "127.0.0.1", "port": 8000, "transport": "gloo", **kwargs})
+
+
+def options(**kwargs: object) -> list[str]:
+    return server_arguments(settings(**kwargs))[0]
+
+
+def value_of(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_the_protocol_options_are_always_there() -> None:
+    argv = options()
+    assert value_of(argv, "--model") == "/m"
+    assert value_of(argv, "--host") == "127.0.0.1"
+    assert value_of(argv, "--port") == "8000"
+    assert value_of(argv, "--served-model-name") == "actor"
+    assert value_of(argv, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(value_of(argv, "--weight-transfer-config")) == {"backend": "pipelinerl_gloo"}
+    assert value_of(argv, "--middleware") == "pipelinerl.inference.auth.TokenMiddleware"
+    assert "--enable-scale-out" in argv
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", ["--some-option"]),
+        (None, ["--some-option"]),
+        (True, ["--some-option"]),
+        (False, ["--no-some-option"]),
+        (4096, ["--some-option", "4096"]),
+        (0.5, ["--some-option", "0.5"]),
+        ("auto", ["--some-option", "auto"]),
+        ({"a": 1}, ["--some-option", '{"a": 1}']),
+        ([1, 2], ["--some-option", "1", "2"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["some-option", "some_option", "--some-option"])
+def test_values_of_every_kind_and_every_spelling(name: str, value: object, expected: list[str]) -> None:
+    argv = options(vllm_kwargs={name: value})
+    assert argv[-len(expected) :] == expected or " ".join(expected) in " ".join(argv)
+    assert argv.count(expected[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num-scheduler-steps", "disable_log_requests", "disable-frontend-multiprocessing", "return-tokens-as-token-ids"],
+)
+def test_options_of_older_versions_are_dropped_with_a_note(name: str) -> None:
+    argv, notes = server_arguments(settings(vllm_kwargs={name: "", "enable-chunked-prefill": ""}))
+    assert "--" + name.replace("_", "-") not in argv
+    assert "--enable-chunked-prefill" in argv
+    assert len(notes) == 1
+    assert name in notes[0]
+
+
+@pytest.mark.parametrize("name", ["port", "api-key", "weight_transfer_config", "scheduler-cls", "middleware", "model"])
+def test_reserved_options_are_refused_with_the_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"vllm_config.vllm_kwargs.{name}"):
+        options(vllm_kwargs={name: "x"})
+
+
+def test_two_spellings_of_one_option_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one spelling"):
+        options(vllm_kwargs={"max-model-len": 1, "max_model_len": 2})
+
+
+def test_raw_logprobs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sampling distribution"):
+        options(vllm_kwargs={"logprobs-mode": "raw_logprobs"})
+
+
+def test_user_options_win_over_defaults() -> None:
+    argv = options(dtype="float32", vllm_kwargs={"dtype": "bfloat16", "seed": 7})
+    assert value_of(argv, "--dtype") == "bfloat16"
+    assert value_of(argv, "--seed") == "7"
+
+
+@pytest.mark.parametrize("given", [None, {"rope_theta": 5}, '{"rope_theta": 5}'])
+def test_the_fp32_head_joins_other_overrides(given: object) -> None:
+    argv = options(fp32_head=True, vllm_kwargs={} if given is None else {"hf-overrides": given})
+    expected = {"head_dtype": "float32"} | ({} if given is None else {"rope_theta": 5})
+    assert json.loads(value_of(argv, "--hf-overrides")) == expected
+
+
+def test_broken_overrides_are_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="hf-overrides"):
+        options(fp32_head=True, vllm_kwargs={"hf-overrides": "{"})
+
+
+def test_no_option_holds_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINERL_SERVER_TOKEN", "very-secret-token-of-the-run")
+    assert not any("very-secret" in word for word in options())
+
+
+def test_the_module_loads_without_torch_and_vllm() -> None:
+    code = (
+        "import sys, pipelinerl.inference.arguments, pipelinerl.inference.auth, pipelinerl.inference.cache_salt;"
+        "import pipelinerl.inference.server, pipelinerl.entrypoints.llm;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,115 @@
+"""The token check, salts and environment of a server, without vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from pipelinerl.inference.arguments import ServerSettings
+from pipelinerl.inference.auth import TokenMiddleware, read_token
+from pipelinerl.inference.cache_salt import salt_for_epoch
+from pipelinerl.inference.server import prepare_environment
+
+TOKEN = "a-token-of-sixteen-or-more"
+
+
+async def respond(kind: str, path: str, *authorization: str, method: str = "GET") -> tuple[bool, list[dict[str, Any]]]:
+    """Whether the application was reached, and what was sent."""
+    reached: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    headers = [(b"authorization", value.encode("latin-1")) for value in authorization]
+    scope = {"type": kind, "path": path, "method": method, "headers": headers}
+    await TokenMiddleware(app, TOKEN)(scope, receive, send)
+    return bool(reached), sent
+
+
+@pytest.mark.parametrize("path", ["/pause", "/v1/models", "/metrics", "/docs", "/health/", "/HEALTH", "//health", "/"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        (),
+        ("",),
+        ("Bearer",),
+        (f"Bearer {TOKEN}x",),
+        (TOKEN,),
+        (f"bearer {TOKEN}",),
+        (f"Bearer {TOKEN}", "Bearer x"),
+        ("ü",),
+    ],
+)
+async def test_nothing_but_the_token_opens_a_route(path: str, headers: tuple[str, ...]) -> None:
+    reached, sent = await respond("http", path, *headers)
+    assert not reached
+    assert sent[0]["status"] == 401
+    assert TOKEN.encode() not in sent[1]["body"]
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+async def test_the_token_opens_every_route(kind: str) -> None:
+    assert await respond(kind, "/pause", f"Bearer {TOKEN}") == (True, [])
+
+
+async def test_health_is_open_for_reading_only() -> None:
+    assert (await respond("http", "/health"))[0]
+    assert not (await respond("http", "/health", method="POST"))[0]
+
+
+async def test_a_websocket_without_token_is_closed() -> None:
+    reached, sent = await respond("websocket", "/health")
+    assert not reached
+    assert sent[0]["type"] == "websocket.close"
+
+
+async def test_lifespan_events_pass() -> None:
+    assert (await respond("lifespan", ""))[0]
+
+
+@pytest.mark.parametrize("environ", [{}, {"PIPELINERL_SERVER_TOKEN": ""}, {"PIPELINERL_SERVER_TOKEN": "short"}])
+def test_a_missing_or_short_token_is_refused_without_quoting_it(environ: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="PIPELINERL_SERVER_TOKEN") as caught:
+        read_token(environ)
+    assert "short" not in str(caught.value)
+
+
+def test_a_server_without_token_ends_with_a_message_and_exit_code_2() -> None:
+    command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", "/nowhere", "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": ""}, check=False)
+    assert done.returncode == 2
+    assert "PIPELINERL_SERVER_TOKEN" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("salt", "epoch", "expected"),
+    [
+        (None, 0, "weights-epoch-0:"),
+        ("mine", 3, "weights-epoch-3:mine"),
+        ("weights-epoch-3:mine", 4, "weights-epoch-4:mine"),
+        ("weights-epoch-12:", 13, "weights-epoch-13:"),
+    ],
+)
+def test_salts_keep_the_callers_part(salt: str | None, epoch: int, expected: str) -> None:
+    assert salt_for_epoch(salt, epoch) == expected
+
+
+def test_environment_opens_control_routes_and_respects_the_users_choices() -> None:
+    settings = ServerSettings("/m", "127.0.0.1", 1, "gloo", vllm_kwargs={"enforce_eager": ""})
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_SERVER_DEV_MODE": "0"}
+    prepare_environment(environ, settings, cpu_kv_cache_gib=0.25)
+    assert environ["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert environ["TORCH_COMPILE_DISABLE"] == "1"
