@@ -1,0 +1,57 @@
+"""Every metric of the loss and the diagnostics has its line in docs/metrics.md, every method its section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rl_samples import make_sample, scored
+
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.finetune.step_metrics import _RENAMED
+from pipelinerl.preprocess import filters
+from pipelinerl.rl.advantages import ADVANTAGES
+from pipelinerl.rl.aggregation import AGGREGATIONS, step_scale
+from pipelinerl.rl.batch import collate
+from pipelinerl.rl.diagnostics import StepDiagnostics
+from pipelinerl.rl.losses import POLICY_LOSSES, Coefficients, LossInputs, compute_loss
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_every_metric_is_explained():
+    sample = scored(make_sample([1], [2, 3], ref_logprobs=[-1.0, -1.0]))
+    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    zeros = torch.zeros(1, 3)
+    inputs = LossInputs.of(batch, zeros, entropy=zeros, values=zeros)
+    names = set(StepDiagnostics.of(inputs, 5.0).values())
+    for name in POLICY_LOSSES:
+        rl = RLConfig(policy_loss=name, advantage_estimator="gae", importance_correction="mask")
+        names |= set(compute_loss(inputs, rl, Coefficients(0.1, 0.1)).metrics)
+    text = (DOCS / "metrics.md").read_text()
+    assert not [name for name in names if f"`{_RENAMED.get(name, name)}`" not in text]
+
+
+def test_every_method_has_a_section():
+    text = (DOCS / "algorithms.md").read_text()
+    for name in (*ADVANTAGES, *POLICY_LOSSES):
+        assert f"\n### {name}" in text, name
+    corrections = get_args(RLConfig.model_fields["importance_correction"].annotation)
+    for name in (*AGGREGATIONS, *(c for c in corrections if c != "none")):
+        assert f"| `{name}`" in text, name
+
+
+def test_config_names_are_the_registered_ones():
+    def literal(field):
+        return set(get_args(RLConfig.model_fields[field].annotation))
+
+    assert literal("policy_loss") == set(POLICY_LOSSES)
+    assert literal("advantage_estimator") == set(ADVANTAGES)
+    assert literal("aggregation") == set(AGGREGATIONS)
+
+
+def test_every_rejection_reason_is_in_the_table():
+    source = Path(filters.__file__).read_text()
+    for reason in ("bad_lengths", "overlong", "zero_advantage", "max_version_lag", "dropped_oldest", "no_ref_logprobs"):
+        assert f"| {reason} " in source
