@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path as FilePath
 
 import torch
 
@@ -43,10 +43,24 @@ def step(path: Path, inputs: list[torch.Tensor], entropy: bool) -> None:
     loss.backward()
 
 
-def peak_mib(device: str, before: float) -> float:
+def start_peak(device: str) -> float:
+    """Forget the peak so far; returns the MiB in use now."""
     if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20 - before
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    # Linux: resets VmHWM, which imports may have driven above what is in use.
+    FilePath("/proc/self/clear_refs").write_text("5")
+    return status_mib("VmRSS")
+
+
+def peak_mib(device: str) -> float:
+    return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else status_mib("VmHWM")
+
+
+def status_mib(name: str) -> float:
+    lines = FilePath("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def measure(name: str, tokens: int, args: argparse.Namespace) -> dict[str, float | str | int]:
@@ -56,12 +70,7 @@ def measure(name: str, tokens: int, args: argparse.Namespace) -> dict[str, float
     # Small first run: libraries, kernels and their workspaces are not what is measured.
     step(PATHS[name], [inputs[0][:8].detach().requires_grad_(), inputs[1], inputs[2][:8]], args.entropy)
     inputs[1].grad = None
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / 2**20
-    else:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = start_peak(args.device)
     seconds = []
     for _ in range(args.repeats):
         start = time.perf_counter()
@@ -73,7 +82,7 @@ def measure(name: str, tokens: int, args: argparse.Namespace) -> dict[str, float
         "path": name,
         "tokens": tokens,
         "seconds": statistics.median(seconds),
-        "peak_mib": peak_mib(args.device, before),
+        "peak_mib": peak_mib(args.device) - before,
     }
 
 

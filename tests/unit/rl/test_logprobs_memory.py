@@ -23,5 +23,5 @@ def peak_mib(path):
 def test_chunks_need_at_most_two_fifths_of_the_memory():
     # Logits of 4096 x 8192 in fp32 are 128 MiB; the plain path holds several copies, a chunk of 1024 rows a quarter.
     chunked, plain = peak_mib("chunked"), peak_mib("plain")
-    assert plain > 300
+    assert plain > 256
     assert chunked < 0.4 * plain
