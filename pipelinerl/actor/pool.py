@@ -194,10 +194,10 @@ class WorkerPool:
             worker.process.pid,
             len(worker.waiting) - 1,
         )
-        # The new one first: there is always a worker to hand rollouts to.
-        await self._start_worker(worker.index)
         worker.replaced = True
         self.replaced_workers += 1
+        # The new one first: there is always a worker to hand rollouts to.
+        await self._start_worker(worker.index)
         self._workers.remove(worker)
         _kill(worker)
         for waiting_ticket, future in worker.waiting.items():

@@ -1,0 +1,148 @@
+"""What the actor does when a worker dies, a rollout never returns, user code is wrong, or a server refuses it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes.actor_run import TASK, ActorRun, CountingTrainer
+from fakes.fake_server import FakeServer
+from fakes.random_model import save_random_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"))
+
+
+def follow_version(server: FakeServer) -> Callable[[int], None]:
+    def set_version(version: int) -> None:
+        server.version = str(version)
+
+    return set_version
+
+
+def edited_task(body: str) -> str:
+    """The standard task with `body` at the start of each rollout."""
+    marker = "    calls = []\n"
+    assert marker in TASK
+    return TASK.replace(marker, body + marker)
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, model: Path) -> None:
+    with FakeServer(token_delay_s=0.05) as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token)
+        with run.started(), CountingTrainer(run, steps=10_000, on_version=follow_version(server)):
+            deadline = time.monotonic() + 60
+            while not server.requests and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert run.process is not None
+            (worker,) = psutil.Process(run.process.pid).children()
+            killed = time.monotonic()
+            os.kill(worker.pid, signal.SIGKILL)
+            assert run.wait(30) == 1
+            assert time.monotonic() - killed < 30
+    assert f"rollout worker 0 (pid {worker.pid}) ended by signal SIGKILL" in run.stderr
+
+
+def test_a_rollout_that_never_returns_costs_only_itself(tmp_path: Path, model: Path) -> None:
+    task = edited_task(
+        "    if problem['dataset'] == 'train' and llm.seed % 4 == 0:\n        await asyncio.Event().wait()\n"
+    )
+    with FakeServer() as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token, task, actor={"rollout_timeout_s": 1.5})
+        with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)) as trainer:
+            assert run.wait(90) == 0, run.stderr
+    assert len(trainer.batches) == 3
+    timed_out = [fate for fate in run.fates if fate.reason == "rollout_timeout"]
+    assert timed_out and all(fate.fate == "failed" and fate.num_rollouts >= 1 for fate in timed_out)
+    by_id = {group.id: group for group in run.groups}
+    partial = [by_id[fate.group_id] for fate in timed_out if fate.group_id in by_id]
+    assert all(group.failed_rollouts == 1 and len(group.rollouts) == 1 for group in partial)
+    assert len(run.evaluations) == 2
+
+
+def test_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(tmp_path: Path, model: Path) -> None:
+    flag = tmp_path / "blocked"
+    task = edited_task(
+        f"    import pathlib, time\n    flag = pathlib.Path({str(flag)!r})\n"
+        "    if problem['dataset'] == 'train' and not flag.exists():\n"
+        "        flag.touch()\n        time.sleep(600)\n"
+    )
+    with FakeServer() as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token, task, actor={"rollout_timeout_s": 1.5})
+        with run.started(), CountingTrainer(run, steps=2, on_version=follow_version(server)) as trainer:
+            assert run.wait(120) == 0, run.stderr
+    assert flag.exists() and len(trainer.batches) == 2
+    assert "is stuck in user code and is replaced" in run.stderr
+
+
+def test_a_rollout_that_returns_nothing_is_a_user_error(tmp_path: Path, model: Path) -> None:
+    with FakeServer() as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token, edited_task("    return None\n"))
+        with run.started(), CountingTrainer(run, steps=2, on_version=follow_version(server)):
+            assert run.wait(60) == 2
+    (message,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert "my_task.py" in message and "returned None, expected a RolloutResult" in message
+    assert "Traceback" not in run.stderr
+
+
+def test_evaluations_that_fail_do_not_end_training_and_grader_errors_cost_their_rollout(
+    tmp_path: Path, model: Path
+) -> None:
+    task = edited_task(
+        "    if problem['dataset'] == 'test' or llm.seed % 4 == 0:\n        raise ZeroDivisionError('grader')\n"
+    )
+    with FakeServer() as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token, task, eval_every_n_versions=1)
+        with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)) as trainer:
+            assert run.wait(60) == 0, run.stderr
+    assert len(trainer.batches) == 3 and run.evaluations == []
+    assert "the evaluation due at version 3 failed" in run.stderr
+    assert {fate.reason for fate in run.fates} <= {"exception_ZeroDivisionError", "training_done"}
+    assert "grader" in run.stderr
+
+
+def test_a_wrong_token_ends_the_run(tmp_path: Path, model: Path) -> None:
+    with FakeServer() as server:
+        run = ActorRun(tmp_path, model, [server.url], "another-token-0123456789")
+        with run.started(), CountingTrainer(run, steps=2, on_version=follow_version(server)):
+            assert run.wait(60) == 1
+    assert "status 401" in run.stderr
+    assert "another-token" not in run.stderr
+
+
+def test_evaluations_beside_training_and_two_servers(tmp_path: Path, model: Path) -> None:
+    with FakeServer(token_delay_s=0.002) as first, FakeServer(token_delay_s=0.002) as second:
+
+        def set_version(version: int) -> None:
+            first.version = second.version = str(version)
+
+        second.token = first.token
+        run = ActorRun(
+            tmp_path,
+            model,
+            [first.url, second.url],
+            first.token,
+            max_lag=16,
+            eval_every_n_versions=2,
+            actor={"rollout_workers": 2, "test_samples": 4},
+        )
+        with run.started(), CountingTrainer(run, steps=5, on_version=set_version, step_s=0.5):
+            assert run.wait(90) == 0, run.stderr
+    assert [(result.due_version, result.is_final) for result in run.evaluations] == [
+        (0, False),
+        (2, False),
+        (4, False),
+        (5, True),
+    ]
+    assert all(result.num_rollouts == 4 for result in run.evaluations)
+    # The least busy server is taken, so both have work.
+    assert min(len(first.requests), len(second.requests)) > 0.3 * len(first.requests + second.requests)
+    seeds = [request["sampling_params"]["seed"] for request in first.requests + second.requests]
+    assert len(set(seeds)) > len(seeds) / 2
