@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipelinerl.config.arguments import Arguments, parse_arguments
 from pipelinerl.config.help_text import help_text
 from pipelinerl.config.keys import known_keys
+from pipelinerl.config.linked import settle_linked_keys
 from pipelinerl.config.messages import faults_of, raise_faults
 from pipelinerl.config.paths import conf_dir, group_file
+from pipelinerl.config.retired import take_retired_keys
 from pipelinerl.config.rules import advice, validate
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
@@ -46,16 +50,12 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     Raises:
         ConfigError: anything that the user has to change; every message has key, value, expectation and next step.
     """
-    from pydantic import ValidationError
-
-    from pipelinerl.config.hydra_compose import compose_plain
-    from pipelinerl.config.linked import settle_linked_keys
-    from pipelinerl.config.retired import take_retired_keys
-
     arguments = parse_arguments(argv)
     search_dirs = [arguments.config_dir] if arguments.config_dir else []
     if arguments.help:
         return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()]), search_dirs=search_dirs)
+    from pipelinerl.config.hydra_compose import compose_plain  # late: the help needs no Hydra
+
     composed = compose_plain(arguments)
     if arguments.show_config:
         return ComposedConfig(help_text=composed.to_yaml(), search_dirs=search_dirs)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.hydra_compose import compose_plain
-from pipelinerl.config.key_notes import HONOURED, NO_EFFECT, REFUSED_VALUES
+from pipelinerl.config.key_notes import HONOURED, NO_EFFECT, REFUSED, REFUSED_VALUES
 from pipelinerl.config.keys import known_keys
 from pipelinerl.config.retired import RETIRED_KEYS
 
@@ -49,6 +49,8 @@ def _row(key: str, shipped: dict[str, Any]) -> str:
         value = value[part]
     if key in NO_EFFECT:
         status, note = "does nothing", NO_EFFECT[key]
+    elif key in REFUSED:
+        status, note = "refused", REFUSED[key]
     else:
         status, note = "honoured", HONOURED[key]
     if key in REFUSED_VALUES:

@@ -141,6 +141,30 @@ def quantised_base(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def adapters(config: RunConfig) -> ConfigError | None:
+    """All weights are trained."""
+    if config.finetune.lora.enabled:
+        return ConfigError(
+            "finetune.lora.enabled",
+            True,
+            "false: adapters are not trained, all weights are",
+            "Leave it out; deepspeed_config=deepspeed_stage3_bf16_offload needs the least GPU memory.",
+        )
+    return None
+
+
+def one_schedule(config: RunConfig) -> ConfigError | None:
+    """Sampling and training always overlap; `max_lag` says how far."""
+    if config.schedule != "pipeline":
+        return ConfigError(
+            "schedule",
+            config.schedule,
+            "pipeline; how far sampling runs ahead is set by max_lag",
+            "Use max_lag=0 to sample, train and sample again.",
+        )
+    return None
+
+
 def one_backend(config: RunConfig) -> ConfigError | None:
     """DeepSpeed and FSDP both want to shard the model."""
     if config.use_deepspeed and config.use_fsdp:
@@ -200,6 +224,8 @@ RULES = (
     unpacked_batch,
     seq_parallel,
     quantised_base,
+    adapters,
+    one_schedule,
     one_backend,
     interrupt_step,
     steps_to_save,

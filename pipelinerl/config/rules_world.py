@@ -95,16 +95,28 @@ def subset(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def servers_of_others(config: RunConfig) -> ConfigError | None:
-    """Existing servers are for looking, not for training."""
-    if config.debug.use_existing_llms and config.debug.mode not in ("actor", "preprocessor"):
+def own_streams(config: RunConfig) -> ConfigError | None:
+    """A run reads what it wrote."""
+    if config.debug.streams_from is not None:
         return ConfigError(
-            "debug.use_existing_llms",
-            True,
-            "false, or debug.mode=actor or preprocessor: servers of another run take no weights from this one",
-            "Set debug.mode=actor.",
+            "debug.streams_from",
+            config.debug.streams_from,
+            "null: a run reads its own streams",
+            "Leave it out; to go on with that run, give its folder as output_dir.",
         )
     return None
 
 
-RULES = (shares, actor_share, trainer_share, stream_url, heartbeat, subset, servers_of_others)
+def rollout_function(config: RunConfig) -> ConfigError | None:
+    """Rollouts come from `actor.rollout_policy`."""
+    if config.actor.agent_func_path is not None:
+        return ConfigError(
+            "actor.agent_func_path",
+            config.actor.agent_func_path,
+            "null: rollouts come from actor.rollout_policy",
+            "Write an async generate_rollout that calls your agent, and name it there.",
+        )
+    return None
+
+
+RULES = (shares, actor_share, trainer_share, stream_url, heartbeat, subset, own_streams, rollout_function)

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.config.compose import compose
 from pipelinerl.config.document import renew
-from pipelinerl.config.key_notes import HONOURED, NO_EFFECT, REFUSED_VALUES
+from pipelinerl.config.key_notes import HONOURED, NO_EFFECT, REFUSED, REFUSED_VALUES
 from pipelinerl.config.keys import default_of, known_keys
 from pipelinerl.config.retired import RETIRED_KEYS
 from pipelinerl.errors import ConfigError
@@ -20,11 +20,29 @@ PAGE = ROOT / "docs" / "configuration.md"
 FOR_USER_CODE = re.compile(
     r"custom|environment|rewards\..*|actor\.(system_prompt|task_template|task_prompt|discount_factor)"
 )
-# Names of the configuration's own code only: twins of other keys, values that are only refused.
+# Read by the configuration itself: twins of other keys, and factors of `samples_per_step`.
 IN_CONFIG_ONLY = re.compile(
-    r"finetune\.(max_lag|attempts|pop_old_data|force_restart|seq_parallel)|preprocess\.pop_old_data|attempts"
-    r"|finetune\.lora\.base_model_.bit|finetune\.rl\.temperature|llm\.parameters\.top_p"
+    r"finetune\.(max_lag|attempts|pop_old_data|force_restart|gradient_accumulation_passes|rl\.temperature)"
+    r"|preprocess\.pop_old_data|attempts"
 )
+# Values that each refused key does not take. Those with None are refused by the launcher, which still plans them.
+REFUSED_WORDS: dict[str, str | None] = {
+    "schedule": "concurrent",
+    "actor.agent_func_path": "a.b",
+    "finetune.seq_parallel": "2",
+    "finetune.lora.enabled": "true",
+    "finetune.lora.base_model_8bit": "true",
+    "finetune.lora.base_model_4bit": "true",
+    "llm.parameters.top_p": "0.9",
+    "llm.parameters.top_k": "5",
+    "finetune.optim": "lion",
+    "finetune.objective": "sft",
+    "finetune.rl.aggregate_loss": "mean",
+    "supervise.max_restarts": None,
+    "debug.mode": None,
+    "debug.streams_from": "y",
+    "debug.use_existing_llms": None,
+}
 # Required, bound to another key, and merged with what base.yaml says.
 SET_ELSEWHERE = ("output_dir", "finetune.rl.temperature", "vllm_config.vllm_kwargs")
 
@@ -35,9 +53,17 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_key_has_one_note() -> None:
-    assert set(HONOURED) & set(NO_EFFECT) == set()
-    assert set(HONOURED) | set(NO_EFFECT) == set(known_keys())
-    assert set(REFUSED_VALUES) <= set(known_keys())
+    noted = [*HONOURED, *NO_EFFECT, *REFUSED]
+    assert sorted(noted) == sorted(known_keys())
+    assert set(REFUSED_VALUES) <= set(HONOURED)
+
+
+def test_refused_keys_are_refused() -> None:
+    assert set(REFUSED_WORDS) == set(REFUSED)
+    for key, value in REFUSED_WORDS.items():
+        if value is not None:
+            with pytest.raises(ConfigError, match=f"^{re.escape(key)}: got "):
+                compose(["output_dir=x", f"{key}={value}"])
 
 
 def test_retired_keys_are_not_in_the_schema() -> None:

@@ -65,7 +65,10 @@ CASES = {
     "stream_url": (["streams.url=redis://localhost:1/0"], "streams.url: got 'redis://localhost:1/0', expected null"),
     "heartbeat": (["supervise.heartbeat_timeout_s=1"], "supervise.heartbeat_timeout_s: got 1.0, expected more than"),
     "subset": (["train_subset={begin:5,end:5}"], "train_subset: got {'begin': 5, 'end': 5}"),
-    "servers_of_others": (["debug.use_existing_llms=true"], "debug.use_existing_llms: got True"),
+    "own_streams": (["debug.streams_from=results/y"], "debug.streams_from: got 'results/y', expected null"),
+    "rollout_function": (["actor.agent_func_path=a.b"], "actor.agent_func_path: got 'a.b', expected null"),
+    "adapters": (["finetune.lora.enabled=true"], "finetune.lora.enabled: got True, expected false"),
+    "one_schedule": (["schedule=conventional"], "schedule: got 'conventional', expected pipeline"),
 }
 # The composition already makes these agree.
 NEEDS_NO_CASE = {"linked_keys"}
