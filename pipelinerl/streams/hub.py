@@ -83,9 +83,9 @@ def _redis_url(config: StreamsConfig, environ: Mapping[str, str]) -> str | None:
     url = environ.get(REDIS_URL_KEY) or config.url
     if not url:
         raise StreamError(f"streams=redis: no server. Set streams.url, or start the process with {REDIS_URL_KEY}")
-    from pipelinerl.streams.redis_client import check_server, connect
+    from pipelinerl.streams.redis_client import CHECK_RETRIES, check_server, connect
 
-    with contextlib.closing(connect(url)) as client:
+    with contextlib.closing(connect(url, CHECK_RETRIES)) as client:
         check_server(client, url)
     return url
 

