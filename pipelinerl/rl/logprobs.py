@@ -142,6 +142,8 @@ class _FusedHead(torch.autograd.Function):
         temperature, chunk_tokens, with_entropy, fp32_head = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         wide = _wide(hidden.dtype)
+        # d z / d logits: on vectors here, instead of one more pass over every chunk.
+        grad_logprobs, grad_entropy = grad_logprobs / temperature, grad_entropy / temperature
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_bias else None
@@ -149,7 +151,6 @@ class _FusedHead(torch.autograd.Function):
             part = slice(start, start + chunk_tokens)
             scores = _scores(hidden[part], weight, bias, temperature, fp32_head).sub_(log_norm[part, None])
             slope = _slope(scores, targets[part], grad_logprobs[part], grad_entropy[part], entropy[part], with_entropy)
-            slope.div_(temperature)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             slope = slope.to(hidden.dtype)
@@ -172,7 +173,7 @@ def _scores(
     logits = _matmul(hidden, weight.T) if fp32_head else (hidden @ weight.T).to(_wide(hidden.dtype))
     if bias is not None:
         logits += bias
-    return logits.div_(temperature)
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _slope(
@@ -183,7 +184,7 @@ def _slope(
     entropy: torch.Tensor,
     with_entropy: bool,
 ) -> torch.Tensor:
-    """Gradient with respect to z = logits / temperature (formulas in the module docstring). Overwrites `log_p`."""
+    """Gradient with respect to z (formulas in the module docstring), scaled like its inputs. Overwrites `log_p`."""
     if with_entropy:
         p = log_p.exp()
         slope = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(p)

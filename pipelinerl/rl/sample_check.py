@@ -40,14 +40,15 @@ def find_fault(sample: Sample) -> str | None:
         check_sample(sample)
     except ValueError:
         return "bad_lengths"
-    if not all(_is_logprob(value) for value in sample.logprobs):
+    if not _are_logprobs(sample.logprobs):
         return "bad_logprob"
-    if not all(_is_logprob(value) for value in sample.ref_logprobs):
+    if not _are_logprobs(sample.ref_logprobs):
         return "bad_ref_logprob"
     if not math.isfinite(sample.reward):
         return "bad_reward"
     return None
 
 
-def _is_logprob(value: float) -> bool:
-    return math.isfinite(value) and LOWEST_LOGPROB < value <= 1e-3
+def _are_logprobs(values: list[float]) -> bool:
+    """Three passes in C: a NaN or an infinity anywhere makes the sum one too."""
+    return not values or (math.isfinite(sum(values)) and min(values) > LOWEST_LOGPROB and max(values) <= 1e-3)
