@@ -18,7 +18,7 @@ MAX_POSITIONS = 1024
 # A low base gives every head frequencies that tell neighbouring positions apart; the prompts are short.
 ROPE_THETA = 100.0
 _FREQUENCIES = 12
-_LOOK_BACK_BIAS = 6.0
+_LOOK_BACK_BIAS = 4.0
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, tie_word_embeddings: bool = False) -> Qwen2ForCausalLM:

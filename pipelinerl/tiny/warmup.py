@@ -30,8 +30,9 @@ class WarmupSettings:
     careless: float = 0.5
     careful_steps: int = 200
     mixed_steps: int = 60
+    repeats: float = 0.8
     batch_turns: int = 256
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     deadline_s: float = 80.0
     evaluation_games: int = 1024
 
@@ -101,14 +102,22 @@ def _draw_turns(rng: np.random.Generator, encoder: TurnEncoder, settings: Warmup
     random_share = np.where(rng.random(batch) < 0.5, 1.0, max(careless, 0.2))
     for _ in range(int(rng.integers(settings.max_turns))):
         guesses = midpoints(history, answers, high)
-        at_random = rng.random(batch) < random_share
-        guesses = np.where(at_random, rng.integers(1, high + 1, batch), guesses)
+        guesses = np.where(rng.random(batch) < random_share, rng.integers(1, high + 1, batch), guesses)
         # a game that was won would have no further turn: put any wrong number instead
         guesses = np.where(guesses == answers, guesses % high + 1, guesses)
         history = np.concatenate([history, guesses[:, None]], axis=1)
     targets = midpoints(history, answers, high)
-    targets = np.where(rng.random(batch) < careless, rng.integers(1, high + 1, batch), targets)
+    thoughtless = _careless_guesses(rng, history, high, settings.repeats)
+    targets = np.where(rng.random(batch) < careless, thoughtless, targets)
     return np.concatenate([encoder.prompts(history, answers), encoder.outputs(targets)], axis=1)
+
+
+def _careless_guesses(rng: np.random.Generator, history: Ints, high: int, repeats: float) -> Ints:
+    """Return the last guess again for a share ``repeats`` of the rows of ``history``, and any number for the others."""
+    anything = rng.integers(1, high + 1, len(history))
+    if history.shape[1] == 0:
+        return anything
+    return np.where(rng.random(len(history)) < repeats, history[:, -1], anything)
 
 
 def _imitate(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: Ints, prefix_tokens: int) -> float:

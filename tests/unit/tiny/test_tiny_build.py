@@ -1,0 +1,88 @@
+"""The tiny model's folder: complete, reused, never written over something else; and the command around it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from pipelinerl.commands.tiny_model import main
+from pipelinerl.tiny.build import build_tiny_model, model_key
+from pipelinerl.tiny.model import build_model
+from pipelinerl.tiny.tokenizer import build_tokenizer
+from pipelinerl.tiny.warmup import WarmupSettings, warm_up
+
+SHORT = WarmupSettings(high=16, careful_steps=3, mixed_steps=2, batch_turns=8, evaluation_games=16)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_folder_loads_and_is_reused(tmp_path: Path, tied: bool) -> None:
+    lines: list[str] = []
+    folder = tmp_path / "deep" / "model"
+    args = {"seed": 1, "tie_word_embeddings": tied, "warmup": None, "progress": lines.append}
+    assert build_tiny_model(folder, **args) == folder
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert 400_000 < model.num_parameters() < 2_000_000
+    assert model.config.model_type == "qwen2" and model.config.tie_word_embeddings is tied
+    assert model.config.vocab_size == len(tokenizer)
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    build_tiny_model(folder, **args)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written and "up to date" in lines[-1]
+    build_tiny_model(folder, **{**args, "seed": 2})
+    assert (folder / "model.safetensors").stat().st_mtime_ns != written
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not a tiny model"):
+        build_tiny_model(tmp_path, seed=1, warmup=None, progress=print)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_the_key_follows_every_setting() -> None:
+    keys = {
+        model_key(seed=seed, tie_word_embeddings=tied, warmup=warmup)
+        for seed in (1, 2)
+        for tied in (False, True)
+        for warmup in (None, SHORT, dataclasses.replace(SHORT, careless=0.9))
+    }
+    assert len(keys) == 12
+
+
+def test_the_warm_up_lowers_the_loss_and_repeats_itself() -> None:
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer(16)
+    states = []
+    for _ in range(2):
+        model = build_model(tokenizer, seed=1)
+        result = warm_up(model, tokenizer, SHORT, seed=1, progress=lambda line: None)
+        assert result.steps == 5 and not result.cut_short
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_warm_up_that_is_too_slow_stops_at_its_deadline() -> None:
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer(16)
+    settings = dataclasses.replace(SHORT, careful_steps=10**6, deadline_s=1.0)
+    result = warm_up(build_model(tokenizer, seed=1), tokenizer, settings, seed=1, progress=lambda line: None)
+    assert result.cut_short and 0 < result.steps < 10**6
+
+
+def test_the_command_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    assert main(["--output", str(folder), "--seed", "3", "--tied", "--no-warmup"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder)
+    record = json.loads((folder / "tiny_model.json").read_text())
+    assert record["seed"] == 3 and record["tie_word_embeddings"] is True and record["warmup"] is None
+
+
+def test_the_command_explains_a_folder_that_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["--output", str(tmp_path), "--no-warmup"]) == 2
+    assert "Choose another one" in capsys.readouterr().err
