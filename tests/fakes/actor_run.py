@@ -70,7 +70,7 @@ class ActorRun:
         model: folder with a tokenizer.
         server_urls: of the servers.
         token: of the servers.
-        task: source of the module `my_task` with `load_problems` and `generate_rollout`.
+        task: source of the module `module` with `load_problems` and `generate_rollout`.
         overrides: keys of the configuration that differ from small defaults.
     """
 
@@ -81,6 +81,7 @@ class ActorRun:
         server_urls: Sequence[str],
         token: str,
         task: str = TASK,
+        module: str = "my_task",
         incarnation: int = 0,
         **overrides: Any,
     ) -> None:
@@ -88,7 +89,7 @@ class ActorRun:
         self.token = token
         self.task_dir = root / "task"
         self.task_dir.mkdir(parents=True, exist_ok=True)
-        (self.task_dir / "my_task.py").write_text(textwrap.dedent(task), encoding="utf-8")
+        (self.task_dir / f"{module}.py").write_text(textwrap.dedent(task), encoding="utf-8")
         self.config = RunConfig.model_validate(_merge(_defaults(self.files.root, model), overrides))
         self.files.config_file.parent.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.files.config_file)
