@@ -1,48 +1,65 @@
-"""The last error in a log file, short enough for one message. Used by the supervisor to say why a job ended."""
+"""The last error in the logs of a process, short enough for one message. Used to say why a job ended."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-_TAIL_BYTES = 256 * 1024
+_TAIL_BYTES = 2 * 2**20
 _TRACEBACK = "Traceback (most recent call last):"
 _PREFIX = re.compile(r"^\((?:\w+ )*pid=\d+\)\s*(?:[A-Z]+ [\d\-]+ [\d:.,]+ \[[^\]]*\]\s?)?")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failed)\b.*")
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)(?:, in |$)')
-_SECONDARY = ("See root cause above", "Engine core initialization failed")
+_DEATH = re.compile(r".*\bdied unexpectedly\b.*")
+_CONSEQUENCES = ("See root cause above", "Engine core initialization failed", "EngineDeadError", "CancelledError")
+# What libraries print while an interpreter shuts down; never why it did.
+_NOISE = re.compile(r"nanobind|^ - (?:leaked|\.\.\.)|resource_tracker|^\s+warnings\.warn\(")
 _USER_ERROR = "error: "
 _MAX_CHARS = 2000
 
 
-def last_error(log_file: Path, offset: int = 0) -> str:
-    """What a process last complained about, as one to six lines.
+@dataclass(frozen=True)
+class LogPart:
+    """What one process wrote to a log: `file` from the byte `offset` on."""
 
-    The exception and place of the last traceback (and of the one before, often its cause); without a traceback, the
-    last lines. `offset` skips what an earlier process wrote. An empty file gives an explanation instead.
+    file: Path
+    offset: int = 0
+
+
+def last_error(*parts: LogPart) -> str:
+    """What a process last complained about, as one to five lines.
+
+    The exception and place of the last traceback (and of the one before, often its cause), from whichever log has one;
+    without a traceback, the last lines of the first log that has any.
+
+    Args:
+        parts: the logs of the process, the most telling one last if there are tracebacks in several.
     """
-    lines = _tail(log_file, offset)
-    if not lines:
-        return f"it wrote nothing to {log_file.name}"
-    errors = _exceptions(lines)
-    text = "\n".join(errors[-2:]) if errors else "\n".join(lines[-5:])
-    return text[-_MAX_CHARS:]
+    logs = [[line for line in _tail(part) if not _NOISE.search(line)] for part in parts]
+    errors = [error for lines in logs for error in _exceptions(lines)]
+    if errors:
+        return "\n".join(errors[-2:])[-_MAX_CHARS:]
+    for lines in reversed(logs):
+        if lines:
+            return "\n".join(lines[-5:])[-_MAX_CHARS:]
+    return f"it wrote nothing to {' or '.join(part.file.name for part in parts)}"
 
 
-def user_error(log_file: Path, offset: int = 0) -> str | None:
+def user_error(part: LogPart) -> str | None:
     """The message after `error: ` that a role with exit code 2 printed, or None."""
-    lines = _tail(log_file, offset)
+    lines = _tail(part)
     for index in range(len(lines) - 1, -1, -1):
         if lines[index].startswith(_USER_ERROR):
             return "\n".join(lines[index:]).removeprefix(_USER_ERROR)[:_MAX_CHARS]
     return None
 
 
-def _tail(log_file: Path, offset: int) -> list[str]:
+def _tail(part: LogPart) -> list[str]:
     try:
-        with log_file.open("rb") as file:
+        with part.file.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(offset, size - _TAIL_BYTES))
+            file.seek(max(part.offset, size - _TAIL_BYTES))
             data = file.read()
     except FileNotFoundError:
         return []
@@ -51,7 +68,8 @@ def _tail(log_file: Path, offset: int) -> list[str]:
 
 
 def _exceptions(lines: list[str]) -> list[str]:
-    """`exception text (file:line)` of every traceback, in order, without repeats and without mere consequences."""
+    """`exception text (file:line)` of every traceback and every note of a death, in order, without repeats and without
+    mere consequences."""
     found: list[str] = []
     place, inside = "", False
     for line in lines:
@@ -64,6 +82,8 @@ def _exceptions(lines: list[str]) -> list[str]:
         elif inside and not line.startswith(" ") and (_EXCEPTION.match(line) or place):
             inside = False
             entry = f"{line} ({place})" if place else line
-            if entry not in found and not any(word in line for word in _SECONDARY):
+            if entry not in found and not any(word in line for word in _CONSEQUENCES):
                 found.append(entry)
+        elif not inside and _DEATH.match(line) and line not in found:
+            found.append(line)
     return found

@@ -20,7 +20,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
-from pipelinerl.supervise.last_error import last_error, user_error
+from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.world import Cluster, WorldMap
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
@@ -138,11 +138,11 @@ def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Seq
                 f"over {DOMAIN_CHECK_TIMEOUT_S:.0f} s to import and load its problems. Make the module quick to import."
             ) from error
         if done.returncode == EXIT_USER_ERROR:
-            raise UserError(user_error(log) or last_error(log))
+            raise UserError(user_error(LogPart(log)) or last_error(LogPart(log)))
         if done.returncode != 0:
             raise DomainError(
                 f"the check of dataset_loader {config.dataset_loader} and actor.rollout_policy "
-                f"{config.actor.rollout_policy} failed: {last_error(log)}"
+                f"{config.actor.rollout_policy} failed: {last_error(LogPart(log))}"
             )
         printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
         return printed[-1] if printed else ""

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO
 
 import msgspec
+
+from pipelinerl.supervise.last_error import LogPart
 
 
 class ChildExited(msgspec.Struct, frozen=True):
@@ -36,14 +37,14 @@ Event = ChildExited | Interrupted
 
 @dataclass
 class Child:
-    """A running child. `pid` is also the id of its process group and session; `log_offset` is where its output starts
-    in `stderr_file`."""
+    """A running child. `pid` is also the id of its process group and session; `stdout` and `stderr` are its part of
+    the job's logs (an earlier process of the same job wrote the part before)."""
 
     name: str
     pid: int
-    stderr_file: Path
+    stdout: LogPart
+    stderr: LogPart
     started_at: float
-    log_offset: int = 0
     returncode: int | None = None
 
     def signal_group(self, signum: int) -> None:
@@ -76,9 +77,9 @@ def spawn(
         OSError: the program cannot be started.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    stderr_file = folder / "stderr.log"
-    with _append(folder / "stdout.log") as out, _append(stderr_file) as err:
-        log_offset = err.tell()
+    stdout_file, stderr_file = folder / "stdout.log", folder / "stderr.log"
+    with stdout_file.open("ab") as out, stderr_file.open("ab") as err:
+        stdout, stderr = LogPart(stdout_file, out.tell()), LogPart(stderr_file, err.tell())
         process = subprocess.Popen(
             argv,
             env=dict(environ),
@@ -88,7 +89,7 @@ def spawn(
             start_new_session=True,
             pass_fds=tuple(inherited_fds),
         )
-    child = Child(name, process.pid, stderr_file, now, log_offset)
+    child = Child(name, process.pid, stdout, stderr, now)
 
     def wait() -> None:
         child.returncode = process.wait()
@@ -108,7 +109,3 @@ def describe_exit(returncode: int) -> str:
         name = f"signal {-returncode}"
     hint = " (out of memory? see the kernel log)" if name == "SIGKILL" else ""
     return f"killed by {name}{hint}"
-
-
-def _append(file: Path) -> BinaryIO:
-    return file.open("ab")

@@ -19,7 +19,7 @@ from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.supervise.commands import JOB_KEY, Command, child_environment
 from pipelinerl.supervise.descendants import end_all, wait_gone
 from pipelinerl.supervise.heartbeat import read_heartbeat
-from pipelinerl.supervise.last_error import last_error, user_error
+from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
 from pipelinerl.supervise.process import Child, ChildExited, Event, Interrupted, describe_exit, spawn
@@ -139,14 +139,14 @@ class Supervisor:
         event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
         child = self._children[event.name]
         if verdict.kind == "user_error":
-            message = user_error(child.stderr_file, child.log_offset)
+            message = user_error(child.stderr)
             if message is not None:
                 return Outcome("failed", f"{event.name}: {message}", EXIT_USER_ERROR, event.name)
-        reason = f"{event.name} {verdict.reason}. Last error: {last_error(child.stderr_file, child.log_offset)}"
+        reason = f"{event.name} {verdict.reason}. Last error: {last_error(child.stdout, child.stderr)}"
         others = [f"{e.name} ({describe_exit(e.returncode)})" for e, _ in ends if e.name != event.name]
         if others:
             reason += f"\nAlso ended: {', '.join(others)}"
-        return Outcome("failed", f"{reason}\nIts log: {child.stderr_file}", EXIT_RUN_FAILED, event.name)
+        return Outcome("failed", f"{reason}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, event.name)
 
     def _blame_order(self, end: tuple[ChildExited, Verdict]) -> int:
         """User errors first, then what was killed by a signal, then servers, then the rest."""
@@ -172,13 +172,13 @@ class Supervisor:
         return None
 
     def _blame_stuck(self, child: Child, reason: str) -> Outcome:
-        error = last_error(child.stderr_file, child.log_offset)
-        offset = child.stderr_file.stat().st_size
+        error = last_error(child.stdout, child.stderr)
+        dump = LogPart(child.stderr.file, child.stderr.file.stat().st_size)
         child.dump_stacks()
         wait_gone([child.pid], _STACK_DUMP_S)
-        stacks = last_error(child.stderr_file, offset)
+        stacks = last_error(dump)
         message = f"{child.name} {reason}. Last error: {error}\nIts threads at the end: {stacks}"
-        return Outcome("failed", f"{message}\nIts log: {child.stderr_file}", EXIT_RUN_FAILED, child.name)
+        return Outcome("failed", f"{message}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, child.name)
 
     def _late_finish(self) -> Outcome:
         names = ", ".join(self.policy.unfinished)
