@@ -7,6 +7,7 @@ part of the next one, and leaves a packed copy of tied embeddings behind on CPUs
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -25,7 +26,7 @@ class CheckedReload:
     """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle."""
 
     model: torch.nn.Module
-    model_config: object
+    model_config: Any
 
     def start_weight_update(self) -> None:
         """Prepare every layer for new weights, after forgetting what a failed update left."""
@@ -81,7 +82,7 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
 
 
 def _is_tied(model: torch.nn.Module) -> bool:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(text_config, "tie_word_embeddings", False))
 

@@ -21,7 +21,7 @@ class WeightUpdateExtension:
 
     vllm_config: Any
     weight_transfer_engine: Any
-    model_runner: Any
+    _weight_update_active: bool
 
     def pipelinerl_abort_update(self) -> dict[str, bool]:
         """Forget an update that failed or was cut short, and leave the trainer's group.

@@ -12,11 +12,11 @@ VOCAB_SIZE = 200
 MAX_POSITIONS = 512
 
 
-def random_model(tied: bool = True, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Qwen2ForCausalLM:
-    """The model alone, fp32. The vocabulary is no multiple of 64, so that the server pads it."""
+def random_model(tied: bool = True, seed: int = 0, head_size: int = 32) -> Qwen2ForCausalLM:
+    """The model alone, fp32, two heads of `head_size`. The vocabulary is no multiple of 64, so the server pads it."""
     config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=2 * head_size,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -33,14 +33,14 @@ def random_model(tied: bool = True, seed: int = 0, vocab_size: int = VOCAB_SIZE)
         return Qwen2ForCausalLM(config).float().eval()
 
 
-def save_random_model(folder: Path, tied: bool = True, seed: int = 0) -> Path:
+def save_random_model(folder: Path, tied: bool = True, seed: int = 0, head_size: int = 32) -> Path:
     """Save model and tokenizer in Hugging Face format; returns `folder`."""
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, VOCAB_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    random_model(tied, seed).save_pretrained(folder)
+    random_model(tied, seed, head_size).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
 
@@ -50,13 +50,13 @@ def perturb(model: torch.nn.Module, seed: int, scale: float = 0.05) -> None:
     """Change every parameter."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+        parameter.add_((torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device))
 
 
 @torch.no_grad()
 def model_logprobs(model: torch.nn.Module, token_ids: list[int], temperature: float = 1.0) -> list[float]:
     """log p(token_ids[i + 1] | token_ids[: i + 1]) of a full forward pass, one fewer than ids."""
-    ids = torch.tensor(token_ids)
+    ids = torch.tensor(token_ids, device=next(model.parameters()).device)
     logprobs = torch.log_softmax(model(ids[None]).logits[0].float() / temperature, dim=-1)
     return logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
 

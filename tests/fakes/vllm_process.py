@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -24,7 +25,14 @@ KWARGS = {"enforce-eager": "", "max_model_len": 512, "block_size": 32, "max_num_
 class VLLMProcess:
     """Context manager. `url`, `token` and `model` (folder) say how to reach it and what it was started with."""
 
-    def __init__(self, model: Path, log: Path, vllm_kwargs: dict[str, object] | None = None, fp32_head: bool = True):
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        vllm_kwargs: Mapping[str, object] | None = None,
+        transport: str = "gloo",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.model = model
         self.token = secrets.token_urlsafe(24)
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -32,14 +40,16 @@ class VLLMProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         self._kwargs = {**KWARGS, **(vllm_kwargs or {})}
-        self._fp32_head = fp32_head
+        self._transport = transport
+        self._environ = dict(os.environ if environ is None else environ)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VLLMProcess:
         command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", str(self.model)]
         command += ["--port", str(self.port), "--vllm-kwargs", json.dumps(self._kwargs)]
-        command += ["--fp32-head"] if self._fp32_head else []
-        environ = {**os.environ, "PIPELINERL_SERVER_TOKEN": self.token, "PYTHONPATH": str(REPOSITORY)}
+        command += ["--transport", self._transport, "--fp32-head"]
+        python_path = os.pathsep.join(filter(None, [str(REPOSITORY), self._environ.get("PYTHONPATH")]))
+        environ = {**self._environ, "PIPELINERL_SERVER_TOKEN": self.token, "PYTHONPATH": python_path}
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
@@ -238,3 +239,20 @@ def test_the_probe_does_not_read_the_prefix_cache(tiny_server: VLLMProcess) -> N
     first = asyncio.run(with_client(tiny_server, lambda c: server_logprobs(c, ids)))
     second = asyncio.run(with_client(tiny_server, lambda c: server_logprobs(c, ids)))
     assert first == pytest.approx(second, abs=1e-6)
+
+
+def test_no_route_but_health_opens_without_the_token(tiny_server: VLLMProcess) -> None:
+    """Every route that the server lists, and paths that mounted applications serve."""
+
+    async def run() -> None:
+        async with control_session(tiny_server.token) as session, aiohttp.ClientSession() as stranger:
+            async with session.get(f"{tiny_server.url}/openapi.json") as response:
+                paths = (await response.json())["paths"]
+            routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+            assert ("POST", "/pause") in routes
+            assert len(routes) > 30
+            for method, path in [*routes, ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/docs")]:
+                async with stranger.request(method, f"{tiny_server.url}{path}") as response:
+                    assert response.status == (200 if path == "/health" else 401), (method, path)
+
+    asyncio.run(run())

@@ -1,0 +1,41 @@
+"""Weight updates over NCCL: the server on one GPU, the trainer's weights on another."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.verify import ProbeSequence
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: bool) -> None:
+    folder = save_random_model(tmp_path / "model", tied=tied, head_size=64)
+    model = random_model(tied=tied, seed=5, head_size=64).cuda()
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
+    with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
+        publisher.connect([ServerAddress("server", server.url)])
+        for version in range(3):
+            perturb(model, seed=version)
+            report = publisher.publish(version, ModuleSource(model, dtype=torch.bfloat16))
+            assert report.failed == {}
+            ids = random_ids(60, seed=version)
+            result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
+            assert result.mean_abs_diff < 0.1
