@@ -1,0 +1,36 @@
+"""The settings of a server job from the run's configuration and plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.entrypoints.llm import settings_of_job
+
+
+def context(device: str, port: int | None = 8081, **config: Any) -> Any:
+    run = RunConfig(output_dir="/run", model_path="/model", seed=10, **config)
+    job = SimpleNamespace(name="actor_llm_1", idx=1, host="127.0.0.1", port=port)
+    return SimpleNamespace(config=run, job=job, world=SimpleNamespace(device=device))
+
+
+def test_a_cpu_server_is_fp32_over_gloo() -> None:
+    settings = settings_of_job(context("cpu", vllm_config={"vllm_kwargs": {"max_model_len": 512}}))
+    assert (settings.transport, settings.dtype) == ("gloo", "float32")
+    assert (settings.model, settings.host, settings.port, settings.seed) == ("/model", "127.0.0.1", 8081, 11)
+    assert settings.vllm_kwargs == {"max_model_len": 512}
+    assert settings.fp32_head
+
+
+@pytest.mark.parametrize(("placement", "transport"), [("disaggregated", "nccl"), ("colocated", "ipc")])
+def test_a_gpu_server_takes_the_transport_of_its_placement(placement: str, transport: str) -> None:
+    settings = settings_of_job(context("cuda", world={"placement": placement}))
+    assert (settings.transport, settings.dtype) == (transport, None)
+
+
+def test_a_job_without_port_is_an_error_of_the_plan() -> None:
+    with pytest.raises(ValueError, match="actor_llm_1: got no port"):
+        settings_of_job(context("cpu", port=None))
