@@ -57,11 +57,10 @@ class SampleBudget:
         """Return whether another group may be started now."""
         if self.limit is None:
             return True
-        if self.samples_per_rollout == 0:
-            # Nothing is known about the number of samples of a rollout: one group finds out.
-            return not self._accounts
         charged = self.charged_samples
-        if charged + self.attempts * self.samples_per_rollout <= self.limit:
+        # As long as nothing is known about the number of samples of a rollout, one group at a time finds out.
+        is_known = self.samples_per_rollout > 0
+        if is_known and charged + self.attempts * self.samples_per_rollout <= self.limit:
             return True
         return self.running_groups == 0 and charged < self.samples_per_step
 

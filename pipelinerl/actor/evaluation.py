@@ -28,12 +28,15 @@ class EvaluationSchedule:
 
     Args:
         every_n_versions: distance between evaluations beside training; 0: none.
-        start_version: version at the start; multiples up to it are not due.
     """
 
-    def __init__(self, every_n_versions: int, start_version: int) -> None:
+    def __init__(self, every_n_versions: int) -> None:
         self._every = every_n_versions
-        self._last_due = self._latest_multiple(start_version)
+        self._last_due = 0
+
+    def start_at(self, version: int) -> None:
+        """Take the evaluations up to `version` as made."""
+        self._last_due = self._latest_multiple(version)
 
     def take_due(self, version: int) -> int | None:
         """Return the version that an evaluation is due at by now, or None. A jump over several gives the latest."""

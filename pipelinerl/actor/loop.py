@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 from pipelinerl.actor.parts import ActorParts, assemble
 from pipelinerl.actor.pool import WorkerPool
+from pipelinerl.actor.resume import find_unsettled_groups, has_evaluation
 from pipelinerl.actor.servers import fetch_max_model_lens
 from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.domains.datasets import ProblemSets
@@ -72,8 +74,12 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
     await pool.wait_ready(await fetch_max_model_lens(parts.server_urls, context.token))
 
     first_version = trainer.current_version
-    logger.info("servers have version %d: evaluation before training", first_version)
-    await _evaluate(parts, first_version, is_final=False, concurrency=parts.slots.total)
+    if context.incarnation > 0:
+        _take_up(context, parts)
+    if not has_evaluation(context.streams, context.job.name, first_version):
+        logger.info("servers have version %d: evaluation before training", first_version)
+        await _evaluate(parts, first_version, is_final=False, concurrency=parts.slots.total)
+    parts.evaluations.start_at(first_version)
 
     parts.throughput.restart()
     async with asyncio.TaskGroup() as tasks:
@@ -83,6 +89,17 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
     logger.info("training is done at version %d: last evaluation", trainer.current_version)
     await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
     parts.report()
+
+
+def _take_up(context: RoleContext, parts: ActorParts) -> None:
+    """After a restart, charge what is still on its way to the trainer from before."""
+    version = parts.trainer.current_version
+    groups = find_unsettled_groups(context.streams, context.job.name, version)
+    for group_id, sample_ids in groups.items():
+        parts.budget.publish(group_id, sample_ids)
+        for count in Counter(sample_id.rpartition("/")[0] for sample_id in sample_ids).values():
+            parts.budget.observe_rollout(count)
+    logger.info("restarted at version %d with %d samples in flight", version, parts.budget.charged_samples)
 
 
 async def _evaluate_when_due(parts: ActorParts) -> None:

@@ -127,7 +127,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         scheduler=scheduler,
         training=training,
         evaluator=evaluator,
-        evaluations=EvaluationSchedule(config.eval_every_n_versions, 0),
+        evaluations=EvaluationSchedule(config.eval_every_n_versions),
         evaluation_concurrency=config.actor.evaluation_concurrency or max(1, slots.total // _EVALUATION_SHARE),
         throughput=throughput,
         averages=averages,

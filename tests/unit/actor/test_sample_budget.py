@@ -86,6 +86,15 @@ def test_nothing_is_known_at_first_so_one_group_finds_out() -> None:
     assert admit_all(budget, first=1) == (108 - 10) // 10
 
 
+def test_leftovers_of_an_earlier_start_do_not_starve_the_first_batch() -> None:
+    budget = SampleBudget(samples_per_step=8, max_lag=0, attempts=2)
+    publish(budget, "old", 3)
+    assert admit_all(budget) == 1
+    assert SampleBudget(samples_per_step=2, max_lag=0, attempts=2).can_admit()
+    publish(full := SampleBudget(samples_per_step=2, max_lag=0, attempts=2), "old", 3)
+    assert not full.can_admit()
+
+
 def test_filtered_and_failed_samples_give_their_budget_back() -> None:
     budget = known(samples_per_step=4, max_lag=0, attempts=4)
     assert admit_all(budget) == 1

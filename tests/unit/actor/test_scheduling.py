@@ -127,11 +127,13 @@ async def test_a_group_keeps_its_good_attempts_in_order() -> None:
 
 
 def test_evaluations_are_due_once_also_when_versions_jump() -> None:
-    schedule = EvaluationSchedule(every_n_versions=10, start_version=0)
+    schedule = EvaluationSchedule(every_n_versions=10)
     due = [schedule.take_due(version) for version in (0, 9, 10, 11, 35, 36, 40)]
     assert due == [None, None, 10, None, 30, None, 40]
-    assert EvaluationSchedule(0, 0).take_due(100) is None
-    assert EvaluationSchedule(10, 25).take_due(29) is None
+    assert EvaluationSchedule(0).take_due(100) is None
+    schedule = EvaluationSchedule(10)
+    schedule.start_at(25)
+    assert (schedule.take_due(29), schedule.take_due(30)) == (None, 30)
 
 
 FRAME = EvaluationFrame(due_version=4, versions=(4, 6), is_final=False, seconds=2.0, incarnation=0)

@@ -1,0 +1,138 @@
+"""What a restarted actor finds in the streams (D8 after a resume), and messages of other incarnations (L7)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.resume import find_unsettled_groups, has_evaluation
+from pipelinerl.actor.trainer_state import TrainerState
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.records import (
+    EvaluationResult,
+    FateRecord,
+    Group,
+    Sample,
+    StepDone,
+    TrainingBatch,
+    TrainingDone,
+    VersionSpan,
+    WeightUpdateSuccess,
+)
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+
+
+def sample(sample_id: str, group_id: str) -> Sample:
+    return Sample(
+        id=sample_id,
+        group_id=group_id,
+        rollout_id=f"{group_id}/r0",
+        input_ids=[1, 2],
+        labels=[-100, 2],
+        logprobs=[-0.5],
+        reward=1.0,
+        finished=True,
+        finish_reason="stop",
+        prompt_tokens=1,
+        output_tokens=1,
+        version_spans=[VersionSpan(0, 0, 1)],
+    )
+
+
+def group(number: int) -> Group:
+    group_id = f"0-{number}"
+    samples = [sample(f"{group_id}/r0/s{index}", group_id) for index in range(2)]
+    return Group(id=group_id, problem_id="p", dataset_name="d", samples=samples, rollouts=[])
+
+
+def batch(step: int, groups: list[int], actor_offset: int) -> TrainingBatch:
+    ids = [f"0-{number}" for number in groups]
+    return TrainingBatch(id=f"0-{step}", step=step, samples=[], group_ids=ids, plan=[], actor_offset=actor_offset)
+
+
+def write(hub: StreamHub, topic: str, instance: str, record_type: Any, *records: Any) -> None:
+    writer = hub.writer(topic, instance, record_type)
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def fate(sample_ids: list[str], kind: Any) -> FateRecord:
+    return FateRecord(sample_ids=sample_ids, fate=kind, reason="r", version=1, group_id="0-4", source="preprocessor_0")
+
+
+def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -> None:
+    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    assert find_unsettled_groups(hub, "actor_0", 0) == {}
+    assert not has_evaluation(hub, "actor_0", 0)
+    write(hub, "actor", "actor_0", Group, *(group(number) for number in range(6)))
+    # Group 1 overtook group 0, which is in the second batch.
+    write(
+        hub, "training_data", "preprocessor_0", TrainingBatch, batch(1, [1], 0), batch(2, [0, 2], 3), batch(3, [3], 4)
+    )
+    write(
+        hub,
+        "fates",
+        "preprocessor_0",
+        FateRecord,
+        fate(["0-4/r0/s0"], "filtered"),
+        fate(["0-5/r0/s0"], "pending"),
+    )
+    both = {number: [f"0-{number}/r0/s{index}" for index in range(2)] for number in range(6)}
+    assert find_unsettled_groups(hub, "actor_0", 2) == {"0-3": both[3], "0-4": ["0-4/r0/s1"], "0-5": both[5]}
+    assert set(find_unsettled_groups(hub, "actor_0", 1)) == {"0-0", "0-2", "0-3", "0-4", "0-5"}
+    assert set(find_unsettled_groups(hub, "actor_0", 3)) == {"0-4", "0-5"}
+    write(
+        hub,
+        "evaluation",
+        "actor_0",
+        EvaluationResult,
+        EvaluationResult(
+            due_version=0,
+            min_version=0,
+            max_version=0,
+            is_final=False,
+            dataset_name="d",
+            num_rollouts=1,
+            num_failed=0,
+            success_rate=0,
+            mean_reward=0,
+            metrics={},
+            seconds=1,
+            time=0,
+        ),
+    )
+    assert has_evaluation(hub, "actor_0", 0) and not has_evaluation(hub, "actor_0", 1)
+
+
+def updated(version: int, incarnation: int) -> WeightUpdateSuccess:
+    return WeightUpdateSuccess(version=version, time=0, seconds={}, num_servers=1, incarnation=incarnation)
+
+
+def test_only_updates_of_this_incarnation_count() -> None:
+    state = TrainerState(SampleBudget(8, 0, 2), incarnation=1)
+    state.apply_message(updated(7, incarnation=0))
+    state.apply_message(TrainingDone(version=7, time=0, samples_processed=1, incarnation=0))
+    assert state.version is None and not state.done
+    state.apply_message(updated(5, incarnation=1))
+    assert state.version == 5
+    state.apply_message(TrainingDone(version=6, time=0, samples_processed=1, incarnation=1))
+    assert (state.version, state.done) == (6, True)
+
+
+async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
+    budget = SampleBudget(2, 0, 2)
+    state = TrainerState(budget, incarnation=0)
+    budget.observe_rollout(1)
+    budget.publish("0-1", ["0-1/r0/s0", "0-1/r1/s0"])
+    budget.publish("0-4", ["0-4/r0/s0"])
+    waiter = asyncio.create_task(state.wait_for(lambda: budget.charged_samples == 0))
+    await asyncio.sleep(0)
+    state.apply_fate(fate(["0-4/r0/s0"], "stale"))
+    await asyncio.sleep(0)
+    assert budget.charged_samples == 2 and not waiter.done()
+    state.apply_message(StepDone(step=1, time=0, group_ids=["0-1"], num_samples=2, samples_processed=2))
+    await asyncio.wait_for(waiter, 1)
