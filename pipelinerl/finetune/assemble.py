@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 import torch
-from transformers import AutoTokenizer
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
@@ -27,6 +26,7 @@ from pipelinerl.finetune.report import MetricWriter, Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch
 from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.supervise.context import RoleContext
@@ -70,7 +70,7 @@ def build_loop(
     """The loop of this rank, reading from where `state` stopped. `stack` closes what was opened."""
     config, finetune = context.config, context.config.finetune
     dtype = backend.policy.compute_dtype
-    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    tokenizer = load_tokenizer(config.model_path, trust_remote_code=finetune.trust_remote_code)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     reader = context.streams.reader(TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch, offset=state.data_offset)
     stack.callback(reader.close)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from transformers import AutoTokenizer
 
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import remove_folder
 from pipelinerl.finetune.durable import finish_folder, point_link, start_folder
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.weights.source import CollectiveSource, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ class ModelExporter:
                 source.follow()
             return final
         try:
-            weights = {name: tensor.cpu() for bucket in source.buckets() for name, tensor in bucket}
+            weights = {name: tensor.to("cpu", copy=True) for bucket in source.buckets() for name, tensor in bucket}
         finally:
             if isinstance(source, CollectiveSource):
                 source.done()
         partial = start_folder(final)
         dtype = next(iter(weights.values())).dtype
         _write_model(partial, policy, weights, dtype)
-        AutoTokenizer.from_pretrained(self._tokenizer_path).save_pretrained(partial)
+        load_tokenizer(self._tokenizer_path).save_pretrained(partial)
         finish_folder(final)
         point_link(self._root / "current", final)
         if not self._keep_intermediate:
