@@ -38,7 +38,8 @@ class Backend(Protocol):
     def step(self, learning_rate_factor: float) -> float:
         """Clip, update, clear gradients. Returns the gradient norm over all ranks before clipping.
 
-        A step whose norm is not finite changes nothing; the returned norm says so.
+        A step whose norm is not finite changes nothing and the returned norm says so; a backend that cannot undo it
+        raises FloatingPointError.
         """
         ...
 

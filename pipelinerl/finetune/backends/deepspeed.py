@@ -7,6 +7,7 @@ are DeepSpeed's own files.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,10 @@ class DeepSpeedBackend:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
+        if ranks.device.type == "cpu":
+            # DeepSpeed would compile a helper for collectives in shared memory at its first start: it needs a compiler
+            # and half a minute, and a process killed meanwhile leaves a lock that every later one waits for.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         ensure_process_group(ranks)
         self.policy = policy
         self._ranks = ranks
@@ -76,7 +81,12 @@ class DeepSpeedBackend:
             group["lr"] = base_lr * learning_rate_factor
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        if norm is None or not math.isfinite(float(norm)):
+            raise FloatingPointError(
+                f"gradient norm {norm}: DeepSpeed has applied it, so the weights are spoiled. "
+                "Continue from the last training state with a lower learning rate or tighter clipping."
+            )
+        return float(norm)
 
     def weight_source(self, dtype: torch.dtype) -> WeightSource:
         if self._stage < 3:

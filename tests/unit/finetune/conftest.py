@@ -6,11 +6,20 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_segmented_attention
@@ -114,6 +123,13 @@ def finetune_config(**changes: Any) -> FinetuneConfig:
     return FinetuneConfig(**{**settings, **changes})
 
 
+def save_tokenizer(folder: Path) -> Path:
+    """A tokenizer of the tiny models' vocabulary."""
+    tokenizer = Tokenizer(models.WordLevel({f"t{k}": k for k in range(VOCABULARY)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", pad_token="t1").save_pretrained(folder)
+    return folder
+
+
 class FakeReader:
     """A stream that holds `records` and then nothing."""
 
@@ -200,6 +216,7 @@ class Kit:
     samples: Callable[..., list[ScoredSample]] = make_samples
     batch: Callable[..., TrainingBatch] = make_batch
     config: Callable[..., FinetuneConfig] = finetune_config
+    tokenizer: Callable[[Path], Path] = save_tokenizer
     reader: type[FakeReader] = FakeReader
     writer: type[FakeWriter] = FakeWriter
     heartbeat: type[FakeHeartbeat] = FakeHeartbeat

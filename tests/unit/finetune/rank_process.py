@@ -15,8 +15,10 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import start_ranks
+from pipelinerl.finetune.reductions import reduce_metrics
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
@@ -39,16 +41,14 @@ def kit_module():
     return module
 
 
-def first_moments(name, backend):
-    """exp_avg of every parameter after one step without clipping: (1 - beta1) * gradient."""
+def gradients(name, backend):
+    """The step's gradient of every parameter, whole, before the update."""
     named = list(backend.policy.named_parameters())
     if name.startswith("zero"):
-        from deepspeed.utils import safe_get_full_optimizer_state
+        from deepspeed.utils import safe_get_full_grad
 
-        return {key: safe_get_full_optimizer_state(parameter, "exp_avg") for key, parameter in named}
-    state = backend._optimizer.state
-    full = (lambda tensor: tensor.full_tensor()) if name == "fsdp" else (lambda tensor: tensor)
-    return {key: full(state[parameter]["exp_avg"]) for key, parameter in named}
+        return {key: safe_get_full_grad(parameter) for key, parameter in named}
+    return {key: p.grad.full_tensor() if name == "fsdp" else p.grad for key, p in named}
 
 
 def main(name, folder):
@@ -62,8 +62,7 @@ def main(name, folder):
             learning_rate=1e-2,
             num_warmup_steps=0,
             max_train_steps=4,
-            gradient_clipping_threshold=None,
-            adam_beta1=0.5,
+            gradient_clipping_threshold=0.5,
         ),
         **CHOICES[name],
     )
@@ -71,29 +70,36 @@ def main(name, folder):
 
     def batch(step):
         samples = kit.samples(64, seed=step, masked_every=9)
-        plan = make_plan([len(s.sample.input_ids) for s in samples], ranks.world_size, 128, True)
-        return kit.batch(samples, step=step, plan=plan)
+        micro_batches = make_plan([len(s.sample.input_ids) for s in samples], 1, 128, True)[0]
+        # Uneven on purpose: the second rank has to fill up with sentinels.
+        return kit.batch(samples, step=step, plan=[micro_batches[:-2], micro_batches[-2:]])
 
-    results = [runner.run(batch(1))]
-    write_tensors(folder / f"moments_{ranks.rank}.safetensors", first_moments(name, backend))
+    metrics, _ = runner.accumulate(batch(1))
+    write_tensors(folder / f"gradients_{ranks.rank}.safetensors", gradients(name, backend))
+    norms = [backend.step(1.0)]
     deliveries = [feed.send(1, [[1, 2, 3, 4, 5], [9, 8, 7]])]
     store = CheckpointStore(folder / "training_state", ranks)
     store.save(TrainerState(step=1, samples_processed=64), backend)
-    results.append(runner.run(batch(2)))
+    norms.append(runner.run(batch(2)).grad_norm)
     write_tensors(folder / f"uninterrupted_{ranks.rank}.safetensors", full_weights(backend))
+
+    tokenizer = folder / "tokenizer"
+    if ranks.is_first:
+        kit.tokenizer(tokenizer)
+    ModelExporter(folder, str(tokenizer), ranks).export(2, backend.policy, backend.weight_source(torch.float32))
 
     # A fresh process in miniature: another model object takes the saved state and repeats step 2.
     runner, feed, backend = build(kit, config, ranks, scramble=True)
     state = store.restore(backend)
-    again = runner.run(batch(2))
+    norms.append(runner.run(batch(2)).grad_norm)
     write_tensors(folder / f"resumed_{ranks.rank}.safetensors", full_weights(backend))
     (folder / f"result_{ranks.rank}.json").write_text(
         json.dumps(
             {
-                "grad_norms": [result.grad_norm for result in (*results, again)],
-                "loss": results[0].metrics["rl/loss"],
+                "grad_norms": norms,
+                "loss": reduce_metrics(metrics, ranks)["rl/loss"],
                 "probe": deliveries[0].probe_abs_diff,
-                "micro_batches": [len(runner.micro_batches(batch(1)))],
+                "micro_batches": [len(m.indices) for m in runner.micro_batches(batch(1))],
                 "restored_step": state.step,
             }
         )

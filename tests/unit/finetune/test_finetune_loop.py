@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.errors import StreamError, UserError, WeightSyncError, WorkerError
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -22,12 +22,7 @@ from pipelinerl.records import FateRecord, StepDone, TrainingDone, WeightUpdateS
 
 @pytest.fixture
 def tokenizer_folder(tmp_path, kit):
-    from tokenizers import Tokenizer, models
-
-    tokenizer = Tokenizer(models.WordLevel({f"t{k}": k for k in range(kit.vocabulary)}, unk_token="t0"))
-    folder = tmp_path / "tokenizer"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", pad_token="t1").save_pretrained(folder)
-    return folder
+    return kit.tokenizer(tmp_path / "tokenizer")
 
 
 class Run:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.backends.tensor_files import read_tensors
@@ -66,25 +67,30 @@ def gradient_on_one_rank(kit):
         pytest.param("zero1", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
-        "fsdp",
+        pytest.param("fsdp", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_as_one(kit, tmp_path, backend):
     results = run_ranks(backend, tmp_path)
     for rank in range(2):
-        moments = read_tensors(tmp_path / f"moments_{rank}.safetensors")
+        found = read_tensors(tmp_path / f"gradients_{rank}.safetensors")
         for name, gradient in gradient_on_one_rank(kit).items():
             scale = max(1.0, float(gradient.abs().max()))
-            torch.testing.assert_close(moments[name] / 0.5, gradient, rtol=0, atol=1e-5 * scale, msg=name)
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
     first, second = results
     assert first["grad_norms"] == pytest.approx(second["grad_norms"])
     assert first["loss"] == pytest.approx(second["loss"])
     assert first["probe"] < 1e-4 and second["probe"] is None
+    # The second rank had two micro-batches; the others are sentinels.
+    assert len(first["micro_batches"]) == len(second["micro_batches"]) > 4
+    assert [count == 0 for count in second["micro_batches"]] == [False] * 2 + [True] * (len(first["micro_batches"]) - 2)
     # Resuming from the checkpoint repeats step 2.
     assert first["restored_step"] == 1
     assert first["grad_norms"][1] == first["grad_norms"][2]
     whole = read_tensors(tmp_path / "uninterrupted_0.safetensors")
     resumed = read_tensors(tmp_path / "resumed_0.safetensors")
     assert whole.keys() == resumed.keys() and len(whole) > 20
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "current").state_dict()
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
+        assert torch.equal(tensor, exported[name]), name
