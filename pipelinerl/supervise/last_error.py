@@ -38,8 +38,9 @@ def last_error(*parts: LogPart) -> str:
     """
     logs = [[line for line in _tail(part) if not _NOISE.search(line)] for part in parts]
     errors = [error for lines in logs for error in _exceptions(lines)]
+    causes = [error for error in errors if not any(word in error for word in _CONSEQUENCES)]
     if errors:
-        return "\n".join(errors[-2:])[-_MAX_CHARS:]
+        return "\n".join(causes[-2:] or errors[:1])[-_MAX_CHARS:]
     for lines in reversed(logs):
         if lines:
             return "\n".join(lines[-5:])[-_MAX_CHARS:]
@@ -68,8 +69,7 @@ def _tail(part: LogPart) -> list[str]:
 
 
 def _exceptions(lines: list[str]) -> list[str]:
-    """`exception text (file:line)` of every traceback and every note of a death, in order, without repeats and without
-    mere consequences."""
+    """`exception text (file:line)` of every traceback and every note of a death, in order, without repeats."""
     found: list[str] = []
     place, inside = "", False
     for line in lines:
@@ -82,7 +82,7 @@ def _exceptions(lines: list[str]) -> list[str]:
         elif inside and not line.startswith(" ") and (_EXCEPTION.match(line) or place):
             inside = False
             entry = f"{line} ({place})" if place else line
-            if entry not in found and not any(word in line for word in _CONSEQUENCES):
+            if entry not in found:
                 found.append(entry)
         elif not inside and _DEATH.match(line) and line not in found:
             found.append(line)

@@ -29,6 +29,8 @@ from pipelinerl.world import SERVER_KINDS, Job
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "failed", "interrupted"]
 MAX_GRACE_S = 10.0
+# After a failure somebody waits for the answer, and what is left has nothing to save.
+MAX_GRACE_AFTER_FAILURE_S = 5.0
 _COLLECT_S = 1.0
 _STACK_DUMP_S = 3.0
 
@@ -62,10 +64,13 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Start everything and block until the run is over and all its processes are gone."""
+        grace_s = MAX_GRACE_AFTER_FAILURE_S
         try:
             outcome = self._start() or self._watch()
+            if outcome.status != "failed":
+                grace_s = MAX_GRACE_S
         finally:
-            left = self._end_everything()
+            left = self._end_everything(grace_s)
         if left:
             logger.error("processes that outlived SIGKILL: %s", left)
         return outcome
@@ -185,9 +190,9 @@ class Supervisor:
         reason = f"{names} did not end within {self.config.finish_timeout_s:.0f} s after training was complete"
         return Outcome("failed", reason, EXIT_RUN_FAILED, self.policy.unfinished[0])
 
-    def _end_everything(self) -> list[int]:
-        grace_s = min(self.config.shutdown_grace_s, MAX_GRACE_S)
-        return end_all([child.pid for child in self._children.values()], JOB_KEY, grace_s)
+    def _end_everything(self, max_grace_s: float) -> list[int]:
+        pids = [child.pid for child in self._children.values()]
+        return end_all(pids, JOB_KEY, min(self.config.shutdown_grace_s, max_grace_s))
 
     def _job_of(self, name: str) -> Job:
         return next(command.job for command in self.commands if command.job.name == name)

@@ -107,3 +107,10 @@ def test_a_dead_part_of_a_server_is_the_error_and_noise_is_not(tmp_path: Path) -
         "Worker proc W-0 died unexpectedly (exit code: -9)\nRuntimeError: cancelled (/v/core.py:5)"
     )
     assert last_error(LogPart(tmp_path / "none.log"), LogPart(stderr)) == "it wrote nothing to none.log or stderr.log"
+
+
+def test_a_consequence_is_better_than_nothing(tmp_path: Path) -> None:
+    text = "\n".join(WORKER_KILLED.splitlines()[4:])
+    assert last_error(LogPart(write(tmp_path, text))) == (
+        "vllm.v1.engine.exceptions.EngineDeadError: See stack trace (above). (/v/api.py:6)"
+    )
