@@ -70,7 +70,7 @@ class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GlooInitInfo,
         for chunk in plan_chunks(metas, self._chunk_bytes):
             buffer = torch.empty(sum(meta.num_bytes for meta in chunk), dtype=torch.uint8)
             self._group.broadcast(buffer)
-            self.model.load_weights(unpack(buffer, chunk))
+            self.model.load_weights(unpack(buffer, chunk))  # type: ignore[operator]
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """As the base class, without its wait for an accelerator: everything here is on the CPU and done."""

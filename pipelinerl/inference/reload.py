@@ -42,7 +42,7 @@ class CheckedReload:
         if missing := incomplete_layers(self.model):
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise IncompleteUpdateError(f"the update left {len(missing)} layers without all of their weights: {shown}")
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)  # type: ignore[no-untyped-call]
         repack_output_heads(self.model)
 
 
@@ -57,7 +57,7 @@ def roll_back(model: torch.nn.Module) -> None:
             continue
         if info.kernel_tensors is not None:
             layerwise._place_kernel_tensors(layer, info)
-        info.reset()
+        info.reset()  # type: ignore[no-untyped-call]
     layerwise.LOADING_LAYERS.clear()
 
 

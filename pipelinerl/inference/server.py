@@ -65,8 +65,8 @@ def _run_vllm(argv: list[str]) -> None:
     from pipelinerl.inference.plugin import register
 
     register()
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm"))
+    cli_env_setup()  # type: ignore[no-untyped-call]
+    parser = make_arg_parser(FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm"))  # type: ignore[no-untyped-call]
     args = parser.parse_args(argv)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))

@@ -11,7 +11,7 @@ import threading
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 TRAINER_RANK = 0
 
@@ -52,7 +52,7 @@ class GlooGroup:
                 raise RuntimeError("gloo group: it was closed, or another broadcast is under way")
             self._busy = True
         try:
-            group.broadcast(buffer, TRAINER_RANK, self._timeout).wait(self._timeout)
+            group.broadcast(buffer, TRAINER_RANK, self._timeout).wait(self._timeout)  # type: ignore[attr-defined]
         finally:
             with self._lock:
                 self._busy = False
@@ -72,7 +72,7 @@ class GlooGroup:
 
 
 def _process_group(store: TCPStore, rank: int, world_size: int, timeout: timedelta, address: str) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # By default gloo looks its own host name up, which fails on machines without name resolution.
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]

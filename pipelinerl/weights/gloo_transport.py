@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipelinerl.weights.gloo_group import GlooGroup
 

@@ -24,7 +24,7 @@ class NCCLTransport:
         self._port = port
         self._timeout_s = timeout_s
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._world_size = 0
         self._communicator: PyNcclCommunicator | None = None
         self._closed = False
@@ -60,7 +60,7 @@ class NCCLTransport:
             communicator = PyNcclCommunicator(group, device=self._device)
         self._communicator = communicator
         if self._closed:
-            communicator.destroy()
+            communicator.destroy()  # type: ignore[no-untyped-call]
 
     def send(self, buffer: torch.Tensor) -> None:
         communicator = self._communicator
@@ -77,4 +77,4 @@ class NCCLTransport:
         self._closed = True
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.destroy()
+            communicator.destroy()  # type: ignore[no-untyped-call]
