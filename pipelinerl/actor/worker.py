@@ -7,6 +7,7 @@ is a process of its own, so that user code that blocks or dies holds up its own 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import traceback
@@ -100,20 +101,21 @@ class RolloutWorker:
             case StartRollout():
                 task = rollouts.create_task(self._run_rollout(message, session))
                 self._running[message.ticket] = task
-                task.add_done_callback(lambda _, ticket=message.ticket: self._forget(ticket))
+                task.add_done_callback(functools.partial(self._forget, message.ticket))
             case CancelRollout():
                 if message.ticket in self._running:
                     self._running[message.ticket].cancel()
                 else:
                     self._send(RolloutFailed(message.ticket, "cancelled", ""))
 
-    def _forget(self, ticket: int) -> None:
-        task = self._running.pop(ticket)
+    def _forget(self, ticket: int, task: asyncio.Task[None]) -> None:
+        del self._running[ticket]
         if task.cancelled():
             self._send(RolloutFailed(ticket, "cancelled", ""))
 
     async def _run_rollout(self, start: StartRollout, session: aiohttp.ClientSession) -> None:
         llm = self._llms[start.evaluation][start.server].for_rollout(start.seed)
+        answer: FromWorker
         try:
             result = await self._function(self._cfg, llm, start.problem, session)
             answer = self._ended(start, llm, result)

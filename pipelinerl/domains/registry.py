@@ -57,7 +57,7 @@ def _resolve(path: str | None, key: str, shape: str) -> Callable[..., Any]:
             f"{key}: got {path!r}, expected module and function with a dot between them, for instance my_task.{path}. "
             "A file next to the configuration (the folder of --config-dir) is found by its name."
         )
-    target = getattr(_import(module_name, path, key), name, None)
+    target: Callable[..., Any] | None = getattr(_import(module_name, path, key), name, None)
     if target is None:
         module = importlib.import_module(module_name)
         names = [each for each in vars(module) if not each.startswith("_")]
@@ -115,7 +115,7 @@ def _where(function: Any, key: str, path: str | None) -> str:
 
 
 def _file_of(module: Any) -> str:
-    return getattr(module, "__file__", None) or module.__name__
+    return str(getattr(module, "__file__", None) or module.__name__)
 
 
 def _line_of(error: BaseException) -> str:

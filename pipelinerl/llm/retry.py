@@ -85,7 +85,7 @@ def retry_delay_s(attempt: int, jitter: float, retry_after_s: float | None = Non
         jitter: number in [0, 1) that spreads callers which failed together.
         retry_after_s: the server's own wish, honoured up to the cap.
     """
-    delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * (0.5 + 0.5 * jitter)
+    delay_s: float = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**attempt) * (0.5 + 0.5 * jitter)
     if retry_after_s is not None:
         delay_s = max(delay_s, min(retry_after_s, _LONGEST_DELAY_S))
     return delay_s

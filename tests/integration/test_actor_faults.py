@@ -146,3 +146,14 @@ def test_evaluations_beside_training_and_two_servers(tmp_path: Path, model: Path
     assert min(len(first.requests), len(second.requests)) > 0.3 * len(first.requests + second.requests)
     seeds = [request["sampling_params"]["seed"] for request in first.requests + second.requests]
     assert len(set(seeds)) > len(seeds) / 2
+
+
+def test_a_corrupt_message_of_the_trainer_ends_the_run_with_its_place(tmp_path: Path, model: Path) -> None:
+    with FakeServer(token_delay_s=0.05) as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token)
+        shard = run.files.streams / "trainer" / "finetune_0" / "0"
+        shard.mkdir(parents=True)
+        (shard / f"{0:020d}.jsonl").write_text('{"type": "nonsense"}\n{"type": "nonsense"}\n', encoding="utf-8")
+        with run.started():
+            assert run.wait(30) == 1
+    assert "StreamError" in run.stderr and str(shard) in run.stderr
