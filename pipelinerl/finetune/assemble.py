@@ -22,7 +22,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.probe_tokens import text_tokens
 from pipelinerl.finetune.ranks import Ranks, start_ranks
-from pipelinerl.finetune.report import MetricWriter, Reporter
+from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
@@ -30,13 +30,13 @@ from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch
 from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.supervise.context import RoleContext
+from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 
 logger = logging.getLogger(__name__)
 
 PREPROCESSOR = "preprocessor_0"
-_DEFAULT_KEPT_STATES = 2
 
 
 def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
@@ -79,10 +79,12 @@ def build_loop(
     if ranks.is_first:
         messages = context.streams.writer(TRAINER_TOPIC, context.job.name, TrainerMessage)
         fates = context.streams.writer(FATES_TOPIC, context.job.name, FateRecord)
-        metrics = context.streams.writer(METRICS_TOPIC, context.job.name, MetricRecord)
+        metrics = MetricRecorder(
+            context.streams.writer(METRICS_TOPIC, context.job.name, MetricRecord), context.job.name
+        )
         for writer in (messages, fates, metrics):
             stack.callback(writer.close)
-        reporter = Reporter(messages, fates, MetricWriter(metrics), context.incarnation)
+        reporter = Reporter(messages, fates, metrics, context.incarnation)
         if finetune.send_weight_updates:
             publisher = stack.enter_context(connect_servers(context))
     return TrainingLoop(
@@ -112,7 +114,7 @@ def checkpoint_store(context: RoleContext, ranks: Ranks) -> CheckpointStore:
     return CheckpointStore(
         context.run_dir.finetune / "training_state",
         ranks,
-        finetune.keep_last_checkpoints or _DEFAULT_KEPT_STATES,
+        finetune.keep_last_checkpoints,
         frozenset(finetune.also_save_steps),
     )
 

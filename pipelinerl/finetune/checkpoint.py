@@ -43,11 +43,13 @@ class CheckpointStore:
     """Saves and restores training states below `root` (`finetune/training_state`).
 
     Args:
-        keep_last: how many of the newest stay.
+        keep_last: how many of the newest stay; None: all.
         keep_steps: steps whose states stay for ever.
     """
 
-    def __init__(self, root: Path, ranks: Ranks, keep_last: int = 2, keep_steps: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, root: Path, ranks: Ranks, keep_last: int | None = None, keep_steps: frozenset[int] = frozenset()
+    ) -> None:
         self._root = root
         self._ranks = ranks
         self._keep_last = keep_last
@@ -95,7 +97,9 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         """Remove old states and leftovers. What cannot be removed is left: never a reason to stop training."""
-        old = [step for step in _steps(self._root)[self._keep_last :] if step not in self._keep_steps]
+        newest = _steps(self._root)
+        old = [] if self._keep_last is None else newest[self._keep_last :]
+        old = [step for step in old if step not in self._keep_steps]
         doomed = [self._root / str(step) for step in old]
         doomed += [path for path in self._root.iterdir() if path.name.startswith(PARTIAL_PREFIX)]
         for folder in doomed:

@@ -101,7 +101,7 @@ class TrainingLoop:
         if self.reporter is None:
             return
         self.reporter.step_done(batch, state)
-        self.reporter.metrics.record(state.step, values)
+        self.reporter.metrics.log(state.step, values)
         if state.step % self.config.log_each_n_steps:
             return
         logger.info(
@@ -121,7 +121,7 @@ class TrainingLoop:
         return step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
 
     def _save(self, state: TrainerState, with_training_state: bool = True) -> None:
-        source = self.backend.weight_source(self.export_dtype)
+        source = self.backend.weight_source(self.export_dtype, with_value_head=True)
         self.exporter.export(state.step, self.backend.policy, source)
         if with_training_state:
             self.checkpoints.save(state, self.backend)

@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import remove_folder
 from pipelinerl.finetune.durable import finish_folder, point_link, start_folder
-from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.weights.source import CollectiveSource, WeightSource
@@ -77,6 +77,8 @@ class ModelExporter:
 
 def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     model = policy.language_model
+    prefix = f"{VALUE_HEAD}."
+    head = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
     save_torch_state_dict(weights, folder, max_shard_size="5GB", metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.dtype = dtype
@@ -85,7 +87,7 @@ def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Ten
     if model.generation_config is not None:
         content = model.generation_config.to_diff_dict()
         (folder / "generation_config.json").write_text(json.dumps(content, indent=1) + "\n")
-    if policy.value_head is not None:
+    if head:
         # In a folder of its own: servers load every tensor file that lies beside config.json.
-        (folder / "value_head").mkdir()
-        write_tensors(folder / "value_head" / "model.safetensors", policy.value_head.state_dict())
+        (folder / VALUE_HEAD).mkdir()
+        write_tensors(folder / VALUE_HEAD / "model.safetensors", head)

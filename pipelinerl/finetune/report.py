@@ -5,7 +5,6 @@ Order of one step: weight update, fates of the trained samples, `StepDone`, metr
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -16,7 +15,6 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.weights_feed import Delivery
 from pipelinerl.records import (
     FateRecord,
-    MetricRecord,
     Sample,
     StepDone,
     TrainerMessage,
@@ -30,22 +28,9 @@ SOURCE = "finetune_0"
 
 
 class Recorder(Protocol):
-    """Takes the numbers of one step (stream `metrics`)."""
+    """The part of `MetricRecorder` that the trainer uses."""
 
-    def record(self, step: int, values: Mapping[str, float]) -> None: ...
-
-
-@dataclass(frozen=True)
-class MetricWriter:
-    """A `Recorder` that appends one `MetricRecord` for each step to the stream `metrics`."""
-
-    writer: StreamWriter[MetricRecord]
-    source: str = SOURCE
-    clock: Callable[[], float] = time.time
-
-    def record(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {name: float(value) for name, value in values.items() if math.isfinite(value)}
-        self.writer.write(MetricRecord(source=self.source, step=step, time=self.clock(), values=finite))
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,15 @@ def checkpoint_name(name: str) -> str | None:
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None
 
 
-def sent_parameters(policy: PolicyModel) -> list[NamedParameter]:
+def export_name(name: str) -> str:
+    """Name of a policy parameter in an exported model: the checkpoint's, and `value_head...` as it is."""
+    return name.removeprefix(_PREFIX)
+
+
+def sent_parameters(policy: PolicyModel, with_value_head: bool = False) -> list[NamedParameter]:
     """Parameters that servers get, under checkpoint names; a tied head appears once, as the embedding."""
-    named = ((checkpoint_name(name), parameter) for name, parameter in policy.named_parameters())
+    rename = export_name if with_value_head else checkpoint_name
+    named = ((rename(name), parameter) for name, parameter in policy.named_parameters())
     return [(name, parameter) for name, parameter in named if name is not None]
 
 

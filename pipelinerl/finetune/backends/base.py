@@ -43,8 +43,9 @@ class Backend(Protocol):
         """
         ...
 
-    def weight_source(self, dtype: torch.dtype) -> WeightSource:
-        """The whole model in checkpoint names, cast to `dtype`; gathered bucket by bucket if sharded."""
+    def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
+        """The whole model in checkpoint names, cast to `dtype`; gathered bucket by bucket if sharded. The value head
+        never goes to servers, but belongs to an exported model."""
         ...
 
     def save(self, folder: Path) -> None:

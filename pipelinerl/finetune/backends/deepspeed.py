@@ -22,7 +22,7 @@ from pipelinerl.finetune.attention import SegmentLayout
 from pipelinerl.finetune.optimizer import parameter_groups
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
-from pipelinerl.finetune.weight_names import checkpoint_name, in_buckets, sent_parameters, tensor_metas
+from pipelinerl.finetune.weight_names import checkpoint_name, export_name, in_buckets, sent_parameters, tensor_metas
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, ModuleSource, WeightSource
 
@@ -88,10 +88,10 @@ class DeepSpeedBackend:
             )
         return float(norm)
 
-    def weight_source(self, dtype: torch.dtype) -> WeightSource:
+    def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
         if self._stage < 3:
-            return ModuleSource(self.policy, dtype=dtype, rename=checkpoint_name)
-        parameters = sent_parameters(self.policy)
+            return ModuleSource(self.policy, dtype=dtype, rename=export_name if with_value_head else checkpoint_name)
+        parameters = sent_parameters(self.policy, with_value_head)
 
         def gather() -> Iterator[Bucket]:
             for part in in_buckets(parameters, dtype):

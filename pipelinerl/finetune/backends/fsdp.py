@@ -83,8 +83,8 @@ class FSDPBackend:
         self._optimizer.zero_grad(set_to_none=True)
         return value
 
-    def weight_source(self, dtype: torch.dtype) -> WeightSource:
-        parameters = sent_parameters(self.policy)
+    def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
+        parameters = sent_parameters(self.policy, with_value_head)
 
         def gather() -> Iterator[Bucket]:
             for part in in_buckets(parameters, dtype):

@@ -25,7 +25,7 @@ from pipelinerl.finetune.backends.tensor_files import (
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weight_names import checkpoint_name
+from pipelinerl.finetune.weight_names import checkpoint_name, export_name
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import ModuleSource, WeightSource
 
@@ -67,8 +67,8 @@ class PlainBackend:
         self._optimizer.zero_grad(set_to_none=True)
         return value
 
-    def weight_source(self, dtype: torch.dtype) -> WeightSource:
-        return ModuleSource(self.policy, dtype=dtype, rename=checkpoint_name)
+    def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
+        return ModuleSource(self.policy, dtype=dtype, rename=export_name if with_value_head else checkpoint_name)
 
     def save(self, folder: Path) -> None:
         if self._ranks.is_first:

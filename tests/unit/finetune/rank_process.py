@@ -86,7 +86,9 @@ def main(name, folder):
     tokenizer = folder / "tokenizer"
     if ranks.is_first:
         kit.tokenizer(tokenizer)
-    ModelExporter(folder, str(tokenizer), ranks).export(2, backend.policy, backend.weight_source(torch.float32))
+    ModelExporter(folder, str(tokenizer), ranks).export(
+        2, backend.policy, backend.weight_source(torch.float32, with_value_head=True)
+    )
 
     # A fresh process in miniature: another model object takes the saved state and repeats step 2.
     runner, feed, backend = build(kit, config, ranks, scramble=True)

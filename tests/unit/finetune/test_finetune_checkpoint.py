@@ -81,6 +81,12 @@ def test_old_states_go_and_chosen_ones_stay(tmp_path, backend):
     assert steps(tmp_path) == ["2", "4", "5"]
 
 
+def test_all_states_stay_by_default(tmp_path, backend):
+    for step in range(1, 5):
+        store(tmp_path).save(TrainerState(step=step), backend)
+    assert steps(tmp_path) == ["1", "2", "3", "4"]
+
+
 def test_a_failed_deletion_is_a_warning(tmp_path, backend, monkeypatch, caplog):
     keeper = store(tmp_path, keep_last=1)
     keeper.save(TrainerState(step=1), backend)

@@ -13,11 +13,12 @@ from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.report import MetricWriter, Reporter
+from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import FateRecord, StepDone, TrainingDone, WeightUpdateSuccess
+from pipelinerl.tracking.recorder import MetricRecorder
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ class Run:
             weights=WeightsFeed(self.backend, self.ranks, self.publisher, torch.float32),
             checkpoints=self.store,
             exporter=ModelExporter(root, str(tokenizer), self.ranks),
-            reporter=Reporter(log, log, MetricWriter(self.metrics), incarnation, clock=lambda: 5.0),
+            reporter=Reporter(log, log, MetricRecorder(self.metrics, "finetune_0"), incarnation, clock=lambda: 5.0),
             heartbeat=self.heartbeat,
             export_dtype=torch.float32,
             first_probe_tokens=[[3, 5, 7, 9]],
