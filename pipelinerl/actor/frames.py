@@ -13,6 +13,9 @@ import msgspec
 
 from pipelinerl.records import RolloutSummary, Sample
 
+# Exit codes of a worker. faulthandler leaves with 1 when the event loop stood still for too long.
+BLOCKED_EXIT_CODE = 1
+CRASHED_EXIT_CODE = 3
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 31
 

@@ -1,8 +1,9 @@
 """The actor's side of the rollout workers: starts them, hands out rollouts, replaces one that got stuck.
 
-Called by the scheduler; waits for workers' answers. A worker that dies by itself ends the run with its exit code (its
-last words are in the actor's `stderr.log`, which the workers share). A worker that does not even answer a cancellation
-is stuck in user code: it is killed and replaced, and its other rollouts are tried again.
+Called by the scheduler; waits for workers' answers. A worker that dies ends the run with its exit code (its last words
+are in the actor's `stderr.log`, which the workers share). A worker in which user code holds the event loop is replaced,
+and its rollouts are tried again: it ends by itself after `BLOCK_LIMIT_S`, or is killed when it does not even answer the
+cancellation of a rollout.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipelinerl.actor.frames import (
+    BLOCKED_EXIT_CODE,
     CancelRollout,
     Fatal,
     FromWorker,
@@ -36,6 +37,7 @@ from pipelinerl.errors import DomainError, WorkerError
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 10.0
+BLOCK_LIMIT_S = 60.0
 START_TIMEOUT_S = 300.0
 _STOP_GRACE_S = 5.0
 
@@ -60,10 +62,17 @@ class WorkerPool:
         command: argument vector of a worker, without its index and connection.
         size: number of workers.
         inherited_fds: descriptors that workers inherit (the watch on the launcher).
+        block_limit_s: how long user code may hold a worker's event loop.
     """
 
-    def __init__(self, command: Sequence[str], size: int, inherited_fds: Sequence[int] = ()) -> None:
-        self._command = list(command)
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        inherited_fds: Sequence[int] = (),
+        block_limit_s: float = BLOCK_LIMIT_S,
+    ) -> None:
+        self._command = [*command, "--block-limit-s", str(block_limit_s)]
         self._size = size
         self._inherited_fds = tuple(inherited_fds)
         self._workers: list[_Worker] = []
@@ -166,6 +175,15 @@ class WorkerPool:
         if self._closing or worker.replaced:
             return
         code = await worker.process.wait()
+        if code == BLOCKED_EXIT_CODE and worker.ready.is_set():
+            logger.warning(
+                "user code held rollout worker %d for too long (where: see the traceback above); it is replaced, and "
+                "%d rollouts are tried again",
+                worker.index,
+                len(worker.waiting),
+            )
+            await self._replace(worker)
+            return
         raise WorkerError(
             f"rollout worker {worker.index} (pid {worker.process.pid}) ended {_how(code)} with "
             f"{len(worker.waiting)} rollouts running. Its last words are above, in the actor's stderr.log"
@@ -194,15 +212,18 @@ class WorkerPool:
             worker.process.pid,
             len(worker.waiting) - 1,
         )
+        await self._replace(worker)
+
+    async def _replace(self, worker: _Worker) -> None:
         worker.replaced = True
         self.replaced_workers += 1
         # The new one first: there is always a worker to hand rollouts to.
         await self._start_worker(worker.index)
         self._workers.remove(worker)
         _kill(worker)
-        for waiting_ticket, future in worker.waiting.items():
-            if not future.done():
-                future.set_result(RolloutFailed(waiting_ticket, "worker_replaced", "", transient=True))
+        for ticket, answer in worker.waiting.items():
+            if not answer.done():
+                answer.set_result(RolloutFailed(ticket, "blocked_worker", "user code held the worker", transient=True))
         worker.waiting.clear()
         worker.writer.close()
 
@@ -214,7 +235,7 @@ def worker_command(run_dir: str, job: str) -> list[str]:
 
 def _kill(worker: _Worker) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.process.pid, signal.SIGKILL)
+        worker.process.kill()
 
 
 def _how(code: int) -> str:

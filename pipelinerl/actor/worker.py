@@ -7,12 +7,15 @@ is a process of its own, so that user code that blocks or dies holds up its own 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import functools
 import logging
 import os
+import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -53,6 +56,7 @@ class RolloutWorker:
         training_llms: one handle per server, for training rollouts.
         evaluation_llms: the same servers with the parameters of evaluations.
         incarnation: goes into samples.
+        block_limit_s: if user code holds the event loop for longer, the process says where and ends.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class RolloutWorker:
         incarnation: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        block_limit_s: float,
     ) -> None:
         self._function = function
         self._cfg = cfg
@@ -71,6 +76,7 @@ class RolloutWorker:
         self._incarnation = incarnation
         self._reader = reader
         self._writer = writer
+        self._block_limit_s = block_limit_s
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seen: Counter[str] = Counter()
 
@@ -84,7 +90,7 @@ class RolloutWorker:
         async with open_session() as session:
             self._send(Ready(pid=os.getpid()))
             try:
-                async with asyncio.TaskGroup() as rollouts:
+                async with asyncio.TaskGroup() as rollouts, _watched_loop(self._block_limit_s):
                     while (message := await read_frame(self._reader, decoder)) is not None:
                         self._take(message, rollouts, session)
                     for task in self._running.values():
@@ -173,3 +179,23 @@ class RolloutWorker:
 
     def _send(self, message: FromWorker) -> None:
         write_frame(self._writer, message)
+
+
+@contextlib.asynccontextmanager
+async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
+    """End the process, with a traceback on stderr, when its event loop stands still for `limit_s`.
+
+    The watch is a thread in C: it also works while a regular expression or another extension holds the interpreter.
+    """
+
+    async def rearm() -> None:
+        while True:
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.stderr)
+            await asyncio.sleep(limit_s / 10)
+
+    watch = asyncio.create_task(rearm())
+    try:
+        yield
+    finally:
+        watch.cancel()
+        faulthandler.cancel_dump_traceback_later()

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,10 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", required=True)
     parser.add_argument("--index", required=True, type=int)
     parser.add_argument("--fd", required=True, type=int, help="inherited socket to the actor")
+    parser.add_argument("--block-limit-s", required=True, type=float, help="user code may hold the event loop so long")
     arguments = parser.parse_args(argv)
 
     import uvloop
 
+    from pipelinerl.actor.frames import CRASHED_EXIT_CODE
     from pipelinerl.supervise.context import LOG_FORMAT
     from pipelinerl.supervise.death_pipe import watch_death_pipe
 
@@ -48,10 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     connection = socket.socket(fileno=arguments.fd)
     connection.setblocking(False)
     try:
-        uvloop.run(_serve(arguments.run_dir, connection))
+        uvloop.run(_serve(arguments.run_dir, connection, arguments.block_limit_s))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
+    except Exception:  # noqa: BLE001 - the last stop of this process: the whole traceback goes to the log
+        traceback.print_exc()
+        return CRASHED_EXIT_CODE
     return 0
 
 
@@ -64,7 +70,7 @@ def watch_launcher(watch: Any) -> None:
         watch(int(descriptor))
 
 
-async def _serve(root: Path, connection: socket.socket) -> None:
+async def _serve(root: Path, connection: socket.socket, block_limit_s: float) -> None:
     from pipelinerl.actor.frames import Fatal, write_frame
     from pipelinerl.actor.worker import RolloutWorker
     from pipelinerl.config.load import load_config, to_dictconfig
@@ -93,6 +99,7 @@ async def _serve(root: Path, connection: socket.socket) -> None:
         incarnation=read_identity(files.identity_file).incarnation,
         reader=reader,
         writer=writer,
+        block_limit_s=block_limit_s,
     )
     await worker.run()
 

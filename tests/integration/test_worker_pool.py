@@ -1,0 +1,67 @@
+"""Rollout workers as processes, without the rest of the actor."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from fakes.actor_run import TASK, ActorRun
+from fakes.random_model import save_random_model
+
+from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, Servers, StartRollout
+from pipelinerl.actor.pool import WorkerPool, worker_command
+from pipelinerl.errors import WorkerError
+
+BLOCKING = TASK.replace(
+    "    calls = []\n",
+    """    import re
+    if problem["words"] == "spin":
+        # Hours of backtracking, during which no other thread of the interpreter runs.
+        re.match(r"(a|aa)+$", "a" * 60 + "b")
+    await asyncio.sleep(0.5)
+    return RolloutResult([], BaseMetrics(reward=1, success=True))
+""",
+)
+
+
+def start(words: str) -> StartRollout:
+    problem = {"dataset": "test", "turns": 1, "words": words}
+    return StartRollout(0, words, "g", 0, True, 1, problem)
+
+
+def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> WorkerPool:
+    model = save_random_model(tmp_path / "model")
+    run = ActorRun(tmp_path, model, ["http://127.0.0.1:9"], "token", task)
+    monkeypatch.setenv("PYTHONPATH", str(run.task_dir))
+    return WorkerPool(worker_command(str(run.files.root), "actor_0"), 1, block_limit_s=2)
+
+
+async def test_a_worker_held_by_a_regular_expression_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = make_pool(tmp_path, monkeypatch, BLOCKING)
+    async with asyncio.TaskGroup() as tasks:
+        await pool.start(tasks)
+        await pool.wait_ready(Servers([None]))
+        beside, held = await asyncio.gather(pool.run(start("w4"), 60), pool.run(start("spin"), 60))
+        # Whoever ran beside it may be tried again, and then the new worker takes it.
+        assert isinstance(beside, RolloutFailed) and beside.transient
+        assert isinstance(held, RolloutFailed) and held.reason == "blocked_worker"
+        assert isinstance(await pool.run(start("w5"), 60), RolloutEnded)
+        assert pool.replaced_workers == 1
+        await pool.close()
+    errors = capfd.readouterr().err
+    assert "Timeout" in errors and "my_task.py" in errors and "generate_rollout" in errors
+
+
+async def test_a_worker_that_cannot_start_is_not_replaced_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = WorkerPool(["python", "-c", "raise SystemExit(1)"], 1)
+    with pytest.raises(ExceptionGroup) as ended:
+        async with asyncio.TaskGroup() as tasks:
+            await pool.start(tasks)
+            await pool.wait_ready(Servers([]))
+    (error,) = ended.value.exceptions
+    assert isinstance(error, WorkerError) and "ended with exit code 1" in str(error)
