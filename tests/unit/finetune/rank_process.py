@@ -1,6 +1,6 @@
 """One trainer rank of the tests with several processes: trains on fixed batches and writes down what it got.
 
-Usage: `python rank_process.py BACKEND FOLDER`, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set.
+Usage: `python rank_process.py BACKEND FOLDER DEVICE`, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set.
 """
 
 import importlib.util
@@ -51,10 +51,10 @@ def gradients(name, backend):
     return {key: p.grad.full_tensor() if name == "fsdp" else p.grad for key, p in named}
 
 
-def main(name, folder):
+def main(name, folder, device):
     torch.set_num_threads(1)
     kit = kit_module().Kit()
-    ranks = start_ranks(os.environ, "cpu", 60)
+    ranks = start_ranks(os.environ, device, 60)
     config = RunConfig(
         output_dir=str(folder),
         finetune=dict(
@@ -110,7 +110,7 @@ def main(name, folder):
 
 
 def build(kit, config, ranks, scramble=False):
-    policy = kit.policy()
+    policy = kit.policy().to(ranks.device)
     if scramble:
         with torch.no_grad():
             for parameter in policy.parameters():
@@ -134,4 +134,4 @@ def full_weights(backend):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -40,7 +40,7 @@ def run_ranks(backend, folder, world_size=2, limit_s=240):
             "OMP_NUM_THREADS": "1",
         }
         log = (folder / f"log_{rank}.txt").open("w")
-        command = [sys.executable, str(SCRIPT), backend, str(folder)]
+        command = [sys.executable, str(SCRIPT), backend, str(folder), "cpu"]
         processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(limit_s) for process in processes]

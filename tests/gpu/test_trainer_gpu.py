@@ -1,0 +1,103 @@
+"""The trainer on GPUs: bf16 products over fp32 weights on one, gradients as on the CPU on two (NCCL)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.step import StepRunner
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+FOLDER = Path(__file__).parents[1] / "unit" / "finetune"
+
+
+@pytest.fixture(scope="module")
+def helpers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("finetune_kit", FOLDER / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["finetune_kit"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def gradient(kit, policy, device: torch.device) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
+    config, ranks = kit.config(), Ranks(device=device)
+    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+    runner.accumulate(kit.batch(kit.samples(64, 1, masked_every=9)))
+    return {name: parameter.grad.cpu() for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_bf16_products_give_almost_the_fp32_gradient(helpers: ModuleType, tmp_path: Path, attention: str) -> None:
+    kit = helpers.Kit()
+    exact = gradient(kit, kit.policy(), torch.device("cpu"))
+    folder = tmp_path / "model"
+    kit.model().save_pretrained(folder)
+    kit.tokenizer(folder)
+    config = RunConfig(
+        output_dir=str(tmp_path),
+        model_path=str(folder),
+        finetune=dict(attn_implementation=attention, gradient_checkpointing=True),
+    )
+    device = torch.device("cuda", 0)
+    policy = load_policy(config, device)
+    assert policy.compute_dtype == torch.bfloat16
+    assert next(policy.parameters()).dtype == torch.float32
+    rough = gradient(kit, policy, device)
+    ours = torch.cat([tensor.flatten() for tensor in rough.values()])
+    theirs = torch.cat([exact[name].flatten() for name in rough])
+    assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) > 0.995
+    backend = PlainBackend(policy, config.finetune, Ranks(device=device))
+    exporter = ModelExporter(tmp_path / "out", str(folder), Ranks(device=device))
+    exporter.export(1, policy, backend.weight_source(torch.bfloat16, with_value_head=True))
+    saved = load_file(tmp_path / "out" / "current" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "current" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("backend", ["plain", "fsdp", "zero2", "zero3"])
+def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend: str) -> None:
+    if backend.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **{key: str(value) for key, value in group.items()}}
+        # One card is visible to each process, as the launcher arranges it.
+        env["CUDA_VISIBLE_DEVICES"] = str(rank)
+        command = [sys.executable, str(FOLDER / "rank_process.py"), backend, str(tmp_path), "cuda"]
+        log = (tmp_path / f"log_{rank}.txt").open("w")
+        processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    codes = [process.wait(240) for process in processes]
+    assert codes == [0, 0], (tmp_path / "log_0.txt").read_text()[-3000:]
+    kit = helpers.Kit()
+    expected = gradient(kit, kit.policy(), torch.device("cpu"))
+    found = load_file(tmp_path / "gradients_1.safetensors")
+    for name, tensor in expected.items():
+        scale = max(1.0, float(tensor.abs().max()))
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4 * scale, msg=name)
+    result = json.loads((tmp_path / "result_0.json").read_text())
+    assert result["probe"] < 1e-3
+    assert result["grad_norms"][1] == pytest.approx(result["grad_norms"][2], rel=1e-4)
