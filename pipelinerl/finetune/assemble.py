@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+import msgspec
 import torch
 
 from pipelinerl.config import RunConfig
@@ -54,7 +55,8 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
         stack.callback(ranks.close)
         backend = create_backend(load_policy(config, ranks.device), config, ranks)
         checkpoints = checkpoint_store(context, ranks)
-        state = checkpoints.restore(backend) or TrainerState()
+        restored = checkpoints.restore(backend) or TrainerState()
+        state = msgspec.structs.replace(restored, incarnation=context.incarnation)
         loop = build_loop(context, ranks, backend, checkpoints, state, stack)
         return loop.run(state)
 
@@ -90,7 +92,7 @@ def build_loop(
     return TrainingLoop(
         config=finetune,
         backend=backend,
-        feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s, context.incarnation),
+        feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s),
         steps=StepRunner(backend, finetune, ranks, schedule_of(finetune), pad_id),
         weights=WeightsFeed(backend, ranks, publisher, dtype) if finetune.send_weight_updates else None,
         checkpoints=checkpoints,

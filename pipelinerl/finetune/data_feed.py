@@ -5,15 +5,12 @@ Waits for the preprocessor, at most `timeout_s`, and says so in the heartbeat.
 
 from __future__ import annotations
 
-import logging
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from pipelinerl.errors import StreamError, WorkerError
 from pipelinerl.records import TrainingBatch
 from pipelinerl.streams.base import StreamReader
-
-logger = logging.getLogger(__name__)
 
 
 class Waiter(Protocol):
@@ -27,19 +24,17 @@ class Waiter(Protocol):
 class DataFeed:
     """Batches in the order of their steps.
 
+    After a restart the batches behind the checkpoint are read again, and trained as they are: the stream holds one
+    batch for every step, and the steps come out as they were.
+
     Args:
         reader: stream `training_data`, opened at the offset of the checkpoint.
-        incarnation: of this run; batches that an earlier incarnation made after the checkpoint are skipped, because
-            their groups are made into batches again.
     """
 
-    def __init__(
-        self, reader: StreamReader[TrainingBatch], heartbeat: Waiter, timeout_s: float, incarnation: int = 0
-    ) -> None:
+    def __init__(self, reader: StreamReader[TrainingBatch], heartbeat: Waiter, timeout_s: float) -> None:
         self._reader = reader
         self._heartbeat = heartbeat
         self._timeout_s = timeout_s
-        self._incarnation = incarnation
 
     @property
     def offset(self) -> int:
@@ -53,18 +48,14 @@ class DataFeed:
             WorkerError: none came in time.
             StreamError: the next batch is of another step or is empty.
         """
-        while True:
-            batch = self._read()
-            if batch.incarnation < self._incarnation:
-                logger.info("batch %s is of incarnation %d: skipped", batch.id, batch.incarnation)
-                continue
-            if batch.step != step:
-                raise StreamError(
-                    f"training_data offset {self.offset - 1}: got the batch of step {batch.step}, expected step {step}"
-                )
-            if not batch.samples:
-                raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
-            return batch
+        batch = self._read()
+        if batch.step != step:
+            raise StreamError(
+                f"training_data offset {self.offset - 1}: got the batch of step {batch.step}, expected step {step}"
+            )
+        if not batch.samples:
+            raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
+        return batch
 
     def _read(self) -> TrainingBatch:
         with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):

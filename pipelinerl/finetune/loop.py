@@ -55,6 +55,8 @@ class TrainingLoop:
 
     def run(self, state: TrainerState) -> TrainerState:
         """Train from `state` to the last step; returns when the final weights are delivered and saved."""
+        if self.reporter:
+            self.reporter.started(state)
         self._deliver(state.step, self.first_probe_tokens)
         last = self._last_step()
         is_first_step = True

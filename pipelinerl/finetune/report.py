@@ -1,6 +1,7 @@
 """Tells the rest of the run what the trainer did: messages, fates, metrics. Called by the loop on rank 0.
 
-Order of one step: weight update, fates of the trained samples, `StepDone`, metrics. `TrainingDone` comes last.
+`TrainerStarted` comes first. Order of one step: weight update, fates of the trained samples, `StepDone`, metrics.
+`TrainingDone` comes last.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipelinerl.records import (
     Sample,
     StepDone,
     TrainerMessage,
+    TrainerStarted,
     TrainingBatch,
     TrainingDone,
     WeightUpdateSuccess,
@@ -42,6 +44,15 @@ class Reporter:
     metrics: Recorder
     incarnation: int = 0
     clock: Callable[[], float] = time.time
+
+    def started(self, state: TrainerState) -> None:
+        """Say where this incarnation goes on: the steps that an older one did behind that do not count."""
+        self.messages.write(
+            TrainerStarted(
+                step=state.step, data_offset=state.data_offset, time=self.clock(), incarnation=self.incarnation
+            )
+        )
+        self.messages.flush()
 
     def weights_delivered(self, delivery: Delivery) -> None:
         self.messages.write(

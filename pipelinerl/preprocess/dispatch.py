@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from pipelinerl.records import StepDone, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted, TrainingDone, WeightUpdateSuccess
 
 # One batch in training and one that is ready when it ends: more would only grow old in the stream.
 MAX_STEPS_AHEAD = 2
@@ -19,7 +19,8 @@ class TrainerView:
 
     Args:
         incarnation: of this start of the run.
-        first_step: step that this process will dispatch first; stands for the trainer's position until it speaks.
+        first_step: step that this process will dispatch first. In the first incarnation the trainer stands right before
+            it; later ones have to hear from the trainer where it went back to.
         bounded: False if there is no trainer (a run of actor and preprocessor alone): never hold back.
     """
 
@@ -27,7 +28,7 @@ class TrainerView:
         self._incarnation = incarnation
         self._bounded = bounded
         self._lock = threading.Lock()
-        self._steps_done = first_step - 1
+        self._steps_done = first_step - 1 if incarnation == 0 else first_step - 1 - MAX_STEPS_AHEAD
         self._is_done = False
         self._changes = 0
 
@@ -37,7 +38,7 @@ class TrainerView:
             return
         with self._lock:
             self._changes += 1
-            if isinstance(message, StepDone):
+            if isinstance(message, StepDone | TrainerStarted):
                 self._steps_done = message.step
             elif isinstance(message, WeightUpdateSuccess):
                 # Version v is the result of step v; after a resume it is the first thing that the trainer says.

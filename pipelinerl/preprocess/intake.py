@@ -53,6 +53,7 @@ class Intake:
         self._config = config
         self._seen_groups = resume.dispatched_groups
         self._settled_samples = resume.settled_samples
+        self._is_rolled_back = resume.is_rolled_back
         self._add_reference = add_reference
         self.statistics = RolloutStatistics()
 
@@ -76,8 +77,11 @@ class Intake:
         without_samples = [rollout.reward for rollout in group.rollouts if rollout.num_samples == 0]
         scored = score_group(good, without_samples, self._config.rl) if good else []
         kept, untrainable = reject_untrainable(scored, self._config)
-        unsettled = tuple(item for item in kept if item.sample.id not in self._settled_samples)
-        new = [r for r in [*rejections, *untrainable] if r.sample.id not in self._settled_samples]
+        gone = [Rejection(item.sample, "stale", "rolled_back") for item in kept if self._is_rolled_back(item.sample)]
+        settled = self._settled_samples
+        new = [r for r in [*rejections, *untrainable, *gone] if r.sample.id not in settled]
+        lost = {rejection.sample.id for rejection in gone}
+        unsettled = tuple(item for item in kept if item.sample.id not in settled and item.sample.id not in lost)
         return ReadyGroup(group.id, entry.offset, unsettled), new
 
     def _with_reference(

@@ -34,7 +34,7 @@ TRAINER_INSTANCE = "finetune_0"
 
 def preprocess(context: RoleContext) -> None:
     """Run the preprocessor of a run until the trainer says that training is done."""
-    resume = find_resume_point(context.streams, context.job.name)
+    resume = find_resume_point(context.streams, context.job.name, context.incarnation)
     loop = PreprocessLoop(context, resume, reference_scorer(context))
     logger.info("next step %d, reading %s from offset %d", resume.next_step, ACTOR_TOPIC, resume.actor_offset)
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.records import SCHEMA_VERSION, Fate
+from pipelinerl.records import SCHEMA_VERSION, Fate, Sample
 from pipelinerl.streams.base import FATES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
@@ -24,6 +24,7 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group_ids: list[str]
     actor_offset: int
+    incarnation: int = 0
     schema: int = SCHEMA_VERSION
 
 
@@ -37,21 +38,34 @@ class FateHead(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ResumePoint:
-    """`next_step` to dispatch, `actor_offset` to read from, and what is settled behind that offset."""
+    """`next_step` to dispatch, `actor_offset` to read from, and what is settled behind that offset.
+
+    `first_steps[i]` is the first step that incarnation i made a batch for. A version from there on that an older
+    incarnation sampled with came from a batch that is not in the stream any more (the machine lost it), so it is
+    another policy than the one that has this number now.
+    """
 
     next_step: int = 1
     actor_offset: int = 0
+    first_steps: dict[int, int] = field(default_factory=dict)
     dispatched_groups: set[str] = field(default_factory=set)
     settled_samples: set[str] = field(default_factory=set)
 
+    def is_rolled_back(self, sample: Sample) -> bool:
+        """Whether `sample` holds a token of a version that no longer exists."""
+        firsts = [step for incarnation, step in self.first_steps.items() if incarnation > sample.incarnation]
+        return bool(firsts) and bool(sample.version_spans) and sample.max_version >= min(firsts)
 
-def find_resume_point(streams: StreamHub, job_name: str) -> ResumePoint:
+
+def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -> ResumePoint:
     """Scan the own streams; a first start gives the beginning of everything."""
     point = ResumePoint()
     for head in _all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
         point.next_step = max(point.next_step, head.step + 1)
         point.actor_offset = max(point.actor_offset, head.actor_offset)
         point.dispatched_groups.update(head.group_ids)
+        point.first_steps.setdefault(head.incarnation, head.step)
+    point.first_steps.setdefault(incarnation, point.next_step)
     for fate in _all(streams, FATES_TOPIC, job_name, FateHead):
         if fate.fate != "pending":
             point.settled_samples.update(fate.sample_ids)

@@ -7,6 +7,7 @@ from pipelinerl.records.messages import (
     MetricRecord,
     StepDone,
     TrainerMessage,
+    TrainerStarted,
     TrainingDone,
     WeightUpdateSuccess,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "ScoredSample",
     "StepDone",
     "TrainerMessage",
+    "TrainerStarted",
     "TrainingBatch",
     "TrainingDone",
     "VersionSpan",

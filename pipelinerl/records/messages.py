@@ -15,6 +15,19 @@ from pipelinerl.records.sample import SCHEMA_VERSION
 Fate = Literal["trained", "filtered", "stale", "failed", "pending"]
 
 
+class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_started"):
+    """First message of an incarnation: it trains on from `step`, with record `data_offset` of `training_data` next.
+
+    What older incarnations trained behind `step` was rolled back; those batches are trained again as they are.
+    """
+
+    step: int
+    data_offset: int
+    time: float
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
 class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
     """Every live server samples with `version` from now on. `seconds` holds the phases pause, transfer, load, resume
     and total; `probe_abs_diff` is the mean |log-prob difference| of trainer and server if this update was probed."""
@@ -50,13 +63,14 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
     schema: int = SCHEMA_VERSION
 
 
-TrainerMessage = WeightUpdateSuccess | StepDone | TrainingDone
+TrainerMessage = TrainerStarted | WeightUpdateSuccess | StepDone | TrainingDone
 
 
 class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
 
-    `group_id` names their group; `num_rollouts` rollouts without any sample (failed ones) may be settled too.
+    `group_id` names their group; `num_rollouts` rollouts without any sample (failed ones) may be settled too. The actor
+    writes `pending` with the number of its rollouts when it starts a group: the only fate that is not final.
     """
 
     sample_ids: list[str]

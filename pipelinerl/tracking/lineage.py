@@ -1,6 +1,6 @@
 """Which steps count: those of the newest incarnation, and of older ones only up to where the newer one took over.
 
-Called by `RunState`. A run that resumes from the checkpoint of step k trains step k+1 again, under a higher
+Called by `RunState` and by the ledger. A run that resumes from the checkpoint of step k trains step k+1 again, under a higher
 incarnation; what the older incarnation did behind step k was rolled back. Pure: waits for nothing.
 """
 
@@ -19,8 +19,12 @@ class Lineage:
         self._samples[incarnation, step] = num_samples
         self._first_step[incarnation] = min(step, self._first_step.get(incarnation, step))
 
+    def start(self, incarnation: int, step: int) -> None:
+        """`incarnation` trains on from `step`; what older ones did behind it does not count any more."""
+        self._first_step[incarnation] = min(step + 1, self._first_step.get(incarnation, step + 1))
+
     def survives(self, incarnation: int, step: int) -> bool:
-        """False if a newer incarnation did this step, or an earlier one, again."""
+        """False if a newer incarnation went on from an earlier step."""
         return all(step < first for newer, first in self._first_step.items() if newer > incarnation)
 
     @property

@@ -15,6 +15,7 @@ from pipelinerl.records import (
     MetricRecord,
     StepDone,
     TrainerMessage,
+    TrainerStarted,
     TrainingDone,
     WeightUpdateSuccess,
 )
@@ -53,7 +54,9 @@ class RunState:
     def fold_trainer(self, message: TrainerMessage) -> None:
         self._saw(message.time)
         incarnation = message.incarnation
-        if isinstance(message, WeightUpdateSuccess):
+        if isinstance(message, TrainerStarted):
+            self.lineage.start(incarnation, message.step)
+        elif isinstance(message, WeightUpdateSuccess):
             self.version = message.version
             self.weight_updates += 1
             self.last_update_seconds = message.seconds
@@ -75,6 +78,8 @@ class RunState:
         self.evaluations.append(result)
 
     def fold_fate(self, record: FateRecord) -> None:
+        if record.fate == "pending":
+            return
         count = len(record.sample_ids) + record.num_rollouts
         self._fates[record.fate, record.incarnation, record.version] += count
         self._fate_tokens += record.output_tokens
@@ -127,6 +132,10 @@ class RunState:
         """Success rate before training (due at version 0) or after it (the final one), over all data sets, weighted by
         rollouts; None if there was no such evaluation."""
         found = [r for r in self.evaluations if (r.is_final if when == "after" else r.due_version == 0)]
+        if when == "after":
+            # A run that was complete may have been continued: its last word counts.
+            newest = max(((r.due_version, r.incarnation) for r in found), default=None)
+            found = [r for r in found if (r.due_version, r.incarnation) == newest]
         if when == "before" and any(not result.is_final for result in found):
             found = [result for result in found if not result.is_final]
         rollouts = sum(result.num_rollouts for result in found)

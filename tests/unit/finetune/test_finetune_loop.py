@@ -1,6 +1,5 @@
 """The whole loop in one process with fakes: order of messages, versions, probe, export, resume."""
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +16,7 @@ from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
-from pipelinerl.records import FateRecord, StepDone, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import FateRecord, StepDone, TrainerStarted, TrainingDone, WeightUpdateSuccess
 from pipelinerl.tracking.recorder import MetricRecorder
 
 
@@ -43,7 +42,7 @@ class Run:
         self.loop = TrainingLoop(
             config=self.config,
             backend=self.backend,
-            feed=DataFeed(kit.reader(batches, self.state.data_offset), self.heartbeat, 1.0, incarnation),
+            feed=DataFeed(kit.reader(batches, self.state.data_offset), self.heartbeat, 1.0),
             steps=StepRunner(self.backend, self.config, self.ranks, schedule_of(self.config)),
             weights=WeightsFeed(self.backend, self.ranks, self.publisher, torch.float32),
             checkpoints=self.store,
@@ -79,7 +78,8 @@ def test_messages_come_in_order_and_the_final_model_is_the_one_that_was_sent(sta
     run = start().run()
     kinds = [type(record) for record in run.written]
     step = [WeightUpdateSuccess, FateRecord, FateRecord, FateRecord, StepDone]
-    assert kinds == [WeightUpdateSuccess, *step * 4, TrainingDone]
+    assert kinds == [TrainerStarted, WeightUpdateSuccess, *step * 4, TrainingDone]
+    assert run.written[0] == TrainerStarted(step=0, data_offset=0, time=5.0)
     assert run.publisher.versions == [0, 1, 2, 3, 4]
     assert run.heartbeat.steps == 4
     updates = [record for record in run.written if isinstance(record, WeightUpdateSuccess)]
@@ -142,12 +142,14 @@ def test_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
     assert resumed.written[-1].samples_processed == 48
 
 
-def test_batches_of_an_earlier_incarnation_are_skipped_after_a_resume(start, batches):
+def test_batches_behind_the_checkpoint_are_trained_again_as_they_are(start, batches):
+    """Lines D1 and L7: the batches that were in the stream before need nobody else to come back."""
     start("cut", interrupt_train_steps=2).run()
-    again = [msgspec.structs.replace(batch, incarnation=1) for batch in batches[2:]]
-    resumed = start("cut", batches=[*batches, *again], incarnation=1).run()
-    assert resumed.state.data_offset == 6
-    assert resumed.state.step == 4
+    resumed = start("cut", incarnation=1).run()
+    assert resumed.written[0] == TrainerStarted(step=2, data_offset=2, time=5.0, incarnation=1)
+    trained = [name for record in resumed.written if isinstance(record, FateRecord) for name in record.sample_ids]
+    assert trained == [scored.sample.id for batch in batches[2:] for scored in batch.samples]
+    assert (resumed.state.step, resumed.state.data_offset) == (4, 4)
 
 
 def test_a_server_that_keeps_its_old_head_fails_the_run_after_the_first_update(start, kit):
