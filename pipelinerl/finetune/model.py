@@ -90,7 +90,7 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
             f"{kind} with a Hugging Face model ({str(error).splitlines()[0]})",
             "Check the path, or download the model first.",
         ) from error
-    model = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path,
         config=model_config,
         dtype=torch.float32,
@@ -98,7 +98,8 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
         trust_remote_code=trust_remote_code,
     )
     remove_dropout(model)
-    return model.train()
+    model.train()
+    return model
 
 
 def remove_dropout(model: torch.nn.Module) -> None:
@@ -107,7 +108,7 @@ def remove_dropout(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if getattr(module, "attention_dropout", 0.0):
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def _fault(policy: PolicyModel, packed: bool) -> str | None:

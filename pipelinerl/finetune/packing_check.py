@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.rl.logprobs import logprobs_from_logits
@@ -69,7 +69,8 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
 
 def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> torch.Tensor:
     batch = token_batch(samples, _device(policy))
-    return policy(batch, policy.layout_of(batch)).logprobs[0]
+    outputs: PolicyOutputs = policy(batch, policy.layout_of(batch))
+    return outputs.logprobs[0]
 
 
 def _samples(policy: PolicyModel) -> list[list[int]]:

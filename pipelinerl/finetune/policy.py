@@ -118,7 +118,8 @@ class PolicyModel(torch.nn.Module):
     def _values(self, hidden: torch.Tensor) -> torch.Tensor | None:
         if self.value_head is None:
             return None
-        return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+        values: torch.Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))
+        return values.squeeze(-1).float()
 
     def _needs_autocast(self) -> bool:
         """fp32 master weights with bf16 products; sharded backends cast by themselves."""
@@ -127,11 +128,10 @@ class PolicyModel(torch.nn.Module):
 
 
 def backbone(language_model: PreTrainedModel) -> torch.nn.Module:
-    """The decoder without its output head (looks through a peft wrapper)."""
-    inner = language_model.get_base_model() if hasattr(language_model, "get_base_model") else language_model
-    decoder = inner.base_model
-    if decoder is inner:
-        raise ValueError(f"{type(inner).__name__} has no separate backbone (base_model_prefix)")
+    """The decoder without its output head."""
+    decoder = language_model.base_model
+    if decoder is language_model:
+        raise ValueError(f"{type(language_model).__name__} has no separate backbone (base_model_prefix)")
     return decoder
 
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from pipelinerl.errors import ConfigError
 
@@ -96,4 +97,4 @@ def ensure_process_group(ranks: Ranks) -> None:
     """A process group for a single rank too: sharding libraries cannot do without."""
     if not dist.is_initialized():
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

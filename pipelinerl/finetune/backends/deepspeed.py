@@ -69,7 +69,8 @@ class DeepSpeedBackend:
     def forward(
         self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
     ) -> PolicyOutputs:
-        return self.engine(batch, layout, temperature)
+        outputs: PolicyOutputs = self.engine(batch, layout, temperature)
+        return outputs
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)

@@ -53,16 +53,17 @@ class FSDPBackend:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(policy, mesh=mesh, mp_policy=precision)
         assert isinstance(policy, FSDPModule)
+        self._sharded: FSDPModule = policy
         self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._optimizer = make_adamw(self._named, config.finetune)
 
     def forward(
         self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
     ) -> PolicyOutputs:
-        outputs = self.policy(batch, layout, temperature)
+        outputs: PolicyOutputs = self.policy(batch, layout, temperature)
         if not torch.is_grad_enabled():
             # Without a backward nothing would shard the root's parameters again.
-            self.policy.reshard()
+            self._sharded.reshard()
         return outputs
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
@@ -117,7 +118,9 @@ class FSDPBackend:
 
 def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:
     """The repeated blocks of the model: what its longest `ModuleList` holds."""
-    lists = [module for module in backbone(policy.language_model).modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [
+        [*module] for module in backbone(policy.language_model).modules() if isinstance(module, torch.nn.ModuleList)
+    ]
     if not lists:
         raise ValueError(f"{type(policy.language_model).__name__} has no list of layers, so FSDP cannot shard it")
-    return list(max(lists, key=len))
+    return max(lists, key=len)

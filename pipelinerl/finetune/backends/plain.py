@@ -47,11 +47,13 @@ class PlainBackend:
     def forward(
         self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
     ) -> PolicyOutputs:
-        return self._module(batch, layout, temperature)
+        outputs: PolicyOutputs = self._module(batch, layout, temperature)
+        return outputs
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        accumulate = isinstance(self._module, DistributedDataParallel) and not is_last
-        with self._module.no_sync() if accumulate else nullcontext():
+        module = self._module
+        reduces_later = isinstance(module, DistributedDataParallel) and not is_last
+        with module.no_sync() if reduces_later else nullcontext():  # type: ignore[operator]
             # DDP averages gradients over ranks; the shares of the loss are meant to be summed.
             (loss * self._ranks.world_size).backward()
 
