@@ -28,13 +28,13 @@ class StepTimes:
     step_s: float
 
     def values(self) -> dict[str, float]:
-        """`stall_s` is the part of the step in which nothing was trained."""
+        """`idle_s` is the part of the step in which nothing was trained."""
         return {
             "finetune/wait_data_s": self.wait_data_s,
             "finetune/train_s": self.train_s,
             "finetune/weight_update_s": self.weight_update_s,
             "finetune/step_s": self.step_s,
-            "finetune/stall_s": max(self.step_s - self.train_s, 0.0),
+            "finetune/idle_s": max(self.step_s - self.train_s, 0.0),
         }
 
 

@@ -110,7 +110,7 @@ class RunState:
     @property
     def stall_seconds(self) -> float:
         """Seconds during which the servers were paused for weight updates."""
-        return self.total("finetune/stall_s") if "finetune/stall_s" in self.history else self._paused_s
+        return self._paused_s
 
     @property
     def output_tokens(self) -> float:

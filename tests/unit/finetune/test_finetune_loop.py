@@ -102,7 +102,7 @@ def test_metrics_of_a_step(start, batches):
     values = [record.values for record in run.metrics.written]
     assert [record.step for record in run.metrics.written] == [1, 2, 3, 4]
     wanted = """loss ess ess_after_clamp grad_norm learning_rate reward_mean lag_mean_versions lag_max_versions
-        multi_version_samples samples tokens output_tokens step_s wait_data_s train_s weight_update_s stall_s
+        multi_version_samples samples tokens output_tokens step_s wait_data_s train_s weight_update_s idle_s
         samples_per_s logprob_abs_diff_mean kl_sampler_trainer"""
     assert {f"finetune/{name}" for name in wanted.split()} <= values[0].keys()
     samples = [scored.sample for scored in batches[3].samples]
