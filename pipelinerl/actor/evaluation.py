@@ -36,7 +36,7 @@ class EvaluationSchedule:
 
     def start_at(self, version: int) -> None:
         """Take the evaluations up to `version` as made."""
-        self._last_due = self._latest_multiple(version)
+        self._last_due = max(self._last_due, self._latest_multiple(version))
 
     def take_due(self, version: int) -> int | None:
         """Return the version that an evaluation is due at by now, or None. A jump over several gives the latest."""

@@ -43,7 +43,8 @@ async def run_group(
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
                 problem=problem,
-                seed=rollout_seed(seed, "train", group_id, index),
+                # Of the place in the order, not of the incarnation: a group that is run again starts as it did.
+                seed=rollout_seed(seed, "train", group_id.rpartition("-")[2], index),
             )
         )
         on_answer(answer)

@@ -17,12 +17,18 @@ Called by `entrypoints.actor`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 
 from pipelinerl.actor.parts import ActorParts, assemble
 from pipelinerl.actor.pool import WorkerPool
-from pipelinerl.actor.resume import find_unsettled_groups, has_evaluation
+from pipelinerl.actor.resume import (
+    INTERRUPTED,
+    find_evaluations,
+    find_started_groups,
+    find_unsettled_groups,
+)
 from pipelinerl.actor.servers import fetch_max_model_lens
 from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.domains.datasets import ProblemSets
@@ -76,30 +82,44 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
     first_version = trainer.current_version
     if context.incarnation > 0:
         _take_up(context, parts)
-    if not has_evaluation(context.streams, context.job.name, first_version):
+    made = find_evaluations(context.streams, context.job.name)
+    if not made:
         logger.info("servers have version %d: evaluation before training", first_version)
         await _evaluate(parts, first_version, is_final=False, concurrency=parts.slots.total)
-    parts.evaluations.start_at(first_version)
+    parts.evaluations.start_at(max((version for version, _ in made), default=first_version))
 
     parts.throughput.restart()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(parts.training.run())
         tasks.create_task(_evaluate_when_due(parts))
 
-    logger.info("training is done at version %d: last evaluation", trainer.current_version)
-    await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
+    if (trainer.current_version, True) not in made:
+        logger.info("training is done at version %d: last evaluation", trainer.current_version)
+        await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
     parts.report()
 
 
 def _take_up(context: RoleContext, parts: ActorParts) -> None:
-    """After a restart, charge what is still on its way to the trainer from before."""
-    version = parts.trainer.current_version
-    groups = find_unsettled_groups(context.streams, context.job.name, version)
+    """After a restart, charge what is still on its way to the trainer, and run again what was cut off.
+
+    No message of the trainer is taken meanwhile, so that a step settles its groups before this or after it.
+    """
+    version, steps_done = parts.trainer.current_version, parts.trainer.steps_done
+    started = find_started_groups(context.streams, context.job.name)
+    for group_id, num_rollouts in started.open_groups.items():
+        parts.publisher.give_up_group(group_id, [], num_rollouts, INTERRUPTED, version)
+    parts.training.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
+    groups = find_unsettled_groups(context.streams, context.job.name, steps_done)
     for group_id, sample_ids in groups.items():
         parts.budget.publish(group_id, sample_ids)
         for count in Counter(sample_id.rpartition("/")[0] for sample_id in sample_ids).values():
             parts.budget.observe_rollout(count)
-    logger.info("restarted at version %d with %d samples in flight", version, parts.budget.charged_samples)
+    logger.info(
+        "restarted at version %d with %d samples in flight; %d groups are run again",
+        version,
+        parts.budget.charged_samples,
+        len(started.numbers_due),
+    )
 
 
 async def _evaluate_when_due(parts: ActorParts) -> None:

@@ -12,7 +12,7 @@ from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded
 from pipelinerl.actor.groups import Answer
 from pipelinerl.actor.pool import WorkerPool
-from pipelinerl.actor.problems import endless_order, evaluation_problems
+from pipelinerl.actor.problems import ProblemOrder, evaluation_problems
 from pipelinerl.actor.publish import Publisher
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.slots import ServerSlots
@@ -100,7 +100,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
             budget.observe_rollout(answer.summary.num_samples)
 
     training = TrainingRollouts(
-        problems=endless_order(problems.train, f"{config.seed}/{incarnation}"),
+        problems=ProblemOrder(problems.train, str(config.seed)),
         attempts=config.attempts,
         seed=config.seed,
         incarnation=incarnation,

@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
 
 from pipelinerl.domains.datasets import Problem
 
 
-def endless_order(problems: list[Problem], seed: str) -> Iterator[Problem]:
-    """Yield problems for ever, every pass over all of them in another shuffled order."""
-    epoch = 0
-    while True:
-        order = list(problems)
-        random.Random(f"order/{seed}/{epoch}").shuffle(order)
-        yield from order
-        epoch += 1
+class ProblemOrder:
+    """Problems without end, every pass over all of them in another shuffled order. A restart goes on in the same order.
+
+    Args:
+        problems: at least one.
+        seed: decides the order.
+    """
+
+    def __init__(self, problems: list[Problem], seed: str) -> None:
+        self._problems = problems
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[Problem] = []
+
+    def __getitem__(self, number: int) -> Problem:
+        """Problem number `number` from 0. Cheap as long as the pass stays the same."""
+        epoch, place = divmod(number, len(self._problems))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(self._problems)
+            random.Random(f"order/{self._seed}/{epoch}").shuffle(self._order)
+        return self._order[place]
 
 
 def evaluation_problems(problems: list[Problem], num_rollouts: int | None, seed: str) -> list[Problem]:

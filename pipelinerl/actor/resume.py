@@ -1,11 +1,13 @@
-"""What a restarted actor finds in the streams: samples in flight from before, and evaluations that were made.
+"""What a restarted actor finds in the streams: samples in flight, groups to run again, evaluations that were made.
 
 Called once, when the servers have their weights again. Only the few fields that are needed are decoded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -15,6 +17,10 @@ from pipelinerl.records import SCHEMA_VERSION, Fate
 from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
+INTERRUPTED = "interrupted"
+# Groups that ended for these reasons were cut off by the end of the run, not by their problem: it is due again.
+CUT_OFF_REASONS = frozenset({INTERRUPTED, "training_done", "run_ended"})
+
 
 class _SampleHead(msgspec.Struct):
     id: str
@@ -23,6 +29,11 @@ class _SampleHead(msgspec.Struct):
 class _GroupHead(msgspec.Struct, kw_only=True):
     id: str
     samples: list[_SampleHead]
+    schema: int = SCHEMA_VERSION
+
+
+class _GroupId(msgspec.Struct, kw_only=True):
+    id: str
     schema: int = SCHEMA_VERSION
 
 
@@ -36,24 +47,74 @@ class _BatchHead(msgspec.Struct, kw_only=True):
 class _FateHead(msgspec.Struct, kw_only=True):
     sample_ids: list[str]
     fate: Fate
+    reason: str
+    group_id: str
+    num_rollouts: int
     schema: int = SCHEMA_VERSION
 
 
 class _EvaluationHead(msgspec.Struct, kw_only=True):
     due_version: int
+    is_final: bool
     schema: int = SCHEMA_VERSION
 
 
-def find_unsettled_groups(streams: StreamHub, actor: str, version: int) -> dict[str, list[str]]:
-    """Return the published samples, by group, that are not settled for a trainer at `version`.
+@dataclass
+class StartedGroups:
+    """Every group that was started before, by its number in the order of problems.
 
-    A batch up to step `version` is trained. Later batches that were dispatched before are trained again, so their
+    `open_groups` maps groups that neither were published nor have a fate for all of their rollouts to the number of
+    rollouts without one. `numbers_due` are the places in the order whose problem has not been brought to its end yet,
+    and `next_number` follows the last place that was started.
+    """
+
+    open_groups: dict[str, int] = field(default_factory=dict)
+    numbers_due: list[int] = field(default_factory=list)
+    next_number: int = 0
+
+
+def number_of(group_id: str) -> int:
+    """Place of a group in the order of problems; the id is `<incarnation>-<number>`."""
+    return int(group_id.rpartition("-")[2])
+
+
+def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
+    """Return what became of the groups that were started, from the actor's own streams."""
+    started: dict[str, int] = {}
+    failed: Counter[str] = Counter()
+    cut_off: set[str] = set()
+    for fate in _all(streams, FATES_TOPIC, actor, _FateHead):
+        if fate.fate == "pending":
+            started[fate.group_id] = fate.num_rollouts
+        else:
+            failed[fate.group_id] += fate.num_rollouts
+            if fate.reason in CUT_OFF_REASONS:
+                cut_off.add(fate.group_id)
+    published = {group.id for group in _all(streams, ACTOR_TOPIC, actor, _GroupId)}
+    result = StartedGroups()
+    finished: set[int] = {number_of(group_id) for group_id in published}
+    for group_id, rollouts in started.items():
+        if group_id in published:
+            continue
+        if (left := rollouts - failed[group_id]) > 0:
+            result.open_groups[group_id] = left
+        elif group_id not in cut_off:
+            finished.add(number_of(group_id))
+    result.next_number = max(map(number_of, [*started, *published]), default=-1) + 1
+    result.numbers_due = [number for number in range(result.next_number) if number not in finished]
+    return result
+
+
+def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> dict[str, list[str]]:
+    """Return the published samples, by group, that are not settled for a trainer behind step `steps_done`.
+
+    A batch up to that step is trained. Later batches that were dispatched before are trained again, so their
     groups are in flight, as are groups in no batch whose samples nobody dropped.
     """
     trained: set[str] = set()
     offset = 0
     for batch in _all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR_INSTANCE, _BatchHead):
-        if batch.step <= version:
+        if batch.step <= steps_done:
             trained.update(batch.group_ids)
             offset = max(offset, batch.actor_offset)
     dropped: set[str] = set()
@@ -68,11 +129,12 @@ def find_unsettled_groups(streams: StreamHub, actor: str, version: int) -> dict[
     return unsettled
 
 
-def has_evaluation(streams: StreamHub, actor: str, due_version: int) -> bool:
-    """Return whether the evaluation due at `due_version` was made."""
-    return any(
-        evaluation.due_version == due_version for evaluation in _all(streams, EVALUATION_TOPIC, actor, _EvaluationHead)
-    )
+def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
+    """Return (version that it was due at, whether it was the final one) of every evaluation that was made."""
+    return {
+        (evaluation.due_version, evaluation.is_final)
+        for evaluation in _all(streams, EVALUATION_TOPIC, actor, _EvaluationHead)
+    }
 
 
 def _all(streams: StreamHub, topic: str, instance: str, record_type: Any, offset: int = 0) -> Iterator[Any]:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import (
+    FateRecord,
+    StepDone,
+    TrainerMessage,
+    TrainerStarted,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
 from pipelinerl.streams.base import FATES_TOPIC, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
@@ -34,6 +41,7 @@ class TrainerState:
         self._incarnation = incarnation
         self._subscribers: list[asyncio.Event] = []
         self.version: int | None = None
+        self.steps_done = 0
         self.done = False
 
     @property
@@ -63,7 +71,11 @@ class TrainerState:
         match message:
             case WeightUpdateSuccess() if message.incarnation == self._incarnation:
                 self.version = message.version
+            case TrainerStarted() if message.incarnation == self._incarnation:
+                self.steps_done = message.step
             case StepDone():
+                if message.incarnation == self._incarnation:
+                    self.steps_done = message.step
                 for group_id in message.group_ids:
                     self._budget.settle_group(group_id)
             case TrainingDone() if message.incarnation == self._incarnation:

@@ -15,20 +15,25 @@ from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.groups import Answer, run_group
+from pipelinerl.actor.problems import ProblemOrder
 from pipelinerl.actor.publish import Publisher
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.domains.datasets import Problem
+from pipelinerl.records import Sample
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class TrainingRollouts:
-    """Training rollouts of one run. `on_answer` hears of every attempt that ended, with its problem."""
+    """Training rollouts of one run. `on_answer` hears of every attempt that ended, with its problem.
 
-    problems: Iterator[Problem]
+    `numbers` are the places in the order of problems to run; a restart sets them to what is left.
+    """
+
+    problems: ProblemOrder
     attempts: int
     seed: int
     incarnation: int
@@ -39,6 +44,7 @@ class TrainingRollouts:
     trainer: TrainerState
     publisher: Publisher
     on_answer: Callable[[Answer, Problem], None]
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     _groups: set[asyncio.Task[None]] = field(default_factory=set)
     _unfinished_attempts: int = 0
 
@@ -48,16 +54,17 @@ class TrainingRollouts:
         Raises:
             WorkerError: too many rollouts fail.
         """
-        numbers = itertools.count()
         async with asyncio.TaskGroup() as tasks:
             with self.trainer.subscribe() as changed:
                 while not self.trainer.done:
                     changed.clear()
                     while not self.trainer.done and self._has_room():
-                        group_id = f"{self.incarnation}-{next(numbers)}"
+                        number = next(self.numbers)
+                        group_id = f"{self.incarnation}-{number}"
+                        self.publisher.start_group(group_id, self.attempts, self.trainer.current_version)
                         self.budget.admit(group_id)
                         self._unfinished_attempts += self.attempts
-                        task = tasks.create_task(self._run_group(group_id, next(self.problems)), name=group_id)
+                        task = tasks.create_task(self._run_group(group_id, self.problems[number]), name=group_id)
                         self._groups.add(task)
                         task.add_done_callback(self._groups.discard)
                     await changed.wait()
@@ -74,13 +81,13 @@ class TrainingRollouts:
         return len(self._groups)
 
     async def _run_group(self, group_id: str, problem: Problem) -> None:
-        finished: list[str] = []
+        finished: list[Sample] = []
 
         def on_answer(answer: Answer) -> None:
             self._unfinished_attempts -= 1
             match answer:
                 case RolloutEnded():
-                    finished.extend(sample.id for sample in answer.samples)
+                    finished.extend(answer.samples)
                     self.budget.end_rollout(group_id, len(answer.samples))
                     self.failures.record_success()
                 case RolloutFailed():

@@ -1,7 +1,7 @@
 """Which steps count: those of the newest incarnation, and of older ones only up to where the newer one took over.
 
-Called by `RunState` and by the ledger. A run that resumes from the checkpoint of step k trains step k+1 again, under a higher
-incarnation; what the older incarnation did behind step k was rolled back. Pure: waits for nothing.
+Called by `RunState` and by the ledger. A run that resumes from the checkpoint of step k trains step k+1 again, under a
+higher incarnation; what the older incarnation did behind step k was rolled back. Pure: waits for nothing.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.actor.resume import find_unsettled_groups, has_evaluation
+from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import (
@@ -67,7 +69,7 @@ def fate(sample_ids: list[str], kind: Any) -> FateRecord:
 def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -> None:
     hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
     assert find_unsettled_groups(hub, "actor_0", 0) == {}
-    assert not has_evaluation(hub, "actor_0", 0)
+    assert find_evaluations(hub, "actor_0") == set()
     write(hub, "actor", "actor_0", Group, *(group(number) for number in range(6)))
     # Group 1 overtook group 0, which is in the second batch.
     write(
@@ -105,7 +107,45 @@ def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -
             time=0,
         ),
     )
-    assert has_evaluation(hub, "actor_0", 0) and not has_evaluation(hub, "actor_0", 1)
+    assert find_evaluations(hub, "actor_0") == {(0, False)}
+
+
+def actor_fate(group_id: str, kind: Any, reason: str, num_rollouts: int) -> FateRecord:
+    return FateRecord(
+        sample_ids=[],
+        fate=kind,
+        reason=reason,
+        version=0,
+        group_id=group_id,
+        source="actor_0",
+        num_rollouts=num_rollouts,
+    )
+
+
+def test_d1_groups_that_were_cut_off_are_run_again_at_their_place(tmp_path: Path) -> None:
+    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    assert find_started_groups(hub, "actor_0").next_number == 0
+    write(hub, "actor", "actor_0", Group, group(0), group(3))
+    fates = [actor_fate(f"0-{number}", "pending", "started", 4) for number in range(6)]
+    fates += [
+        actor_fate("0-1", "failed", "rollout_timeout", 4),  # came to its end, without a sample
+        actor_fate("0-2", "failed", "rollout_timeout", 1),  # three attempts were running
+        actor_fate("0-3", "failed", "rollout_timeout", 1),  # published without that one
+        actor_fate("0-5", "failed", "training_done", 4),
+    ]
+    write(hub, "fates", "actor_0", FateRecord, *fates)
+    found = find_started_groups(hub, "actor_0")
+    assert found.open_groups == {"0-2": 3, "0-4": 4}
+    assert (found.numbers_due, found.next_number) == ([2, 4, 5], 6)
+    # The next actor writes these fates and dies at once: the same groups are due, and nothing is open.
+    again = [actor_fate(name, "failed", "interrupted", count) for name, count in found.open_groups.items()]
+    write(hub, "fates", "actor_0", FateRecord, *again)
+    found = find_started_groups(hub, "actor_0")
+    assert (found.open_groups, found.numbers_due, found.next_number) == ({}, [2, 4, 5], 6)
+    # It comes far enough to publish one of them.
+    write(hub, "actor", "actor_0", Group, msgspec.structs.replace(group(2), id="1-2"))
+    write(hub, "fates", "actor_0", FateRecord, actor_fate("1-2", "pending", "started", 4))
+    assert find_started_groups(hub, "actor_0").numbers_due == [4, 5]
 
 
 def updated(version: int, incarnation: int) -> WeightUpdateSuccess:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
-from pipelinerl.actor.problems import endless_order, evaluation_problems, rollout_seed
+from pipelinerl.actor.problems import ProblemOrder, evaluation_problems, rollout_seed
 from pipelinerl.domains.datasets import Problem
 
 PROBLEMS = [Problem(id=str(index), dataset_name="train", data={}) for index in range(5)]
 
 
 def ids(seed: str, count: int = 20) -> list[str]:
-    return [problem.id for problem in islice(endless_order(PROBLEMS, seed), count)]
+    order = ProblemOrder(PROBLEMS, seed)
+    return [order[number].id for number in range(count)]
 
 
 def test_every_pass_has_all_problems_in_another_order() -> None:
@@ -24,6 +23,11 @@ def test_every_pass_has_all_problems_in_another_order() -> None:
 def test_the_order_follows_from_the_seed() -> None:
     assert ids("1") == ids("1")
     assert ids("1") != ids("2")
+
+
+def test_the_order_goes_on_from_any_place() -> None:
+    order = ProblemOrder(PROBLEMS, "1")
+    assert [order[number].id for number in (13, 2, 14)] == [ids("1")[number] for number in (13, 2, 14)]
 
 
 def test_evaluations_take_the_same_problems_every_time() -> None:
