@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import aiohttp
 
-from pipelinerl.llm.chat import cut_at
-from pipelinerl.llm.client import complete
+from pipelinerl.llm.generate import answer_of
 from pipelinerl.llm.sample_builder import make_training_text
 from pipelinerl.llm.trainable import TrainableLLM
-from pipelinerl.llm.types import LLMCall, LLMOutput, Prompt
+from pipelinerl.llm.types import LLMCall, Prompt
 
 __all__ = ["llm_async_generate", "make_training_text"]
 
@@ -20,7 +19,8 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
     """Return the model's answer to `prompt`.
 
     The chat template is applied here and token ids are sent and received, so that the ids of the training sample are
-    the ones that the server saw and sampled.
+    the ones that the server saw and sampled. With `prompt.tools`, tool calls in the answer are read into
+    `output.tool_calls`, and `output.content` is the text outside of them. For several turns see `llm.chat(session)`.
 
     Raises:
         RolloutError: the rollout cannot go on (context full, request refused, answer not usable). Let it pass: the
@@ -30,18 +30,4 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
         prompt_text, prompt_ids = None, list(prompt.token_ids)
     else:
         prompt_text, prompt_ids = llm.renderer.render(prompt.messages, prompt.tools)
-    completion = await complete(llm, prompt_ids, session)
-    content = llm.renderer.decode(completion.token_ids)
-    if completion.stop_string:
-        content = cut_at(content, completion.stop_string)
-    return LLMCall(
-        prompt=prompt,
-        output=LLMOutput(content=content),
-        prompt_token_ids=prompt_ids,
-        output_token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        finish_reason=completion.finish_reason,
-        version_spans=completion.version_spans,
-        prompt_text=prompt_text,
-        output_text=content,
-    )
+    return await answer_of(llm, prompt, prompt_text, prompt_ids, session)

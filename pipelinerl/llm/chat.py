@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from pipelinerl.errors import RolloutError
 
 # Attempts at one problem share their first prompt; more entries would hold memory for nothing.
 _CACHED_CHATS = 512
 _CACHED_CHARACTERS_LIMIT = 20_000
+# Enough for any rule that looks at what stands before a piece of text.
+_CONTEXT_CHARACTERS = 64
 
 
 class ChatRenderer:
@@ -52,13 +54,7 @@ class ChatRenderer:
                 cached = self._cache.get(key)
             if cached is not None:
                 return cached[0], list(cached[1])
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:
-            # The template is a program of the model's authors, run on messages of the user: any exception is possible.
-            raise RolloutError("bad_prompt", f"the chat template refused the messages: {error}") from error
+        text = self.render_text(messages, tools)
         ids = self.encode(text)
         if key is not None and len(text) <= _CACHED_CHARACTERS_LIMIT:
             with self._lock:
@@ -67,12 +63,58 @@ class ChatRenderer:
                     self._cache.popitem(last=False)
         return text, list(ids)
 
+    def render_text(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        """Return the prompt text for `messages`, ready for the assistant's turn.
+
+        Raises:
+            RolloutError: `bad_prompt`, as in `render`.
+        """
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception as error:
+            # The template is a program of the model's authors, run on messages of the user: any exception is possible.
+            raise RolloutError("bad_prompt", f"the chat template refused the messages: {error}") from error
+
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, special tokens in it included and none added."""
+        """Return the ids of `text`, special tokens in it included and none added.
+
+        Raises:
+            RolloutError: `bad_prompt` for text that has no UTF-8 form (half of a surrogate pair).
+        """
         if self._fast is not None:
-            return self._fast.encode(text, add_special_tokens=False).ids
+            return self._encode_fast(text).ids
         with self._lock:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return the ids of `text` as they are when it follows `before`, whose own ids are not asked for.
+
+        Some tokenizers write the first word of a text in another way than the same word further on.
+        """
+        if self._fast is None or not text:
+            return self.encode(text)
+        context = before[-_CONTEXT_CHARACTERS:]
+        encoding = self._encode_fast(context + text)
+        boundary = len(context)
+        first = next((i for i, (start, _) in enumerate(encoding.offsets) if start >= boundary), None)
+        if first is None or any(end > boundary for _, end in encoding.offsets[:first]):
+            return self.encode(text)  # one token lies across the border: the text alone is the best there is
+        return list(encoding.ids[first:])
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether decoding leaves this id out: end of message, padding, and the like."""
+        return not self.decode([token_id]) and bool(self.decode([token_id], skip_special_tokens=False))
+
+    def _encode_fast(self, text: str) -> Encoding:
+        assert self._fast is not None
+        try:
+            return self._fast.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RolloutError("bad_prompt", f"the prompt cannot be written as UTF-8: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; ids beyond the tokenizer (padded rows) are left out."""

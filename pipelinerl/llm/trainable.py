@@ -6,10 +6,16 @@ Made by the rollout worker, once per server and per use (training, evaluation), 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
 
 from pipelinerl.llm.chat import ChatRenderer
+
+if TYPE_CHECKING:
+    from pipelinerl.llm.conversation import Chat
 
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of a rollout's requests all differ
@@ -74,6 +80,17 @@ class TrainableLLM:
         llm.seed = seed
         llm.counters = CallCounters()
         return llm
+
+    def chat(
+        self,
+        session: aiohttp.ClientSession,
+        tools: Sequence[dict[str, Any]] | None = None,
+        messages: Sequence[dict[str, Any]] = (),
+    ) -> Chat:
+        """Return a new conversation of several turns, whose token sequence only grows (see `Chat`)."""
+        from pipelinerl.llm.conversation import Chat
+
+        return Chat(self, session, tools, messages)
 
     def next_request_seed(self) -> int | None:
         """Return the seed of the next request: a function of the rollout's seed and the number of requests so far."""

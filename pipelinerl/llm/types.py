@@ -46,6 +46,7 @@ class LLMCall:
     version_spans: list[VersionSpan]
     prompt_text: str | None = None
     output_text: str = ""
+    ended_by_stop_string: bool = False
 
     @property
     def prompt_length_tokens(self) -> int:

@@ -1,0 +1,91 @@
+"""The ids that new messages add to a sequence, for any chat template; or the finding that the template rewrote the past.
+
+Called by the chat before every turn but the first. Pure, but for the template.
+
+The answer of the last turn is replaced by a marker, and what the template writes behind the marker is what has to be
+added: the end of the answer, the new messages, the start of the next answer. With the answer itself in its place, what
+stands before that must be the text so far, or else the template has changed it (some drop the reasoning of earlier
+turns). White space does not count: many templates trim, and the ids that the model saw are kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.errors import RolloutError
+from pipelinerl.llm.chat import ChatRenderer
+from pipelinerl.llm.types import LLMCall
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What comes after the sampled ids: as the template writes it, and as ids."""
+
+    text: str
+    ids: list[int]
+
+
+def sampled_text(renderer: ChatRenderer, call: LLMCall) -> str:
+    """Return the answer as a template would have to write it: special tokens kept, without the one that ended it."""
+    ids = call.output_token_ids
+    if ended_by_token(renderer, call):
+        ids = ids[:-1]
+    return renderer.decode(ids, skip_special_tokens=False)
+
+
+def ended_by_token(renderer: ChatRenderer, call: LLMCall) -> bool:
+    """Return whether the last sampled id is a special token that ended the answer (not a stop string, not the limit)."""
+    ended = call.finish_reason == "stop" and not call.ended_by_stop_string
+    return ended and renderer.is_special(call.output_token_ids[-1])
+
+
+def continue_ids(renderer: ChatRenderer, call: LLMCall, before: str, text: str) -> list[int]:
+    """Return the ids of `text` behind the answer of `call`, whose own text is `before`.
+
+    If a special token ended the answer and the text starts with one, that end is already there.
+    """
+    ids = renderer.encode_after(before, text)
+    if ids and ended_by_token(renderer, call) and renderer.is_special(ids[0]):
+        return ids[1:]
+    return ids
+
+
+def continuation(
+    renderer: ChatRenderer,
+    past: Sequence[dict[str, Any]],
+    call: LLMCall,
+    new: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    text_so_far: str,
+) -> Continuation | None:
+    """Return what `new` adds after the answer of `call`, or None when the sequence cannot simply grow.
+
+    Args:
+        renderer: template and tokenizer.
+        past: messages before the answer, as the template saw them.
+        call: the last answered request.
+        new: messages after the answer.
+        tools: of the chat.
+        text_so_far: last prompt and answer, as the template writes them.
+    """
+    answer = sampled_text(renderer, call)
+    marker = "answer-stands-here"
+    while marker in text_so_far or any(marker in str(message.get("content")) for message in new):
+        marker += "-x"
+    try:
+        real = renderer.render_text([*past, {"role": "assistant", "content": answer}, *new], tools)
+        marked = renderer.render_text([*past, {"role": "assistant", "content": marker}, *new], tools)
+    except RolloutError:
+        return None  # the template wants tool calls in its own form; the whole chat is rendered anew
+    _, found, tail = marked.partition(marker)
+    if not found or marker in tail or not real.endswith(tail):
+        return None
+    if _squeezed(real[: len(real) - len(tail)]) != _squeezed(text_so_far):
+        return None
+    return Continuation(text=tail, ids=continue_ids(renderer, call, answer, tail))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
