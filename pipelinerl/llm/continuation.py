@@ -1,4 +1,4 @@
-"""The ids that new messages add to a sequence, for any chat template; or the finding that the template rewrote the past.
+"""The ids that new messages add to a sequence, for any chat template; or that the template has rewritten the past.
 
 Called by the chat before every turn but the first. Pure, but for the template.
 
@@ -36,7 +36,7 @@ def sampled_text(renderer: ChatRenderer, call: LLMCall) -> str:
 
 
 def ended_by_token(renderer: ChatRenderer, call: LLMCall) -> bool:
-    """Return whether the last sampled id is a special token that ended the answer (not a stop string, not the limit)."""
+    """Return whether the last sampled id is a special token that ended the answer (no stop string, no limit)."""
     ended = call.finish_reason == "stop" and not call.ended_by_stop_string
     return ended and renderer.is_special(call.output_token_ids[-1])
 

@@ -1,5 +1,6 @@
-"""One answered request from ids: sends them, decodes the answer, reads tool calls. Called by `llm_async_generate` and the
-chat; waits for the server.
+"""One answered request from ids: sends them, decodes the answer, reads tool calls.
+
+Called by `llm_async_generate` and the chat; waits for the server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Messages in OpenAI's format: how chat templates want them, and when two of them are the same. Pure; waits for nothing.
+"""Messages in OpenAI's format: how chat templates want them, and when two of them are the same.
 
-Called by the chat and by the proxy of black-box agents.
+Called by the chat and by the proxy of black-box agents. Pure; waits for nothing.
 """
 
 from __future__ import annotations

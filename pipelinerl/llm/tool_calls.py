@@ -1,8 +1,8 @@
 """Reads tool calls out of what a model wrote. Never raises: a call that cannot be read is an entry in `errors`.
 
 Called by the client for prompts with tools, and by the chat. Knows the text formats of Qwen and Hermes
-(`<tool_call>{json}</tool_call>`), of Llama 3 (`<|python_tag|>{json}`, `<function=name>{json}</function>`, bare JSON) and
-OpenAI's own JSON (`{"tool_calls": [...]}`). Pure, in time linear in the length of the text.
+(`<tool_call>{json}</tool_call>`), of Llama 3 (`<|python_tag|>{json}`, `<function=name>{json}</function>`, bare JSON)
+and OpenAI's own JSON (`{"tool_calls": [...]}`). Pure, in time linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ def _json_values(text: str) -> Iterator[tuple[Any, str]]:
     """Yield the JSON values that follow each other in `text`; (None, rest) where one cannot be read."""
     position = 0
     for _ in range(_MAX_PIECES):
-        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr] - it matches nothing as well
+        between = _BETWEEN.match(text, position)
+        position = between.end() if between else position
         if position == len(text):
             return
         try:

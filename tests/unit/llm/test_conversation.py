@@ -175,7 +175,9 @@ async def test_a_template_that_drops_thoughts_starts_a_new_sample(tokenizer: Pre
     ]
     texts = chat.training_texts()
     assert [text.metadata["turns"] for text in texts] == [1, 2]
-    assert [label for text in texts for label in text.labels if label != -100] == sum(script.answers, [])
+    assert [label for text in texts for label in text.labels if label != -100] == [
+        token for answer in script.answers for token in answer
+    ]
 
 
 async def test_white_space_that_a_template_trims_is_no_rewriting(tokenizer: PreTrainedTokenizerFast) -> None:

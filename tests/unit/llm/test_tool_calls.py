@@ -41,7 +41,7 @@ def calls_of(text: str) -> Calls:
         ('{"name": "add", "parameters": {"a": 1, "b": 2}}', ONE),
         (f'{ADD}; {ADD}', ONE * 2),
         (f"[{ADD}, {ADD}]", ONE * 2),
-        ('{"tool_calls": [{"id": "x", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}',
+        ('{"tool_calls": [{"id": "x", "type": "function", "function": ' + ADD + "}]}",
          ONE),
         ("no call at all", []),
         ('{"answer": 3}', []),
