@@ -17,11 +17,15 @@ NUM_HEADS = 4
 MAX_POSITIONS = 1024
 # A low base gives every head frequencies that tell neighbouring positions apart; the prompts are short.
 ROPE_THETA = 100.0
+# Larger than 1: logits can spread from the start, so that a few hundred steps are enough to rule tokens out.
+FINAL_NORM = 5.0
 _FREQUENCIES = 12
 _LOOK_BACK_BIAS = 4.0
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, tie_word_embeddings: bool = False) -> Qwen2ForCausalLM:
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, tie_word_embeddings: bool = False
+) -> Qwen2ForCausalLM:
     """Return a model in fp32 for ``tokenizer``'s vocabulary, the same for the same ``seed``.
 
     The embeddings of numbers start as smooth functions of the number, so that order does not have to be learned from
@@ -48,6 +52,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, tie_word_embed
         model = Qwen2ForCausalLM(config)
         _order_numbers(model, tokenizer)
         _look_back(model)
+        torch.nn.init.constant_(model.model.norm.weight, FINAL_NORM)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
     )
@@ -76,7 +81,7 @@ def _look_back(model: Qwen2ForCausalLM) -> None:
     """Let half of the first layer's heads start by attending to the previous token.
 
     With constant query and key biases the score depends only on the distance d, through the rotary embedding: it is
-    ``sum_f cos((d - 1) * theta_f)`` when the query bias is the key bias turned back by one position, with its peak at 1.
+    ``sum_f cos((d - 1) * theta_f)`` when the query bias is the key bias turned back by one position: its peak is at 1.
     The relation ("is lower") follows its number, so this is the first thing that the warm-up would have to find.
     """
     head_size = model.config.hidden_size // model.config.num_attention_heads

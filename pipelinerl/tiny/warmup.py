@@ -1,9 +1,9 @@
 """The supervised warm-up of the tiny model: it learns the format of the guessing game, and to play it carelessly.
 
 Called by the build of the tiny model. Two phases. First the model learns to guess the middle of what is still possible,
-which is the slow part; then it imitates a player who is careful at some turns and guesses any number at the others. What
-is left is a model that wins about a third of its games, and whose better half reinforcement learning can find.
-Waits for nothing; stops at its deadline.
+which is the slow part; then it imitates a player who is careful at some turns and makes the last guess again at the
+others. What is left is a model that wins about a third of its games, and whose better part reinforcement learning can
+find. Waits for nothing; stops at its deadline.
 """
 
 import math
@@ -22,15 +22,21 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """What the warm-up plays and how long. ``careless`` is the share of turns at which any number is guessed."""
+    """What the warm-up plays and how long.
 
-    high: int = 32
+    ``careless`` is the share of turns that a careless player decides; of these, ``repeats`` is the share at which the
+    last guess is made again (the others take any number). Repeating is a habit that can be unlearned from a few
+    thousand turns, because it is always the same mistake; guesses at random are a different mistake each time.
+    The warm-up stops ``deadline_s`` seconds after it began, whatever is left to do.
+    """
+
+    high: int = 16
     opening_guesses: int = 2
-    max_turns: int = 5
-    careless: float = 0.5
-    careful_steps: int = 200
+    max_turns: int = 4
+    careless: float = 0.7
+    repeats: float = 1.0
+    careful_steps: int = 160
     mixed_steps: int = 60
-    repeats: float = 0.8
     batch_turns: int = 256
     learning_rate: float = 3e-3
     deadline_s: float = 80.0
@@ -49,9 +55,14 @@ class WarmupResult:
 
 
 def warm_up(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: WarmupSettings, *, seed: int, progress: Progress
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: WarmupSettings,
+    *,
+    seed: int,
+    progress: Progress,
 ) -> WarmupResult:
-    """Train ``model`` in place and measure it. The same seed gives the same model, unless the deadline cuts it short."""
+    """Train ``model`` in place and measure it. The same seed gives the same model, unless time runs out."""
     started = time.monotonic()
     rng = np.random.default_rng(seed)
     encoder = TurnEncoder(tokenizer, settings.high)

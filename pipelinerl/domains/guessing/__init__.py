@@ -1,7 +1,7 @@
 """Guess a number from "higher" and "lower": the smallest multi-turn task, used by the quickstart.
 
-The configuration names ``load_problems`` and ``generate_guessing_rollout``. The second is imported on first use, so that
-the problems and the words of the game can be read without loading the client of the servers.
+The configuration names ``load_problems`` and ``generate_guessing_rollout``. The second is imported on first use, so
+that the problems and the words of the game can be read without loading the client of the servers.
 """
 
 from typing import Any

@@ -26,8 +26,9 @@ def test_only_the_named_data_sets_come_back() -> None:
 
 
 def test_games_with_opening_guesses_are_held_out_whole() -> None:
-    problems = load_problems(["train", "test"], n=32, max_turns=5, opening_guesses=2, num_train=600, num_test=200, seed=3)
-    games = {"train": set(), "test": set()}
+    params = {"n": 32, "max_turns": 5, "opening_guesses": 2, "num_train": 600, "num_test": 200, "seed": 3}
+    problems = load_problems(["train", "test"], **params)
+    games: dict[str, set[tuple[int, tuple[int, ...]]]] = {"train": set(), "test": set()}
     for problem in problems:
         assert len(set(problem["opening_guesses"])) == 2
         assert problem["answer"] not in problem["opening_guesses"]
@@ -71,7 +72,8 @@ def test_words_of_a_turn() -> None:
         },
     ]
     assert feedback([5, 9], 7) == (
-        "Your 2 previous guesses:\n5, which is lower than the target number.\n9, which is higher than the target number."
+        "Your 2 previous guesses:\n5, which is lower than the target number.\n"
+        "9, which is higher than the target number."
     )
     # the mark of a wrong output stands where that output was, and nowhere else
     assert feedback([None, 9], 7) == (

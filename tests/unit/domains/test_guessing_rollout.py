@@ -53,7 +53,8 @@ async def test_a_right_guess_at_the_third_turn(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_wrong_output_ends_the_game(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, script = await play(monkeypatch, {"answer": 7, "dataset": "test"}, ["<answer>5</answer>", "five?", "unused"])
+    outputs: list[str | None] = ["<answer>5</answer>", "five?", "unused"]
+    result, script = await play(monkeypatch, {"answer": 7, "dataset": "test"}, outputs)
     assert [text.reward for text in result.training_texts] == [-1.9, -1.9]
     assert not result.metrics.success and not result.metrics.no_error and result.metrics.no_answer
     assert "wrong output" not in str([prompt.messages for prompt in script.prompts])

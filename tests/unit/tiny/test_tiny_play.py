@@ -1,4 +1,4 @@
-"""Games as arrays: the prompts are the domain's, the players play as they should, sampling agrees with a forward pass."""
+"""Games as arrays: prompts are the domain's, players play as they should, sampling agrees with a forward pass."""
 
 import numpy as np
 import torch
