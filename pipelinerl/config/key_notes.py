@@ -66,7 +66,6 @@ REFUSED_VALUES: dict[str, str] = {
     "vllm_config.quantization": "bf16_last_layer_fp32 is refused: use fp32_lm_head=true",
     "finetune.model_class": "seq2seq and vision models are refused",
     "world.env_replicas": "above 0 is refused where no such server is installed",
-    "world.verifier_replicas": "above 0 is refused where no such server is installed",
 }
 
 HONOURED: dict[str, str] = {
@@ -219,7 +218,15 @@ HONOURED: dict[str, str] = {
     "rewards.no_answer_not_finished": "reward, in tasks that judge answers",
     "rewards.unparsable_finished": "reward, in tasks that judge answers",
     "rewards.unparsable_not_finished": "reward, in tasks that judge answers",
+    "rewards.components": "weights of the parts of a reward, by name, in tasks that judge answers",
     "rewards.buffer_tokens": "last tokens before the limit that cost something, in tasks that judge answers",
+    "rewards.easy_tokens": "tokens that the easiest problem may cost, for the component difficulty_length",
+    "verifier.processes": "grader processes of a verifier service, or of a rollout worker without one",
+    "verifier.timeout_s": "deadline of grading one answer",
+    "verifier.memory_mib": "address space of a grader process",
+    "verifier.queue_timeout_s": "longest wait for a verifier service, queueing included",
+    "verifier.max_queue": "answers that wait in a verifier service; more are sent again later",
+    "sandbox_endpoint": "SandboxFusion server for the task coding; null: SANDBOX_ENDPOINT, else a local sandbox",
     "supervise.heartbeat_interval_s": "seconds between heartbeats",
     "supervise.heartbeat_timeout_s": "a longer silence ends the run",
     "supervise.progress_timeout_s": "a longer standstill ends the run",

@@ -18,6 +18,7 @@ from pipelinerl.config.sections import (
     RewardsConfig,
     StreamsConfig,
     SuperviseConfig,
+    VerifierConfig,
     VLLMConfig,
     WandbConfig,
     WorldConfig,
@@ -53,6 +54,8 @@ class RunConfig(Section):
     world: WorldConfig = WorldConfig()
     streams: StreamsConfig = StreamsConfig()
     rewards: RewardsConfig = RewardsConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    sandbox_endpoint: str | None = None
     supervise: SuperviseConfig = SuperviseConfig()
     accelerate_config: str | None = None
     use_deepspeed: bool = False

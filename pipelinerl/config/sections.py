@@ -148,9 +148,13 @@ class FSDPConfig(Section):
 
 
 class RewardsConfig(Section):
-    """Reward of an answer by its kind, for the tasks that judge answers. `finished`: the model ended by itself."""
+    """Reward of one answer, for the tasks that judge answers: the weighted sum of `components`.
+
+    The eight numbers are the component `outcome`: reward by the kind of answer. `finished`: the model ended by itself.
+    """
 
     name: str = "pure_success"
+    components: dict[str, float] = {"outcome": 1.0}
     correct_answer_finished: float = 1.0
     correct_answer_not_finished: float = 0.0
     wrong_answer_finished: float = 0.0
@@ -160,3 +164,14 @@ class RewardsConfig(Section):
     unparsable_finished: float = 0.0
     unparsable_not_finished: float = 0.0
     buffer_tokens: int = Field(default=0, ge=0)
+    easy_tokens: int = Field(default=256, ge=1)
+
+
+class VerifierConfig(Section):
+    """Grader processes: of one verifier service, or of one rollout worker where there is no service."""
+
+    processes: int = Field(default=2, ge=1)
+    timeout_s: float = Field(default=10, gt=0)
+    memory_mib: int = Field(default=2048, ge=256)
+    queue_timeout_s: float = Field(default=300, gt=0)
+    max_queue: int = Field(default=8192, ge=1)

@@ -76,6 +76,8 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
     from pipelinerl.config.load import load_config, to_dictconfig
     from pipelinerl.domains.registry import load_rollout_function
     from pipelinerl.llm.tokenizer import load_tokenizer
+    from pipelinerl.servers.client import open_verifier
+    from pipelinerl.supervise.context import TOKEN_KEY
     from pipelinerl.supervise.identity import read_identity
     from pipelinerl.supervise.run_dir import RunDir
     from pipelinerl.world import WorldMap
@@ -101,7 +103,9 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
         writer=writer,
         block_limit_s=block_limit_s,
     )
-    await worker.run()
+    urls = [job.url for job in world.jobs_of("verifier") if job.url is not None]
+    async with open_verifier(config.verifier, urls, os.environ.get(TOKEN_KEY, "")):
+        await worker.run()
 
 
 def make_llms(config: RunConfig, world: WorldMap, tokenizer: Any, *, evaluation: bool) -> list[TrainableLLM]:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "configuration.md"
 # User code reads these from its cfg.
 FOR_USER_CODE = re.compile(
-    r"custom|environment|rewards\..*|actor\.(system_prompt|task_template|task_prompt|discount_factor)"
+    r"custom|environment|sandbox_endpoint|rewards\..*|actor\.(system_prompt|task_template|task_prompt|discount_factor)"
 )
 # Read by the configuration itself: twins of other keys, and factors of `samples_per_step`.
 IN_CONFIG_ONLY = re.compile(
@@ -77,6 +77,8 @@ def _word(key: str) -> str:
         return f"{key}=null"
     if isinstance(value, str):
         return f"{key}='{value}'"
+    if isinstance(value, dict):
+        return f"{key}={value}".replace("'", "")
     return f"{key}={value}".lower() if isinstance(value, bool) else f"{key}={value}"
 
 

@@ -1,0 +1,88 @@
+"""One question, one answer, one grade: the rollout that most built-in domains are made of.
+
+Called by the domains' rollout functions. Waits for the model, then for the grader.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig, OmegaConf
+
+from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.config.sections import RewardsConfig
+from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
+from pipelinerl.grading import verify
+from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
+from pipelinerl.llm.client import is_finished
+from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.servers.marking import GraderFunction
+from pipelinerl.servers.messages import Grade
+
+
+async def answer_once(
+    cfg: DictConfig,
+    llm: TrainableLLM,
+    problem: dict[str, Any],
+    session: aiohttp.ClientSession,
+    grader: GraderFunction,
+    *,
+    task: str,
+    system_prompt: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    timeout_s: float | None = None,
+    **params: Any,
+) -> RolloutResult:
+    """Ask `task`, grade the answer with `grader(text, problem, **params)` and return the trainable result.
+
+    Args:
+        system_prompt: words of the domain; `actor.system_prompt` wins. `actor.task_template`, if set, is put around
+            the task in place of `{task}`.
+        timeout_s: deadline of the grader, if it is another one than `verifier.timeout_s`.
+    """
+    started = time.monotonic()
+    call = await llm_async_generate(llm, Prompt(messages=chat(cfg, task, system_prompt), tools=tools), session)
+    grade = await verify(grader, call.output.content or "", problem, timeout_s=timeout_s, **params)
+    return graded_result(cfg, llm, problem, call, grade, started)
+
+
+def chat(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, str]]:
+    """Return the messages of one question, in the configuration's words where it has some."""
+    system = cfg.actor.system_prompt if cfg.actor.system_prompt is not None else system_prompt
+    template = cfg.actor.task_template
+    user = template.replace("{task}", task) if template else task
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": user}]
+
+
+def graded_result(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], call: LLMCall, grade: Grade, started: float
+) -> RolloutResult:
+    """Return the result of a graded answer: reward by `rewards`, its parts among the metrics."""
+    difficulty = problem.get("difficulty")
+    answer = JudgedAnswer(
+        grade=grade,
+        finished=is_finished(call.finish_reason),
+        output_tokens=len(call.output_token_ids),
+        max_tokens=int(llm.parameters.get("max_tokens", len(call.output_token_ids))),
+        difficulty=float(difficulty) if isinstance(difficulty, int | float) else None,
+    )
+    rewards = RewardsConfig.model_validate(OmegaConf.to_container(cfg.rewards))
+    reward, parts = compute_reward(answer, rewards, cfg.actor.discount_factor)
+    text = make_training_text(llm, call)
+    text.reward = reward
+    metrics = BaseMetrics(
+        reward=reward,
+        success=grade.status == "correct",
+        no_error=grade.status != "unparsable",
+        no_answer=grade.status == "no_answer",
+        **{"score": grade.score, "overflow": float(not answer.finished), **parts, **grade.details},
+    )
+    return RolloutResult(
+        training_texts=[text],
+        metrics=metrics,
+        latency=time.monotonic() - started,
+        dataset_name=problem.get("dataset"),
+    )

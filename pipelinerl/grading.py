@@ -1,0 +1,32 @@
+"""Public names for graders: mark a function with `@grader`, then `await verify(function, text, problem)` in a rollout.
+
+Called by user code inside a rollout; `verify` waits for the grade, at most its deadline once a grader is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.servers.client import current_verifier, open_verifier
+from pipelinerl.servers.marking import GraderFunction, grader, grader_path
+from pipelinerl.servers.messages import Grade, GradeRequest, GradeStatus, grade_or_raise
+
+__all__ = ["Grade", "GradeStatus", "VerifierConfig", "grader", "open_verifier", "verify"]
+
+
+async def verify(
+    function: GraderFunction, text: str, problem: dict[str, Any], *, timeout_s: float | None = None, **params: Any
+) -> Grade:
+    """Run `function(text, problem, **params)` in a grader process and return its grade.
+
+    Args:
+        function: marked with `@grader`, at the top of a module. It returns a `Grade` or a number, of which 1 is right.
+        timeout_s: deadline of this one grading; None: `verifier.timeout_s`.
+
+    Raises:
+        RolloutError: the function raised, returned no number, or met its deadline or memory limit. Let it pass: the
+            rollout has failed and is counted by its reason; it is never taken for 0.
+    """
+    request = GradeRequest(grader_path(function), text, problem, params, timeout_s)
+    return grade_or_raise(await current_verifier().grade(request))

@@ -1,0 +1,170 @@
+"""R1 and R2: whatever a grader does, its caller gets an answer in time, and others are not held up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.errors import DomainError, RolloutError
+from pipelinerl.grading import Grade, open_verifier, verify
+from pipelinerl.servers.grader_pool import GraderPool
+from pipelinerl.servers.messages import GradeAnswer, GradeFailed, GradeRequest
+
+TESTS = Path(__file__).parents[2]
+MEMORY = 1 << 30
+
+
+@pytest.fixture
+async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GraderPool]:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    async with GraderPool(size=1, timeout_s=1.0, memory_bytes=MEMORY) as made:
+        yield made
+    assert made.num_processes == 0
+
+
+async def grade(pool: GraderPool, name: str, text: str = "", timeout_s: float | None = None) -> GradeAnswer:
+    return await pool.grade(GradeRequest(f"fakes.graders.{name}", text, {"answer": "4"}, timeout_s=timeout_s))
+
+
+async def test_a_right_answer_and_a_wrong_one(pool: GraderPool) -> None:
+    assert await grade(pool, "exact", "4") == Grade(1.0, "correct")
+    assert await grade(pool, "exact", "5") == Grade(0.0, "wrong")
+    assert pool.num_processes == 1
+
+
+@pytest.mark.parametrize("kind", ["none", "nan", "empty", "text", "infinite"])
+async def test_r1_a_result_that_is_no_number_fails(pool: GraderPool, kind: str) -> None:
+    answer = await grade(pool, "returns", kind)
+    assert isinstance(answer, GradeFailed) and answer.reason == "grader_bad_result"
+
+
+@pytest.mark.parametrize(("kind", "score"), [("int", 1.0), ("zero", 0.0), ("true", 1.0)])
+async def test_r1_numbers_stay_what_they_are(pool: GraderPool, kind: str, score: float) -> None:
+    answer = await grade(pool, "returns", kind)
+    assert isinstance(answer, Grade) and answer.score == score
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", "grader_raised"),
+        ("dies", "grader_died"),
+        ("spins", "grader_timeout"),
+        ("swallows_everything", "grader_timeout"),
+        ("blocks_in_c", "grader_timeout"),
+        ("sleeps", "grader_timeout"),
+        ("allocates", "grader_memory"),
+        ("not_marked", "grader_missing"),
+        ("absent", "grader_missing"),
+    ],
+)
+async def test_r1_misbehaviour_is_a_failure_with_a_reason_and_the_slot_comes_back(
+    pool: GraderPool, name: str, reason: str
+) -> None:
+    await grade(pool, "exact", "4")
+    started = time.monotonic()
+    answer = await grade(pool, name, timeout_s=20.0 if name == "allocates" else None)
+    assert isinstance(answer, GradeFailed) and answer.reason == reason, answer
+    assert time.monotonic() - started < (20.0 if name == "allocates" else 3.0)
+    assert pool.outcomes[reason] == 1
+    assert await grade(pool, "exact", "4") == Grade(1.0, "correct")
+
+
+async def test_r1_threads_work(pool: GraderPool) -> None:
+    assert await grade(pool, "uses_a_thread") == Grade(1.0, "correct")
+
+
+async def test_what_a_grader_started_is_killed_with_it(pool: GraderPool, tmp_path: Path) -> None:
+    answer = await grade(pool, "forks_and_hangs", str(tmp_path / "pid"))
+    assert isinstance(answer, GradeFailed) and answer.reason == "grader_timeout"
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("way", ["run", "system", "connect", "write", "remove"])
+async def test_a_confined_grader_can_only_compute(pool: GraderPool, way: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("here")
+    answer = await pool.grade(GradeRequest("fakes.graders.escapes", way, {"path": str(file)}))
+    assert isinstance(answer, GradeFailed) and "PermissionError" in answer.message
+    assert file.read_text() == "here"
+
+
+async def test_secrets_stay_out_of_reach(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINERL_SERVER_TOKEN", "secret")
+    assert await grade(pool, "shows_environment", "PATH") == Grade(1.0, "correct")
+    assert await grade(pool, "shows_environment", "PIPELINERL_SERVER_TOKEN") == Grade(0.0, "wrong")
+
+
+async def test_a_cancelled_rollout_gives_its_process_back(pool: GraderPool) -> None:
+    await grade(pool, "exact", "4")
+    task = asyncio.create_task(grade(pool, "spins", timeout_s=60))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await grade(pool, "exact", "4") == Grade(1.0, "correct")
+
+
+async def test_text_that_no_encoding_can_carry_is_graded(pool: GraderPool) -> None:
+    assert await grade(pool, "exact", "\ud800 \x00 " + "x" * 1_000_000) == Grade(0.0, "wrong")
+
+
+async def test_a_problem_that_cannot_be_sent_is_a_failure(pool: GraderPool) -> None:
+    answer = await pool.grade(GradeRequest("fakes.graders.exact", "", {"answer": 1 << 70}))
+    assert isinstance(answer, GradeFailed) and answer.reason == "grader_bad_request"
+
+
+async def test_a_process_is_replaced_after_its_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    async with GraderPool(size=1, timeout_s=5, memory_bytes=MEMORY, max_uses=2) as pool:
+        pids = set()
+        for _ in range(4):
+            await grade(pool, "exact", "4")
+            pids.update(process.process.pid for process in pool._all)
+        assert len(pids) == 2
+
+
+async def test_r2_a_hundred_others_finish_while_hostile_ones_meet_their_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    lags: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            lags.append(time.monotonic() - before - 0.01)
+
+    async with GraderPool(size=3, timeout_s=1.0, memory_bytes=MEMORY) as pool:
+        watcher = asyncio.create_task(watch())
+        hostile = [asyncio.create_task(grade(pool, name)) for name in ("spins", "blocks_in_c", "allocates", "sleeps")]
+        others = [asyncio.create_task(grade(pool, "exact", "4")) for _ in range(100)]
+        assert all(answer == Grade(1.0, "correct") for answer in await asyncio.gather(*others))
+        assert all(isinstance(answer, GradeFailed) for answer in await asyncio.gather(*hostile))
+        watcher.cancel()
+    lags.sort()
+    assert lags[int(len(lags) * 0.99)] < 0.1, f"the event loop stood still for {lags[-1]:.3f} s"
+
+
+async def test_verify_finds_its_verifier_and_raises_for_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fakes.graders import exact, not_marked, raises
+
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    with pytest.raises(DomainError, match="outside of a rollout"):
+        await verify(exact, "4", {"answer": "4"})
+    async with open_verifier(VerifierConfig(processes=1), []):
+        grades = await asyncio.gather(*(asyncio.create_task(verify(exact, t, {"answer": "4"})) for t in ("4", "3")))
+        assert [each.score for each in grades] == [1.0, 0.0]
+        with pytest.raises(RolloutError, match="no grade for 'x'") as caught:
+            await verify(raises, "x", {})
+        assert caught.value.reason == "grader_raised"
+        with pytest.raises(DomainError, match="@grader"):
+            await verify(not_marked, "x", {})

@@ -1,0 +1,104 @@
+"""The verifier service over HTTP: token, limits, and a client that goes on when a service is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+
+from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.errors import RetryableRolloutError, RolloutError
+from pipelinerl.grading import Grade, open_verifier, verify
+from pipelinerl.inference.auth import TokenMiddleware
+from pipelinerl.servers.client import local_pool
+from pipelinerl.servers.messages import GradeFailed, GradeRequest
+from pipelinerl.servers.verifier_app import create_app
+
+TESTS = Path(__file__).parents[2]
+TOKEN = "verifier-test-token-0123456789"
+
+
+@contextlib.asynccontextmanager
+async def service(max_queue: int = 100) -> AsyncIterator[str]:
+    app: Any = TokenMiddleware(create_app(local_pool(VerifierConfig(processes=1, timeout_s=1)), max_queue), TOKEN)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with asyncio.timeout(20):
+                while not server.started:
+                    await asyncio.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+
+
+@pytest.fixture(autouse=True)
+def _graders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+
+async def test_grades_and_failures_come_through() -> None:
+    from fakes.graders import exact, spins
+
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
+        assert await verify(exact, "4", {"answer": "4"}) == Grade(1.0, "correct")
+        with pytest.raises(RolloutError) as caught:
+            await verify(spins, "", {}, timeout_s=0.3)
+        assert caught.value.reason == "grader_timeout"
+        assert await verify(exact, "3", {"answer": "4"}) == Grade(0.0, "wrong")
+
+
+async def test_only_health_is_open() -> None:
+    async with service() as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/health") as response:
+            assert response.status == 200
+        for path in ("/verify", "/stats", "/docs", "/openapi.json"):
+            async with session.post(f"{url}{path}") as response:
+                assert response.status == 401
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with session.post(f"{url}/verify", data=b"{torn", headers=headers) as response:
+            assert response.status == 400
+        async with session.get(f"{url}/stats", headers=headers) as response:
+            assert (await response.json())["outcomes"] == {}
+
+
+async def test_health_answers_while_a_grader_spins() -> None:
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN) as verifier:
+        grading = asyncio.create_task(verifier.grade(GradeRequest("fakes.graders.blocks_in_c", "", {})))
+        async with aiohttp.ClientSession() as session:
+            for _ in range(5):
+                async with asyncio.timeout(1), session.get(f"{url}/health") as response:
+                    assert response.status == 200
+        answer = await grading
+        assert isinstance(answer, GradeFailed) and answer.reason == "grader_timeout"
+
+
+async def test_a_wrong_token_fails_the_rollout() -> None:
+    from fakes.graders import exact
+
+    async with service() as url, open_verifier(VerifierConfig(), [url], "wrong"):
+        with pytest.raises(RolloutError, match="401"):
+            await verify(exact, "4", {"answer": "4"})
+
+
+async def test_a_busy_or_absent_service_is_tried_again_elsewhere() -> None:
+    from fakes.graders import exact
+
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with service() as url, open_verifier(VerifierConfig(), [dead, url], TOKEN):
+            assert (await verify(exact, "4", {"answer": "4"})).score == 1.0
+        async with open_verifier(VerifierConfig(), [dead], TOKEN):
+            with pytest.raises(RetryableRolloutError, match="verifier_unreachable"):
+                await verify(exact, "4", {"answer": "4"})
