@@ -80,6 +80,8 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
         with signals_as_events(events):
             entered = workspace.enter(decision)
             sys.stderr.write(f"{problems}\n")
+            for change in decision.changes:
+                sys.stderr.write(f"changed since the last start: {change}\n")
             try:
                 return _run(composed, config, world, entered, events)
             finally:

@@ -115,6 +115,12 @@ class FinetuneConfig(Section):
     rl: RLConfig = RLConfig()
 
     @property
+    def last_step(self) -> int:
+        """The optimizer step that training ends with."""
+        interrupt = self.interrupt_train_steps
+        return self.max_train_steps if interrupt < 0 else min(interrupt, self.max_train_steps)
+
+    @property
     def samples_per_step(self) -> int:
         """Samples that close an optimizer step (`train_batch_size * gradient_accumulation_passes`)."""
         return self.train_batch_size * self.gradient_accumulation_passes

@@ -21,6 +21,7 @@ from pipelinerl.finetune.state import TrainerState
 logger = logging.getLogger(__name__)
 
 MANIFEST = "state.json"
+WHOLE_MODEL = "model.safetensors"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     state: TrainerState
     world_size: int
     files: dict[str, tuple[int, int]]
+
+    @property
+    def fits_any_world_size(self) -> bool:
+        """The plain backend saves the whole model once; the others save a share for each rank."""
+        return WHOLE_MODEL in self.files
 
 
 class Saveable(Protocol):
@@ -77,7 +83,7 @@ class CheckpointStore:
         """Load the newest complete state into `backend`; None if there is none at all.
 
         Raises:
-            UserError: states exist but none is complete, or it is of another number of ranks.
+            UserError: states exist but none is complete, or it has a share for each of another number of ranks.
         """
         found = newest_complete(self._root) if self._ranks.is_first else None
         step = self._ranks.broadcast(-1 if found is None else found.state.step)
@@ -85,13 +91,15 @@ class CheckpointStore:
             return None
         folder = self._root / str(step)
         manifest = found or decode_manifest(folder)
-        if manifest.world_size != self._ranks.world_size:
+        if manifest.world_size != self._ranks.world_size and not manifest.fits_any_world_size:
             raise UserError(
                 f"{folder} was written by {manifest.world_size} trainer ranks, this run has {self._ranks.world_size}. "
                 "Use the same number of ranks, or start from finetune/current in a new output_dir."
             )
         backend.load(folder)
-        _read_rng(folder / _rng_name(self._ranks), self._ranks.device)
+        rng = folder / _rng_name(self._ranks)
+        # More ranks than before: the new ones draw what the first one draws.
+        _read_rng(rng if rng.exists() else folder / _rng_name(Ranks()), self._ranks.device)
         logger.info("resumed from %s: step %d", folder, step)
         return manifest.state
 

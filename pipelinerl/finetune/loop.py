@@ -58,7 +58,7 @@ class TrainingLoop:
         if self.reporter:
             self.reporter.started(state)
         self._deliver(state.step, self.first_probe_tokens)
-        last = self._last_step()
+        last = self.config.last_step
         is_first_step = True
         while state.step < last:
             start = self.clock()
@@ -85,10 +85,6 @@ class TrainingLoop:
         if self.reporter:
             self.reporter.training_done(state)
         return state
-
-    def _last_step(self) -> int:
-        interrupt = self.config.interrupt_train_steps
-        return self.config.max_train_steps if interrupt < 0 else min(interrupt, self.config.max_train_steps)
 
     def _deliver(self, version: int, probe_tokens: list[list[int]]) -> Delivery | None:
         if self.weights is None:

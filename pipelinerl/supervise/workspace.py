@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError
+from pipelinerl.supervise.config_changes import Change, find_changes, refuse_fixed
 from pipelinerl.supervise.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.supervise.run_dir import RunDir
 
@@ -27,11 +29,13 @@ _CHOOSE = "Choose another output_dir, or set force_restart=true to move the old 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the directory. `identity` is the one this start will have."""
+    """What to do with the directory. `identity` is the one this start will have; `changes` are the keys of the
+    configuration that differ from those of the start before."""
 
     kind: Literal["new", "continue", "move_aside"]
     run_dir: RunDir
     identity: RunIdentity
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass
@@ -56,9 +60,12 @@ def config_hash(config: RunConfig) -> str:
 def inspect(config: RunConfig, new_run_id: str) -> Decision:
     """Decide without writing anything.
 
+    A run that ended early is continued from its newest checkpoint, or from the start if it has none yet; a complete one
+    if there are more steps to train now.
+
     Raises:
         ConfigError: the directory cannot be used: another launcher runs in it, it holds another run or a finished
-            one, or a run that has nothing to continue from.
+            one, or the run in it was started with a value that must not change.
     """
     run_dir = RunDir(Path(config.output_dir).absolute())
     root, digest = run_dir.root, config_hash(config)
@@ -76,9 +83,12 @@ def inspect(config: RunConfig, new_run_id: str) -> Decision:
             "output_dir", str(root), "a new directory or a run of pipelinerl; it holds streams or weights", _CHOOSE
         )
     old = read_identity(run_dir.identity_file)
-    _refuse_what_cannot_continue(run_dir, old, digest)
+    _refuse_finished(run_dir, old, config)
+    # Without the file the last start ended before it came to anything.
+    changes = find_changes(load_config(run_dir.config_file), config) if run_dir.config_file.exists() else []
+    refuse_fixed(changes, str(root))
     identity = RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1, config_hash=digest)
-    return Decision("continue", run_dir, identity)
+    return Decision("continue", run_dir, identity, tuple(changes))
 
 
 def enter(decision: Decision, clock: Callable[[], float] = time.time) -> Workspace:
@@ -97,6 +107,8 @@ def enter(decision: Decision, clock: Callable[[], float] = time.time) -> Workspa
         os.close(lock)
         raise _running(run_dir) from error
     write_identity(run_dir.identity_file, decision.identity)
+    # It says how the last start ended, which is not how the run stands from now on.
+    run_dir.summary_file.unlink(missing_ok=True)
     return Workspace(run_dir, decision.identity, moved_to, lock)
 
 
@@ -143,40 +155,27 @@ def _running(run_dir: RunDir) -> ConfigError:
     )
 
 
-def _refuse_what_cannot_continue(run_dir: RunDir, old: RunIdentity, digest: str) -> None:
-    root = str(run_dir.root)
-    if _status(run_dir) == "completed":
-        raise ConfigError("output_dir", root, f"an unfinished run; run {old.run_id} in it is complete", _CHOOSE)
-    if old.config_hash != digest:
-        raise ConfigError(
-            "output_dir",
-            root,
-            f"the same configuration as that of run {old.run_id} in it (conf/exp_config.yaml)",
-            f"A run is continued with the configuration that it was started with. {_CHOOSE}",
-        )
-    if not _has_training_state(run_dir):
-        raise ConfigError(
-            "output_dir",
-            root,
-            f"a new directory; run {old.run_id} in it ended before its first checkpoint, nothing can be continued",
-            _CHOOSE,
-        )
+def _refuse_finished(run_dir: RunDir, old: RunIdentity, config: RunConfig) -> None:
+    summary = _summary(run_dir)
+    steps = summary.get("steps")
+    if summary.get("status") != "completed" or (isinstance(steps, int) and config.finetune.last_step > steps):
+        return
+    raise ConfigError(
+        "output_dir",
+        str(run_dir.root),
+        f"an unfinished run; run {old.run_id} in it is complete",
+        f"Set finetune.max_train_steps to more than {steps} to train on. {_CHOOSE}",
+    )
 
 
-def _status(run_dir: RunDir) -> str | None:
+def _summary(run_dir: RunDir) -> dict[str, Any]:
     try:
         summary = json.loads(run_dir.summary_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
+        return {}
     except ValueError as error:
         raise ConfigError("output_dir", str(run_dir.summary_file), f"JSON text ({error})", _CHOOSE) from error
-    status = summary.get("status") if isinstance(summary, dict) else None
-    return status if isinstance(status, str) else None
-
-
-def _has_training_state(run_dir: RunDir) -> bool:
-    states = run_dir.finetune / "training_state"
-    return states.is_dir() and any(entry.is_dir() and entry.name.isdecimal() for entry in states.iterdir())
+    return summary if isinstance(summary, dict) else {}
 
 
 def _free_name(root: Path, stamp: str) -> Path:

@@ -101,8 +101,21 @@ def test_a_failed_deletion_is_a_warning(tmp_path, backend, monkeypatch, caplog):
     assert steps(tmp_path) == ["1", "2"]
 
 
-def test_another_number_of_ranks_is_refused(tmp_path, backend):
-    folder = store(tmp_path).save(TrainerState(step=1), backend)
+def test_a_whole_model_fits_another_number_of_ranks(tmp_path, backend):
+    saved = CheckpointStore(tmp_path / "training_state", Ranks())
+    state = TrainerState(step=1)
+    folder = saved.save(state, backend)
+    text = (folder / "state.json").read_text().replace('"world_size": 1', '"world_size": 2')
+    (folder / "state.json").write_text(text)
+    assert store(tmp_path).restore(backend) == state
+
+
+def test_shares_of_another_number_of_ranks_are_refused(tmp_path, backend):
+    class Sharded:
+        def save(self, folder):
+            (folder / "model_0.safetensors").write_bytes(b"x")
+
+    folder = store(tmp_path).save(TrainerState(step=1), Sharded())
     text = (folder / "state.json").read_text().replace('"world_size": 1', '"world_size": 2')
     (folder / "state.json").write_text(text)
     with pytest.raises(UserError, match="written by 2 trainer ranks, this run has 1"):

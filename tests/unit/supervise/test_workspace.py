@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.load import save_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.supervise.identity import read_identity
 from pipelinerl.supervise.run_dir import RunDir
@@ -24,7 +25,9 @@ def contents(root: Path) -> set[Path]:
 
 
 def start(root: Path, **changes: Any) -> None:
-    enter(inspect(config(root, **changes), "run-a")).close()
+    started = config(root, **changes)
+    enter(inspect(started, "run-a")).close()
+    save_config(started, RunDir(root).config_file)
 
 
 def test_a_new_directory(tmp_path: Path) -> None:
@@ -60,34 +63,57 @@ def test_foreign_streams_or_weights_are_refused(tmp_path: Path, content: str) ->
     assert contents(tmp_path) == before
 
 
-def test_a_complete_run_is_refused(tmp_path: Path) -> None:
+def test_a_complete_run_is_continued_only_if_there_is_more_to_train(tmp_path: Path) -> None:
     start(tmp_path)
-    RunDir(tmp_path).summary_file.write_text(json.dumps({"status": "completed"}))
-    with pytest.raises(ConfigError, match=r"run run-a in it is complete"):
+    RunDir(tmp_path).summary_file.write_text(json.dumps({"status": "completed", "steps": 1000}))
+    with pytest.raises(ConfigError, match=r"run run-a in it is complete.*max_train_steps to more than 1000"):
         inspect(config(tmp_path), "run-b")
+    decision = inspect(config(tmp_path, finetune={"max_train_steps": 1001}), "run-b")
+    assert decision.kind == "continue" and RunDir(tmp_path).summary_file.exists()
+    enter(decision).close()
+    assert not RunDir(tmp_path).summary_file.exists(), "it says how the start before ended"
 
 
-def test_a_run_without_a_checkpoint_cannot_continue(tmp_path: Path) -> None:
+def test_the_same_run_continues_with_or_without_a_checkpoint(tmp_path: Path) -> None:
     start(tmp_path)
-    with pytest.raises(ConfigError, match="ended before its first checkpoint"):
-        inspect(config(tmp_path), "run-b")
-
-
-def test_the_same_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    start(tmp_path)
-    RunDir(tmp_path).training_state(5).mkdir(parents=True)
     decision = inspect(config(tmp_path), "run-b")
-    assert decision.kind == "continue"
+    assert (decision.kind, decision.changes) == ("continue", ())
     assert (decision.identity.run_id, decision.identity.incarnation) == ("run-a", 1)
     enter(decision).close()
+    RunDir(tmp_path).training_state(5).mkdir(parents=True)
     assert inspect(config(tmp_path), "run-b").identity.incarnation == 2
 
 
-def test_another_configuration_does_not_continue(tmp_path: Path) -> None:
+def test_harmless_changes_are_listed(tmp_path: Path) -> None:
     start(tmp_path)
-    RunDir(tmp_path).training_state(5).mkdir(parents=True)
-    with pytest.raises(ConfigError, match="the same configuration as that of run run-a"):
-        inspect(config(tmp_path, seed=7), "run-b")
+    changed = config(tmp_path, max_lag=3, finetune={"max_train_steps": 7}, world={"num_actor_llms": 2})
+    assert [str(change) for change in inspect(changed, "run-b").changes] == [
+        "max_lag: None -> 3",
+        "finetune.max_train_steps: 1000 -> 7",
+        "world.num_actor_llms: None -> 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model_path": "other"}, "model_path"),
+        ({"seed": 7}, "seed"),
+        ({"streams": {"backend": "redis"}}, "streams.backend"),
+        ({"dataset_loader": "a.b"}, "dataset_loader"),
+        ({"dataset_loader_params": {"size": 3}}, "dataset_loader_params"),
+        ({"train_dataset_names": ["x"]}, "train_dataset_names"),
+        ({"use_fsdp": True}, "use_fsdp"),
+        ({"finetune": {"lora": {"enabled": True}}}, "finetune.lora.enabled"),
+    ],
+)
+def test_d3_changes_that_would_corrupt_are_refused(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    start(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{key}.*force_restart=true") as refused:
+        inspect(config(tmp_path, max_lag=3, **changes), "run-b")
+    assert "max_lag" not in str(refused.value)
+    assert contents(tmp_path) == before
 
 
 def test_force_restart_moves_the_old_run_aside(tmp_path: Path) -> None:
