@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.agent import steps_of_epochs
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
@@ -73,6 +74,7 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)
     problems = preflight.check_domain(config, os.environ, composed.search_dirs)
+    config = bounded_by_epochs(config, problems)
     with FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir()) as ports:
         world = build_world_map(config, cluster, ports)
         preflight.check_entrypoints(world)
@@ -86,6 +88,22 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
                 return _run(composed, config, world, entered, events)
             finally:
                 entered.close()
+
+
+def bounded_by_epochs(config: RunConfig, problems: str) -> RunConfig:
+    """Lower `finetune.max_train_steps` to what `agent.max_epochs` passes over the prompts give.
+
+    Args:
+        config: as composed.
+        problems: what the check of the user's code found; it begins with the number of training problems.
+    """
+    number = problems.partition(" ")[0]
+    if config.actor.agent_func_path is None or config.agent.max_epochs is None or not number.isdecimal():
+        return config
+    finetune = config.finetune
+    steps = steps_of_epochs(int(number), config.attempts, config.agent.max_epochs, finetune.samples_per_step)
+    bounded = finetune.model_copy(update={"max_train_steps": min(steps, finetune.max_train_steps)})
+    return config.model_copy(update={"finetune": bounded})
 
 
 def plan_commands(composed: ComposedConfig, world: WorldMap, run_dir: RunDir) -> list[Command]:

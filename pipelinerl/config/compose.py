@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipelinerl.config.agent import settle_agent
 from pipelinerl.config.arguments import Arguments, parse_arguments
 from pipelinerl.config.help_text import help_text
 from pipelinerl.config.keys import known_keys
@@ -63,6 +64,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     notes = take_retired_keys(data, composed.origin_of)
     _require_output_dir(data, arguments)
     settle_linked_keys(data, composed.interpolated, composed.override_keys)
+    settle_agent(data, search_dirs)
     refuse_secrets(data, os.environ)
     _find_named_files(data, search_dirs)
     try:

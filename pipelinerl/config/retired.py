@@ -32,7 +32,6 @@ RETIRED_KEYS: tuple[Retired, ...] = (
     Retired("finetune.n_examples", "the number of samples follows from finetune.max_train_steps"),
     Retired("finetune.sft_config_name", "there is no supervised objective"),
     Retired("finetune.rl.batch_size", "it is train_batch_size * gradient_accumulation_passes"),
-    Retired("agent", "what a prompt may take follows from max_model_len"),
     Retired("actor.chunk_size", "whole groups are handed out"),
     Retired("actor.sampling", "problems are drawn in an order that follows from seed"),
     Retired("actor.submit_delay", "the servers' slots set the pace"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from pipelinerl.config.agent import AGENT_ROLLOUT
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -108,15 +109,37 @@ def own_streams(config: RunConfig) -> ConfigError | None:
 
 
 def rollout_function(config: RunConfig) -> ConfigError | None:
-    """Rollouts come from `actor.rollout_policy`."""
-    if config.actor.agent_func_path is not None:
+    """Rollouts come from an agent function or from a rollout function."""
+    if config.actor.agent_func_path is not None and config.actor.rollout_policy != AGENT_ROLLOUT:
         return ConfigError(
-            "actor.agent_func_path",
-            config.actor.agent_func_path,
-            "null: rollouts come from actor.rollout_policy",
-            "Write an async generate_rollout that calls your agent, and name it there.",
+            "actor.rollout_policy",
+            config.actor.rollout_policy,
+            f"null with actor.agent_func_path={config.actor.agent_func_path}",
+            "Set one of the two.",
         )
     return None
 
 
-RULES = (shares, actor_share, trainer_share, stream_url, heartbeat, subset, own_streams, rollout_function)
+def agent_prompts(config: RunConfig) -> ConfigError | None:
+    """An agent function needs prompts."""
+    if config.actor.agent_func_path is not None and config.dataset_loader is None:
+        return ConfigError(
+            "agent.prompt_data",
+            config.agent.prompt_data,
+            "a JSONL file or the name of a Hugging Face data set, for actor.agent_func_path",
+            "Set it, and agent.input_key to the column of the prompts.",
+        )
+    return None
+
+
+RULES = (
+    shares,
+    actor_share,
+    trainer_share,
+    stream_url,
+    heartbeat,
+    subset,
+    own_streams,
+    rollout_function,
+    agent_prompts,
+)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from pipelinerl.config.agent import AgentConfig
 from pipelinerl.config.base import Section
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.sections import (
@@ -46,6 +47,7 @@ class RunConfig(Section):
     environment: dict[str, Any] | None = None
     custom: dict[str, Any] = {}
     actor: ActorConfig = ActorConfig()
+    agent: AgentConfig = AgentConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     llm: LLMConfig = LLMConfig()

@@ -45,6 +45,10 @@ def load_rollout_function(config: RunConfig) -> RolloutFunction:
     if not inspect.iscoroutinefunction(call):
         raise DomainError(f"{where} is not async, expected {_ROLLOUT_SHAPE}. Write `async def`.")
     _check_call(function, where, _ROLLOUT_SHAPE, (None, None, {}, None), {})
+    # A rollout function may have needs of its own, such as another file of the user.
+    check = getattr(function, "check_config", None)
+    if check is not None:
+        check(config)
     return function
 
 

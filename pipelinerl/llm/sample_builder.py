@@ -127,7 +127,10 @@ def checked_reward(value: Any) -> float:
     """
     if not hasattr(value, "__float__") or isinstance(value, str):
         raise RolloutError("bad_reward", f"reward is {value!r}, expected a number")
-    reward = float(value)
+    try:
+        reward = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # an array or tensor of several numbers
+        raise RolloutError("bad_reward", f"reward is {str(value)[:80]}, expected one number: {error}") from error
     if not math.isfinite(reward):
         raise RolloutError("bad_reward", f"reward is {reward}")
     return reward

@@ -24,11 +24,12 @@ FOR_USER_CODE = re.compile(
 IN_CONFIG_ONLY = re.compile(
     r"finetune\.(max_lag|attempts|pop_old_data|force_restart|gradient_accumulation_passes|rl\.temperature)"
     r"|preprocess\.pop_old_data|attempts"
+    # Settled into dataset_loader_params and the names of the data sets.
+    r"|agent\.(prompt_data|eval_data|input_key|label_key|apply_chat_template|prompt_max_len|max_samples)"
 )
 # Values that each refused key does not take. Those with None are refused by the launcher, which still plans them.
 REFUSED_WORDS: dict[str, str | None] = {
     "schedule": "concurrent",
-    "actor.agent_func_path": "a.b",
     "finetune.seq_parallel": "2",
     "finetune.lora.enabled": "true",
     "finetune.lora.base_model_8bit": "true",

@@ -66,7 +66,11 @@ CASES = {
     "heartbeat": (["supervise.heartbeat_timeout_s=1"], "supervise.heartbeat_timeout_s: got 1.0, expected more than"),
     "subset": (["train_subset={begin:5,end:5}"], "train_subset: got {'begin': 5, 'end': 5}"),
     "own_streams": (["debug.streams_from=results/y"], "debug.streams_from: got 'results/y', expected null"),
-    "rollout_function": (["actor.agent_func_path=a.b"], "actor.agent_func_path: got 'a.b', expected null"),
+    "rollout_function": (
+        ["actor.agent_func_path=a.py", "actor.rollout_policy=a.b", "agent.prompt_data=x.jsonl"],
+        "actor.rollout_policy: got 'a.b', expected null with actor.agent_func_path=",
+    ),
+    "agent_prompts": (["actor.agent_func_path=a.py"], "agent.prompt_data: got None, expected a JSONL file"),
     "adapters": (["finetune.lora.enabled=true"], "finetune.lora.enabled: got True, expected false"),
     "one_schedule": (["schedule=conventional"], "schedule: got 'conventional', expected pipeline"),
 }

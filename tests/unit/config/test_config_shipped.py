@@ -46,7 +46,7 @@ def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
 
 
 def test_the_shipped_names() -> None:
-    assert set(NAMES) == {"base", "base_4gpu", "guessing", "quickstart", "two_servers_two_ranks"}
+    assert set(NAMES) == {"agent", "base", "base_4gpu", "guessing", "quickstart", "two_servers_two_ranks"}
 
 
 def test_base_has_exactly_the_keys_of_the_schema_with_their_defaults() -> None:

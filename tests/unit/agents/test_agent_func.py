@@ -1,0 +1,211 @@
+"""The agent function: shapes that it may return, ids that are kept, rewards, metrics, and errors of either kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes.fake_server import FakeServer
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.agents.agent_func import generate_agent_rollout, load_step, read_step
+from pipelinerl.agents.prompt_data import load_prompts
+from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER, steps_of_epochs
+from pipelinerl.config.compose import compose
+from pipelinerl.errors import DomainError, RolloutError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.client import open_session
+from pipelinerl.llm.sample_builder import build_samples
+from pipelinerl.tiny.tokenizer import build_tokenizer
+
+GROWS = """
+import torch
+
+async def step(state, action, label, **kwargs):
+    done = state.count("again") == 2
+    reward = torch.tensor([0.25])
+    extra = {"length": torch.tensor(len(action)), "note": "text", "bad": float("nan"), "reward": 7, **EXTRA}
+    return reward, state + action + " again", done, extra
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(32)
+
+
+@pytest.fixture
+def server(tokenizer: PreTrainedTokenizerFast) -> Iterator[FakeServer]:
+    """Answers `1`, `2`, end: the text `12` would be another token."""
+    vocabulary = tokenizer.get_vocab()
+    answer = [vocabulary["1"], vocabulary["2"], vocabulary["<|end|>"]]
+    with FakeServer(script=lambda body: answer) as fake:
+        fake.version = "0"
+        yield fake
+
+
+async def play(server: FakeServer, tokenizer: Any, source: str, folder: Path, **agent: Any) -> Any:
+    file = folder / "agent_func.py"
+    file.write_text(source)
+    cfg = SimpleNamespace(
+        actor=SimpleNamespace(agent_func_path=str(file)),
+        agent=SimpleNamespace(**{"max_steps": 8, "reward": "sum", **agent}),
+    )
+    llm = TrainableLLM(server.url, "actor", tokenizer, {"max_tokens": 9, "temperature": 1.0}, token=server.token)
+    async with open_session() as session:
+        return await generate_agent_rollout(cfg, llm, {"state": "go", "label": "x", "dataset": "train"}, session)
+
+
+async def test_ids_are_kept_while_the_state_grows(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    result = await play(server, tokenizer, GROWS.replace("EXTRA", "{}"), tmp_path)
+    (text,) = result.training_texts
+    go, again = tokenizer.encode("go"), tokenizer.encode(" again")
+    answer = tokenizer.convert_tokens_to_ids(["1", "2", "<|end|>"])
+    assert text.input_ids == go + answer + again + answer + again + answer
+    masked = [[-100] * len(ids) for ids in (go, again, again)]
+    assert text.labels == masked[0] + answer + masked[1] + answer + masked[2] + answer
+    assert text.reward == 0.75 and result.metrics.success and result.dataset_name == "train"
+    assert result.metrics.model_dump() == {
+        "reward": 0.75, "success": True, "no_error": True, "no_answer": False,
+        "num_steps": 3, "length": 2.0, "extra_reward": 7.0,
+    }  # fmt: skip
+    build_samples(result.training_texts, group_id="g", rollout_id="r")
+
+
+async def test_the_last_reward_and_success_of_the_function(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = GROWS.replace("EXTRA", '{"success": False}')
+    result = await play(server, tokenizer, source, tmp_path, reward="last")
+    assert result.metrics.reward == 0.25 and not result.metrics.success
+
+
+async def test_another_state_starts_a_new_sample_and_three_values_are_enough(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = 'async def step(state, action, label):\n    return 1, "anew " + action, state != "go"\n'
+    result = await play(server, tokenizer, source, tmp_path)
+    first, second = result.training_texts
+    assert second.input_ids[: len(tokenizer.encode("anew 12"))] == tokenizer.encode("anew 12")
+    assert first.reward == second.reward == 2.0
+
+
+async def test_an_episode_that_never_ends_is_cut(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = (
+        "def step(state, action, label, sampling_params):\n"
+        '    return sampling_params["max_tokens"], state + action, False\n'
+    )
+    result = await play(server, tokenizer, source, tmp_path, max_steps=4)
+    assert result.metrics.num_steps == 4 and result.metrics.reward == 36
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (None, DomainError, "returned 'None', expected"),
+        ((1, "x"), DomainError, "expected .reward, next_state, done, extra_info"),
+        ((1, 2, True, {}), DomainError, "next_state of type int"),
+        ((None, "x", True, {}), RolloutError, "bad_reward"),
+        ((float("nan"), "x", True, {}), RolloutError, "bad_reward"),
+        ((torch.rand(2), "x", True, {}), RolloutError, "bad_reward"),
+    ],
+)
+def test_what_it_returns_is_checked(answer: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        read_step(answer, "agent_func.py")
+
+
+def test_rewards_of_other_kinds() -> None:
+    assert read_step((torch.tensor(0), "x", torch.tensor(True), None), "f")[::2] == (0.0, True)
+    assert read_step((torch.rand(1) * 0 + 1, "x", 0), "f") == (1.0, "x", False, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "There is no such file"),
+        ("x = 1", "has no function step"),
+        ("import nothing_of_this_name", "ModuleNotFoundError.*are its imports complete"),
+        ("def step(state): ...", "too many positional arguments"),
+        ("def step(", "SyntaxError"),
+    ],
+)
+def test_files_that_cannot_be_used(source: str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "agent_func.py"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(DomainError, match=words):
+        load_step(str(file))
+
+
+def rows(folder: Path, *entries: Any) -> str:
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in entries))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_prompts(model: str, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": "7"}]
+    name = rows(tmp_path, {"q": messages, "a": "1"}, "", {"q": "8" * 50, "a": 2}, {"q": "9", "a": None}, {"q": "10"})
+    problems = load_prompts(
+        [name], model_path=model, input_key="q", label_key="a", apply_chat_template=True, prompt_max_len=20,
+        max_samples=3,
+    )  # fmt: skip
+    assert [(problem["id"], problem["state"], problem["label"]) for problem in problems] == [
+        ("prompts-0", "<|system|>be<|end|><|user|>7<|end|><|assistant|>", "1"),
+        ("prompts-2", "<|user|>9<|end|><|assistant|>", None),
+    ]
+    (plain,) = load_prompts([rows(tmp_path, {"input": "as it is"})], model_path=model)
+    assert (plain["state"], plain["label"], plain["dataset"]) == ("as it is", "", str(tmp_path / "prompts.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "params", "words"),
+    [
+        (({"input": "x"}, "{broken"), {}, "prompts.jsonl:2 is no JSON"),
+        (("[1, 2]",), {}, "expected a JSON object"),
+        (({"x": "y"},), {}, r"agent.input_key: got 'input', but .* row 0 has the columns \['x'\]"),
+        (({"input": "y"},), {"label_key": "z"}, "agent.label_key: got 'z'"),
+        (({"input": []},), {}, "agent.apply_chat_template=true"),
+        (({"input": []},), {"apply_chat_template": True}, "no text and no list of messages"),
+    ],
+)
+def test_prompts_that_cannot_be_used(
+    entries: Any, params: dict[str, Any], words: str, model: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DomainError, match=words):
+        load_prompts([rows(tmp_path, *entries)], model_path=model, **params)
+
+
+def test_the_function_alone_is_enough_of_a_configuration(tmp_path: Path) -> None:
+    file, prompts = tmp_path / "f.py", tmp_path / "p.jsonl"
+    file.touch()
+    prompts.touch()
+    words = [f"actor.agent_func_path={file}", f"agent.prompt_data={prompts}", "agent.input_key=q", "model_path=m"]
+    config = compose(["--config-name", "agent", "output_dir=x", *words]).config
+    assert config is not None
+    assert (config.actor.rollout_policy, config.dataset_loader) == (AGENT_ROLLOUT, PROMPT_LOADER)
+    assert config.train_dataset_names == [str(prompts)] and config.test_dataset_names == []
+    assert config.dataset_loader_params["input_key"] == "q" and config.dataset_loader_params["model_path"] == "m"
+
+
+def test_steps_of_epochs() -> None:
+    """12,500 prompts, 8 samples each, 192 a step: 520 whole steps."""
+    assert steps_of_epochs(12_500, 8, 1, 192) == 520
+    assert steps_of_epochs(3, 2, 1, 192) == 1
