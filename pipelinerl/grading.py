@@ -16,12 +16,17 @@ __all__ = ["Grade", "GradeStatus", "VerifierConfig", "grader", "open_verifier", 
 
 
 async def verify(
-    function: GraderFunction, text: str, problem: dict[str, Any], *, timeout_s: float | None = None, **params: Any
+    function: GraderFunction | str,
+    text: str,
+    problem: dict[str, Any],
+    *,
+    timeout_s: float | None = None,
+    **params: Any,
 ) -> Grade:
     """Run `function(text, problem, **params)` in a grader process and return its grade.
 
     Args:
-        function: marked with `@grader`, at the top of a module. It returns a `Grade` or a number, of which 1 is right.
+        function: marked with `@grader`, at the top of a module, or its dotted path. It returns a `Grade` or a number, of which 1 is right.
         timeout_s: deadline of this one grading; None: `verifier.timeout_s`.
 
     Raises:

@@ -27,7 +27,7 @@ async def answer_once(
     llm: TrainableLLM,
     problem: dict[str, Any],
     session: aiohttp.ClientSession,
-    grader: GraderFunction,
+    grader: GraderFunction | str,
     *,
     task: str,
     system_prompt: str | None = None,

@@ -35,12 +35,16 @@ def grader(function: Any = None, *, confined: bool = True) -> Any:
     return mark(function) if function is not None else mark
 
 
-def grader_path(function: GraderFunction) -> str:
+def grader_path(function: GraderFunction | str) -> str:
     """Return the dotted path under which grader processes find `function`.
+
+    A path is returned as it is: naming a grader saves its module's imports where it only is asked for.
 
     Raises:
         DomainError: it is not marked, or is not a function at the top of a module.
     """
+    if isinstance(function, str):
+        return function
     path = f"{function.__module__}.{function.__qualname__}"
     if not hasattr(function, _MARK):
         raise DomainError(f"{path} is no grader, expected a function marked with @grader. Add the mark.")

@@ -41,7 +41,7 @@ def spins(text: str, problem: dict[str, Any]) -> float:
         try:
             while True:
                 pass
-        except Exception:
+        except Exception:  # noqa: BLE001 - this is the fault
             continue
 
 
@@ -51,7 +51,7 @@ def swallows_everything(text: str, problem: dict[str, Any]) -> float:
         try:
             while True:
                 pass
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - this is the fault
             continue
 
 

@@ -34,7 +34,7 @@ async def service(max_queue: int = 100) -> AsyncIterator[str]:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(20):
-                while not server.started:
+                while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
                     await asyncio.sleep(0.01)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:

@@ -1,0 +1,70 @@
+"""Makes training and test problems of procedural domains that never share a problem. Pure.
+
+Called by the problem makers of the built-in domains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipelinerl.errors import DomainError
+
+SPLITS = ("train", "test")
+# Every 5th problem, by the hash of its content, is a test problem.
+_TEST_SHARE = 5
+_MAX_TRIES_PER_PROBLEM = 200
+
+Problem = dict[str, Any]
+
+
+def check_names(domain: str, names: Sequence[str], known: Sequence[str] = SPLITS) -> None:
+    """Refuse unknown data sets.
+
+    Raises:
+        DomainError: names them.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise DomainError(
+            f"{domain}: unknown data sets {unknown}, expected some of {list(known)}. "
+            "Change train_dataset_names or test_dataset_names."
+        )
+
+
+def draw_problems(
+    domain: str,
+    names: Sequence[str],
+    sizes: dict[str, int],
+    seed: int,
+    draw: Callable[[random.Random], tuple[str, Problem]],
+) -> list[Problem]:
+    """Return `sizes[name]` different problems of each named split.
+
+    Args:
+        draw: makes one problem, with a text that tells it from all others; that text decides the split.
+
+    Raises:
+        DomainError: a name is unknown, or `draw` knows too few different problems.
+    """
+    check_names(domain, names)
+    problems: list[Problem] = []
+    for name in names:
+        rng = random.Random(f"{domain}/{name}/{seed}")
+        found: dict[str, Problem] = {}
+        for _ in range(sizes[name] * _MAX_TRIES_PER_PROBLEM):
+            if len(found) == sizes[name]:
+                break
+            key, problem = draw(rng)
+            digest = hashlib.blake2b(f"{domain}/{key}".encode(), digest_size=8).digest()
+            if (digest[0] % _TEST_SHARE == 0) == (name == "test") and key not in found:
+                found[key] = {"id": f"{domain}-{digest.hex()}", "dataset": name, **problem}
+        if len(found) < sizes[name]:
+            raise DomainError(
+                f"{domain}: found only {len(found)} different problems for {name!r}, {sizes[name]} are wanted. "
+                "Change dataset_loader_params: fewer problems, or larger ones."
+            )
+        problems.extend(found.values())
+    return problems
