@@ -1,7 +1,8 @@
 """One trainer rank: `python -m pipelinerl.entrypoints.finetune --run-dir DIR --job finetune_0`.
 
 Started by the launcher with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Exit 0 means that training
-is complete: the final weights are with the servers and in `finetune/current`.
+is complete: the final weights are with the servers and in `finetune/current`. SIGTERM makes it save a training state
+behind the present step and end with exit code 143.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 def main(context: RoleContext) -> None:
     """Train to the end (heavy imports happen here, after the arguments were checked)."""
     from pipelinerl.finetune.assemble import run_trainer
+    from pipelinerl.finetune.stop_request import EXIT_STOPPED
 
-    run_trainer(context, os.environ)
+    if run_trainer(context, os.environ).step < context.config.finetune.last_step:
+        raise SystemExit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":

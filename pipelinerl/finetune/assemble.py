@@ -26,6 +26,7 @@ from pipelinerl.finetune.ranks import Ranks, start_ranks
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.stop_request import StopRequest, stop_on_sigterm
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch
@@ -41,7 +42,7 @@ PREPROCESSOR = "preprocessor_0"
 
 
 def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
-    """Build everything, train to the end, and take everything down again."""
+    """Build everything, train to the end (or until SIGTERM), and take everything down again."""
     config = context.config
     if config.finetune.seq_parallel > 1:
         raise ConfigError(
@@ -76,6 +77,7 @@ def build_loop(
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     reader = context.streams.reader(TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch, offset=state.data_offset)
     stack.callback(reader.close)
+    stop = StopRequest(ranks)
     reporter = None
     publisher = None
     if ranks.is_first:
@@ -89,10 +91,11 @@ def build_loop(
         reporter = Reporter(messages, fates, metrics, context.incarnation)
         if finetune.send_weight_updates:
             publisher = stack.enter_context(connect_servers(context))
+    stack.enter_context(stop_on_sigterm(stop, reader.wake))
     return TrainingLoop(
         config=finetune,
         backend=backend,
-        feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s),
+        feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s, lambda: stop.requested),
         steps=StepRunner(backend, finetune, ranks, schedule_of(finetune), pad_id),
         weights=WeightsFeed(backend, ranks, publisher, dtype) if finetune.send_weight_updates else None,
         checkpoints=checkpoints,
@@ -108,6 +111,7 @@ def build_loop(
         export_dtype=dtype,
         first_probe_tokens=text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size),
         delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
+        stop=stop,
     )
 
 

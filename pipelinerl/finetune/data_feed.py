@@ -5,6 +5,7 @@ Waits for the preprocessor, at most `timeout_s`, and says so in the heartbeat.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -29,9 +30,17 @@ class DataFeed:
 
     Args:
         reader: stream `training_data`, opened at the offset of the checkpoint.
+        should_stop: asked before the wait and when it was woken: True ends it without a batch.
     """
 
-    def __init__(self, reader: StreamReader[TrainingBatch], heartbeat: Waiter, timeout_s: float) -> None:
+    def __init__(
+        self,
+        reader: StreamReader[TrainingBatch],
+        heartbeat: Waiter,
+        timeout_s: float,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._should_stop = should_stop
         self._reader = reader
         self._heartbeat = heartbeat
         self._timeout_s = timeout_s
@@ -41,14 +50,16 @@ class DataFeed:
         """Offset behind the last batch that was handed out."""
         return self._reader.offset
 
-    def next(self, step: int) -> TrainingBatch:
-        """The batch of `step`.
+    def next(self, step: int) -> TrainingBatch | None:
+        """The batch of `step`; None if the trainer is to stop.
 
         Raises:
             WorkerError: none came in time.
             StreamError: the next batch is of another step or is empty.
         """
-        batch = self._read()
+        batch = None if self._should_stop() else self._read()
+        if batch is None:
+            return None
         if batch.step != step:
             raise StreamError(
                 f"training_data offset {self.offset - 1}: got the batch of step {batch.step}, expected step {step}"
@@ -57,9 +68,11 @@ class DataFeed:
             raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
         return batch
 
-    def _read(self) -> TrainingBatch:
+    def _read(self) -> TrainingBatch | None:
         with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):
             entries = self._reader.read(self._timeout_s, max_records=1)
+        if not entries and self._should_stop():
+            return None
         if not entries:
             raise WorkerError(
                 f"no training data for {self._timeout_s:g} s (supervise.progress_timeout_s): "

@@ -29,6 +29,7 @@ from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
+from pipelinerl.finetune.stop_request import StopRequest
 from pipelinerl.finetune.weights_feed import Delivery, WeightsFeed
 from pipelinerl.records import TrainingBatch
 
@@ -51,18 +52,25 @@ class TrainingLoop:
     export_dtype: torch.dtype
     first_probe_tokens: list[list[int]]
     delivery_deadline_s: float | None = None
+    stop: StopRequest | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def run(self, state: TrainerState) -> TrainerState:
-        """Train from `state` to the last step; returns when the final weights are delivered and saved."""
+        """Train from `state` to the last step; returns when the final weights are delivered and saved.
+
+        Asked to stop, it returns after the present step, with a training state saved.
+        """
         if self.reporter:
             self.reporter.started(state)
         self._deliver(state.step, self.first_probe_tokens)
         last = self.config.last_step
         is_first_step = True
+        saved_step = state.step
         while state.step < last:
             start = self.clock()
             batch = self.feed.next(state.step + 1)
+            if batch is None or (self.stop is not None and self.stop.agreed()):
+                return self._stop(state, saved_step)
             fetched = self.clock()
             result = self.steps.run(batch)
             trained = self.clock()
@@ -80,10 +88,17 @@ class TrainingLoop:
             )
             if self._save_is_due(state.step) and state.step < last:
                 self._save(state)
+                saved_step = state.step
             self.heartbeat.progress()
         self._save(state, with_training_state=self.config.save_final_training_state)
         if self.reporter:
             self.reporter.training_done(state)
+        return state
+
+    def _stop(self, state: TrainerState, saved_step: int) -> TrainerState:
+        if state.step > saved_step:
+            self.checkpoints.save(state, self.backend)
+        logger.info("stopped on request behind step %d; its training state is saved", state.step)
         return state
 
     def _deliver(self, version: int, probe_tokens: list[list[int]]) -> Delivery | None:

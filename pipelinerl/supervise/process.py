@@ -54,6 +54,13 @@ class Child:
         except ProcessLookupError:
             return
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the process alone, not to its helpers."""
+        try:
+            os.kill(self.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+
     def dump_stacks(self) -> None:
         """Make a stuck child write the stacks of its threads to its stderr (it runs with PYTHONFAULTHANDLER=1)."""
         try:

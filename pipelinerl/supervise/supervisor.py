@@ -31,6 +31,7 @@ Status = Literal["completed", "failed", "interrupted"]
 MAX_GRACE_S = 10.0
 # After a failure somebody waits for the answer, and what is left has nothing to save.
 MAX_GRACE_AFTER_FAILURE_S = 5.0
+MIN_GRACE_S = 1.0
 _COLLECT_S = 1.0
 _STACK_DUMP_S = 3.0
 
@@ -67,8 +68,10 @@ class Supervisor:
         grace_s = MAX_GRACE_AFTER_FAILURE_S
         try:
             outcome = self._start() or self._watch()
-            if outcome.status != "failed":
+            if outcome.status == "completed":
                 grace_s = MAX_GRACE_S
+            elif outcome.status == "interrupted":
+                grace_s = self._let_trainer_save()
         finally:
             left = self._end_everything(grace_s)
         if left:
@@ -121,6 +124,28 @@ class Supervisor:
     def _interrupted(self, event: Interrupted) -> Outcome:
         name = signal.Signals(event.signum).name
         return Outcome("interrupted", f"stopped by {name}", 128 + event.signum)
+
+    def _let_trainer_save(self) -> float:
+        """Ask the trainer to save a training state while its servers still live; a second signal cuts that short.
+
+        Returns the grace period of the others, so that all of it stays near `shutdown_grace_s`.
+        """
+        trainers = {
+            name: child
+            for name, child in self._children.items()
+            if child.returncode is None and self._job_of(name).kind == "finetune"
+        }
+        start = self.clock()
+        for child in trainers.values():
+            child.terminate()
+        while trainers and (left_s := start + self.config.shutdown_grace_s - self.clock()) > 0:
+            event = self._next_event(left_s)
+            if isinstance(event, ChildExited):
+                trainers.pop(event.name, None)
+            elif isinstance(event, Interrupted):
+                return MIN_GRACE_S
+        left_s = self.config.shutdown_grace_s - (self.clock() - start)
+        return min(MAX_GRACE_AFTER_FAILURE_S, max(left_s, MIN_GRACE_S))
 
     def _judge_exit(self, event: ChildExited) -> Outcome | None:
         """The outcome of the run if this end decides it."""

@@ -1,9 +1,15 @@
 """The whole loop in one process with fakes: order of messages, versions, probe, export, resume."""
 
+import dataclasses
+import os
+import signal
+import threading
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError, UserError, WeightSyncError, WorkerError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore
@@ -15,8 +21,18 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.stop_request import StopRequest, stop_on_sigterm
 from pipelinerl.finetune.weights_feed import WeightsFeed
-from pipelinerl.records import FateRecord, StepDone, TrainerStarted, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import (
+    FateRecord,
+    StepDone,
+    TrainerStarted,
+    TrainingBatch,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.recorder import MetricRecorder
 
 
@@ -150,6 +166,44 @@ def test_batches_behind_the_checkpoint_are_trained_again_as_they_are(start, batc
     trained = [name for record in resumed.written if isinstance(record, FateRecord) for name in record.sample_ids]
     assert trained == [scored.sample.id for batch in batches[2:] for scored in batch.samples]
     assert (resumed.state.step, resumed.state.data_offset) == (4, 4)
+
+
+class StopAfter:
+    """Asked to stop once the trainer has taken `steps` steps."""
+
+    def __init__(self, run, steps):
+        self.run, self.steps = run, steps
+
+    def agreed(self):
+        return self.run.heartbeat.steps >= self.steps
+
+
+def test_a_request_to_stop_saves_the_present_step(start, tmp_path):
+    whole = start("whole").run()
+    run = start("cut")
+    run.loop = dataclasses.replace(run.loop, stop=StopAfter(run, 3))
+    run.run()
+    assert run.state.step == 3 and not isinstance(run.written[-1], TrainingDone)
+    resumed = start("cut", incarnation=1)
+    assert (resumed.state.step, resumed.state.data_offset) == (3, 3)
+    resumed.run()
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name]), name
+
+
+def test_sigterm_ends_the_wait_for_data(tmp_path, kit):
+    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    reader = hub.reader("training_data", "preprocessor_0", TrainingBatch)
+    request = StopRequest(Ranks())
+    feed = DataFeed(reader, kit.heartbeat(), 60.0, lambda: request.requested)
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_sigterm(request, reader.wake):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert feed.next(1) is None
+        assert request.agreed()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stop_on_sigterm(StopRequest(Ranks()), reader.wake):
+        pass
 
 
 def test_a_server_that_keeps_its_old_head_fails_the_run_after_the_first_update(start, kit):

@@ -80,6 +80,27 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+# Saves on SIGTERM, which takes a moment, as long as its server lives.
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+def save(*_):
+    time.sleep(0.5)
+    (Path(sys.argv[1]) / "saved").write_text(str(Path("/proc", (Path(sys.argv[1]) / "server").read_text()).exists()))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(300)
+"""
+SERVES = """
+import os, sys, time
+from pathlib import Path
+(Path(sys.argv[1]) / "server").write_text(str(os.getpid()))
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
 class Run:
     """A driver process and how to see what became of it."""
 
@@ -197,6 +218,34 @@ def test_l5_a_signal_ends_everything_that_ignores_sigterm_too(start: Starter, si
     returncode, _, summary = run.end(timeout_s=15)
     assert (returncode, summary["status"]) == (code, "interrupted")
     assert summary["reason"] == f"stopped by {signal.Signals(signum).name}"
+    assert run.descendants() == []
+
+
+def wait_up(run: Run, *jobs: str) -> None:
+    deadline = time.monotonic() + 30
+    logs = [run.root / job / "stdout.log" for job in jobs]
+    while not all(log.exists() and "up" in log.read_text() for log in logs):
+        assert time.monotonic() < deadline, "the jobs did not start"
+        threading.Event().wait(0.05)
+
+
+def test_preemption_lets_the_trainer_save_while_its_servers_live(start: Starter) -> None:
+    run = start({"actor_llm_0": SERVES, "actor_0": SLEEP, "finetune_0": SAVES}, shutdown_grace_s=10)
+    wait_up(run, "actor_llm_0", "finetune_0")
+    run.process.send_signal(signal.SIGTERM)
+    returncode, _, summary = run.end(timeout_s=15)
+    assert (returncode, summary["status"]) == (143, "interrupted")
+    assert (run.root / "saved").read_text() == "True"
+    assert run.descendants() == []
+
+
+def test_a_second_signal_does_not_wait_for_the_trainer(start: Starter) -> None:
+    run = start({"actor_0": SLEEP, "finetune_0": STUBBORN}, shutdown_grace_s=60)
+    wait_up(run, "finetune_0")
+    run.process.send_signal(signal.SIGTERM)
+    threading.Event().wait(0.5)
+    run.process.send_signal(signal.SIGTERM)
+    run.end(timeout_s=30)
     assert run.descendants() == []
 
 
