@@ -44,7 +44,8 @@ class ServerSlots:
             # The slot may have been handed over in the same moment.
             if turn.done() and not turn.cancelled():
                 self.release(turn.result())
-            else:
+            elif turn in self._waiting:
+                # A release in between has already passed over the cancelled turn.
                 self._waiting.remove(turn)
             raise
 

@@ -82,6 +82,22 @@ async def test_the_least_busy_server_is_taken_and_the_rest_wait_in_line() -> Non
     assert slots.busy == [1, 2] and slots.has_idle and idle == [True]
 
 
+async def test_a_release_between_a_cancellation_and_its_arrival() -> None:
+    """All waiters are cancelled in one go while a slot comes back: nothing breaks and the slot is free again."""
+    idle: list[bool] = []
+    slots = ServerSlots(1, 1, on_idle=lambda: idle.append(True))
+    await slots.acquire()
+    waiting = [asyncio.create_task(slots.acquire()) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    slots.release(0)
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+    assert slots.busy == [0] and slots.has_idle and idle == [True]
+    assert await slots.acquire() == 0
+
+
 async def test_a_slot_handed_to_a_cancelled_waiter_is_not_lost() -> None:
     slots = ServerSlots(1, 1, on_idle=lambda: None)
     await slots.acquire()
