@@ -5,6 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 started=$SECONDS
+# Server and trainer each need a GPU of their own: with fewer than two, this small run is quicker on the CPU.
+if [[ -z ${PIPELINERL_DEVICE:-} && $(nvidia-smi -L 2>/dev/null | grep -c '^GPU') -lt 2 ]]; then
+  export PIPELINERL_DEVICE=cpu
+fi
 bash scripts/setup.sh
 
 output_dir=results/quickstart

@@ -133,7 +133,7 @@ class SuperviseConfig(Section):
     """Deadlines of the supervisor, in seconds."""
 
     heartbeat_interval_s: float = Field(default=2, gt=0)
-    heartbeat_timeout_s: float = Field(default=60, gt=0)
+    heartbeat_timeout_s: float = Field(default=25, gt=0)
     progress_timeout_s: float = Field(default=1800, gt=0)
     shutdown_grace_s: float = Field(default=10, gt=0)
     finish_timeout_s: float = Field(default=600, gt=0)
