@@ -1,0 +1,36 @@
+"""One attempt at a program. Called by the actor; waits for the model and the grader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.domains.coding.check import sandbox_endpoint
+from pipelinerl.domains.coding.limits import Limits
+from pipelinerl.domains.coding.verify import verify_coding
+from pipelinerl.domains.single_turn import answer_once
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+
+SYSTEM_PROMPT = "Write a Python program. Put the whole program into one block between ```python and ```."
+_MARGIN_S = 15.0
+
+
+async def generate_coding_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Ask for a program and run it on the tests; `custom.partial_score` gives credit for some of them."""
+    return await answer_once(
+        cfg,
+        llm,
+        problem,
+        session,
+        verify_coding,
+        task=problem["task"],
+        system_prompt=SYSTEM_PROMPT,
+        timeout_s=len(problem["tests"]) * (Limits().wall_s + 1) + _MARGIN_S,
+        endpoint=sandbox_endpoint(cfg),
+        partial=bool(cfg.custom.get("partial_score", False)),
+    )
