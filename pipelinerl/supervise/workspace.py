@@ -75,7 +75,8 @@ def inspect(config: RunConfig, new_run_id: str) -> Decision:
     _refuse_unwritable(root)
     if not _holds_a_run(run_dir):
         return Decision("new", run_dir, fresh)
-    _refuse_running(run_dir)
+    if is_running(run_dir):
+        raise _running(run_dir)
     if config.force_restart:
         return Decision("move_aside", run_dir, fresh)
     if not run_dir.identity_file.exists():
@@ -134,16 +135,18 @@ def _refuse_unwritable(root: Path) -> None:
         )
 
 
-def _refuse_running(run_dir: RunDir) -> None:
+def is_running(run_dir: RunDir) -> bool:
+    """Whether a launcher is in the directory right now."""
     if not _lock_file(run_dir).exists():
-        return
+        return False
     lock = os.open(_lock_file(run_dir), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise _running(run_dir) from error
+    except BlockingIOError:
+        return True
     finally:
         os.close(lock)
+    return False
 
 
 def _running(run_dir: RunDir) -> ConfigError:

@@ -1,0 +1,176 @@
+"""Folds the records of a run into one fate for every sample. Pure; called by `audit_run`.
+
+Every process writes the fates that it decides. Those of actor and preprocessor are final. A fate `trained` counts
+if its step lies in the lineage of the newest checkpoint: a step that was rolled back trained nothing, and its samples
+are pending until the step is taken again. What has no fate is pending, in a batch or on its way to one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pipelinerl.ledger.evidence import Evidence, SampleHead
+from pipelinerl.records import Fate, FateRecord, StepDone, TrainerStarted
+from pipelinerl.tracking.lineage import Lineage
+
+SHOWN = 5
+
+
+@dataclass
+class Ledger:
+    """The fold. `faults` says everything that must not be, each as one sentence; empty means clean."""
+
+    samples: dict[str, SampleHead] = field(default_factory=dict)
+    unpublished: set[str] = field(default_factory=set)
+    fates: dict[str, Fate] = field(default_factory=dict)
+    reasons: Counter[tuple[Fate, str]] = field(default_factory=Counter)
+    batch_of: dict[str, int] = field(default_factory=dict)
+    trained_at: dict[str, int] = field(default_factory=dict)
+    lineage: Lineage = field(default_factory=Lineage)
+    rolled_back_samples: int = 0
+    unpublished_tokens: int = 0
+    rollouts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def submitted(self) -> int:
+        """Samples that the actor produced: published ones, and finished ones of groups that it gave up."""
+        return len(self.samples) + len(self.unpublished)
+
+    def counts(self) -> dict[Fate, int]:
+        """Samples by fate, pending ones included."""
+        counts: Counter[Fate] = Counter({"trained": 0, "filtered": 0, "stale": 0, "failed": 0, "pending": 0})
+        counts.update(self.fates.values())
+        counts["pending"] += sum(1 for name in self.samples if name not in self.fates)
+        return dict(counts)
+
+    def tokens(self) -> dict[Fate, int]:
+        """Output tokens by fate."""
+        totals: dict[Fate, int] = {"trained": 0, "filtered": 0, "stale": 0, "failed": 0, "pending": 0}
+        for name, sample in self.samples.items():
+            totals[self.fates.get(name, "pending")] += sample.output_tokens
+        totals["failed"] += self.unpublished_tokens
+        return totals
+
+    def max_lag_versions(self) -> int:
+        """Largest age of a trained token, in versions."""
+        lags = (step - 1 - self.samples[n].min_version for n, step in self.trained_at.items() if n in self.samples)
+        return max(lags, default=0)
+
+    def fault(self, what: str, names: list[str]) -> None:
+        """Add one fault about some samples, if there are any."""
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            self.faults.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
+
+
+def fold(evidence: Evidence) -> Ledger:
+    """Fold everything that was read and check it."""
+    ledger = Ledger()
+    _fold_steps(ledger, evidence)
+    _fold_groups(ledger, evidence)
+    _fold_batches(ledger, evidence)
+    _fold_fates(ledger, evidence)
+    _check_steps(ledger, evidence)
+    if sum(ledger.counts().values()) != ledger.submitted:
+        ledger.faults.append(f"{ledger.submitted} samples were submitted, the fates add up to {ledger.counts()}")
+    return ledger
+
+
+def _fold_steps(ledger: Ledger, evidence: Evidence) -> None:
+    for message in evidence.messages:
+        if isinstance(message, TrainerStarted):
+            ledger.lineage.start(message.incarnation, message.step)
+        elif isinstance(message, StepDone):
+            ledger.lineage.add_step(message.incarnation, message.step, message.num_samples)
+
+
+def _fold_groups(ledger: Ledger, evidence: Evidence) -> None:
+    twice = []
+    for group in evidence.groups:
+        for sample in group.samples:
+            if sample.id in ledger.samples:
+                twice.append(sample.id)
+            ledger.samples[sample.id] = sample
+    ledger.fault("published twice", twice)
+
+
+def _fold_batches(ledger: Ledger, evidence: Evidence) -> None:
+    steps = [batch.step for batch in evidence.batches]
+    if steps != list(range(1, len(steps) + 1)):
+        first = next(n for n, step in enumerate(steps) if step != n + 1)
+        ledger.faults.append(f"training_data offset {first} holds the batch of step {steps[first]}, not {first + 1}")
+    twice, unknown, future = [], [], []
+    for batch in evidence.batches:
+        for name in batch.sample_ids:
+            if name in ledger.batch_of:
+                twice.append(name)
+            ledger.batch_of[name] = batch.step
+            if name not in ledger.samples:
+                unknown.append(name)
+            elif ledger.samples[name].max_version >= batch.step:
+                future.append(name)
+    ledger.fault("in two batches", twice)
+    ledger.fault("in a batch, but never published", unknown)
+    ledger.fault("in the batch of a version that is older than the one that sampled it", future)
+
+
+def _fold_fates(ledger: Ledger, evidence: Evidence) -> None:
+    twice, unknown, elsewhere = [], [], []
+    for record in evidence.fates:
+        if record.fate == "pending":
+            ledger.rollouts["started"] += record.num_rollouts
+            continue
+        if record.fate == "trained" and not ledger.lineage.survives(record.incarnation, record.version):
+            ledger.rolled_back_samples += len(record.sample_ids)
+            continue
+        if record.fate == "failed" and record.num_rollouts:
+            ledger.rollouts["failed"] += record.num_rollouts
+            ledger.rollouts[f"failed/{record.reason}"] += record.num_rollouts
+            _unpublished(ledger, record)
+        for name in record.sample_ids:
+            if name in ledger.fates:
+                twice.append(f"{name} ({ledger.fates[name]}, {record.fate})")
+            if name not in ledger.samples and name not in ledger.unpublished:
+                unknown.append(name)
+            if (record.fate == "trained") != (name in ledger.batch_of) or (
+                record.fate == "trained" and ledger.batch_of[name] != record.version
+            ):
+                elsewhere.append(f"{name} ({record.fate})")
+            ledger.fates[name] = record.fate
+            ledger.reasons[record.fate, record.reason] += 1
+            if record.fate == "trained":
+                ledger.trained_at[name] = record.version
+    ledger.fault("more than one fate", twice)
+    ledger.fault("a fate, but never submitted", unknown)
+    ledger.fault("the fate and the batches disagree", elsewhere)
+
+
+def _unpublished(ledger: Ledger, record: FateRecord) -> None:
+    """Finished samples of a group that the actor gave up exist in no other record."""
+    ledger.unpublished.update(name for name in record.sample_ids if name not in ledger.samples)
+    ledger.unpublished_tokens += record.output_tokens
+
+
+def _check_steps(ledger: Ledger, evidence: Evidence) -> None:
+    """Every step that counts has trained exactly its batch."""
+    done = {
+        message.step
+        for message in evidence.messages
+        if isinstance(message, StepDone) and ledger.lineage.survives(message.incarnation, message.step)
+    }
+    if done != set(range(1, len(done) + 1)):
+        missing = sorted(set(range(1, max(done) + 1)) - done)
+        ledger.faults.append(f"steps {missing[:SHOWN]} were never taken in the lineage of step {max(done)}")
+    forgotten = [
+        name
+        for batch in evidence.batches
+        if batch.step in done
+        for name in batch.sample_ids
+        if ledger.fates.get(name) != "trained"
+    ]
+    ledger.fault("in a batch that was trained, without that fate", forgotten)
+    without = sorted(done - {batch.step for batch in evidence.batches})
+    if without:
+        ledger.faults.append(f"steps {without[:SHOWN]} were taken without a batch")

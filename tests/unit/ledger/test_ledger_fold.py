@@ -1,0 +1,140 @@
+"""One fate for every sample, along the lineage of checkpoints (lines D1 and D7)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pipelinerl.ledger.evidence import BatchHead, Evidence, GroupHead, SampleHead, ScoredHead
+from pipelinerl.ledger.fold import fold
+from pipelinerl.ledger.lengths import compare, describe
+from pipelinerl.records import FateRecord, StepDone, TrainerStarted, VersionSpan
+
+
+def sample(name: str, tokens: int = 10, version: int = 0) -> SampleHead:
+    return SampleHead(id=name, output_tokens=tokens, version_spans=[VersionSpan(version, 0, tokens)])
+
+
+def batch(step: int, *names: str) -> BatchHead:
+    return BatchHead(step=step, samples=[ScoredHead(sample(name)) for name in names])
+
+
+def fate(kind: Any, *names: str, version: int = 0, inc: int = 0, reason: str = "r", rollouts: int = 0) -> FateRecord:
+    return FateRecord(
+        sample_ids=list(names),
+        fate=kind,
+        reason=reason,
+        version=version,
+        group_id="g",
+        source="x",
+        incarnation=inc,
+        num_rollouts=rollouts,
+        output_tokens=10 * len(names),
+    )
+
+
+def done(step: int, inc: int = 0) -> StepDone:
+    return StepDone(step=step, time=0, group_ids=[], num_samples=2, samples_processed=0, incarnation=inc)
+
+
+def started(step: int, inc: int = 0) -> TrainerStarted:
+    return TrainerStarted(step=step, data_offset=step, time=0, incarnation=inc)
+
+
+GROUPS = [GroupHead(id="g", samples=[sample(name) for name in "abcdefg"])]
+
+
+def clean_run() -> Evidence:
+    """a b trained in step 1, c d in step 2 of incarnation 0; it is rolled back and taken again; e is dropped."""
+    return Evidence(
+        messages=[started(0), done(1), done(2), started(1, inc=1), done(2, inc=1)],
+        fates=[
+            fate("trained", "a", "b", version=1),
+            fate("trained", "c", "d", version=2),
+            fate("trained", "c", "d", version=2, inc=1),
+            fate("stale", "e", reason="dropped_oldest"),
+            fate("pending", rollouts=4),
+            fate("failed", reason="rollout_timeout", rollouts=1),
+        ],
+        batches=[batch(1, "a", "b"), batch(2, "c", "d"), batch(3, "f")],
+        groups=GROUPS,
+    )
+
+
+def test_d7_the_fates_add_up_to_what_was_submitted() -> None:
+    ledger = fold(clean_run())
+    assert ledger.faults == []
+    assert ledger.submitted == 7
+    assert ledger.counts() == {"trained": 4, "filtered": 0, "stale": 1, "failed": 0, "pending": 2}
+    assert ledger.tokens() == {"trained": 40, "filtered": 0, "stale": 10, "failed": 0, "pending": 20}
+    assert ledger.rolled_back_samples == 2
+    assert ledger.rollouts == {"started": 4, "failed": 1, "failed/rollout_timeout": 1}
+
+
+def test_d1_a_step_that_was_rolled_back_trained_nothing() -> None:
+    evidence = clean_run()
+    before = Evidence(evidence.messages[:-1], [f for f in evidence.fates if f.incarnation == 0], *_rest(evidence))
+    ledger = fold(before)
+    assert ledger.faults == []
+    assert ledger.counts()["trained"] == 2 and ledger.counts()["pending"] == 4
+
+
+def _rest(evidence: Evidence) -> tuple[list[BatchHead], list[GroupHead]]:
+    return evidence.batches, evidence.groups
+
+
+def test_finished_samples_of_a_group_that_was_given_up_are_counted() -> None:
+    evidence = clean_run()
+    evidence.fates.append(fate("failed", "x", "y", reason="training_done", rollouts=4))
+    ledger = fold(evidence)
+    assert ledger.faults == [] and ledger.submitted == 9
+    assert ledger.counts()["failed"] == 2 and ledger.tokens()["failed"] == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: e.groups.append(GroupHead(id="h", samples=[sample("a")])), "published twice: a"),
+        (lambda e: e.fates.append(fate("filtered", "e")), r"more than one fate: e \(stale, filtered\)"),
+        (lambda e: e.fates.append(fate("filtered", "z")), "never submitted: z"),
+        (lambda e: e.fates.append(fate("filtered", "f")), r"disagree: f \(filtered\)"),
+        (lambda e: e.fates.append(fate("trained", "g", version=2, inc=1)), r"disagree: g \(trained\)"),
+        (lambda e: e.fates.pop(0), "trained, without that fate: a, b"),
+        (lambda e: e.batches.append(batch(4, "a")), "in two batches: a"),
+        (lambda e: e.batches.append(batch(4, "z")), "in a batch, but never published: z"),
+        (lambda e: e.batches.append(batch(3, "g")), "offset 3 holds the batch of step 3, not 4"),
+        (lambda e: e.messages.append(done(4, inc=1)), r"steps \[3\] were never taken in the lineage of step 4"),
+        (lambda e: e.batches.pop(1), "training_data offset 1 holds the batch of step 3, not 2"),
+    ],
+)
+def test_what_must_not_be_is_said(change: Any, message: str) -> None:
+    evidence = clean_run()
+    evidence = Evidence(list(evidence.messages), list(evidence.fates), list(evidence.batches), list(evidence.groups))
+    change(evidence)
+    faults = fold(evidence).faults
+    assert faults
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("; ".join(faults))
+
+
+def test_d8_a_sample_of_a_later_version_than_its_batch_is_a_fault() -> None:
+    evidence = clean_run()
+    evidence.groups[0].samples[5] = sample("f", version=3)
+    try:
+        assert "older than the one that sampled it: f" in fold(evidence).faults[0]
+    finally:
+        evidence.groups[0].samples[5] = sample("f")
+
+
+def test_lengths_are_compared_by_hand() -> None:
+    assert describe([]).count == 0
+    found = describe([4, 1, 3, 2])
+    assert (found.mean, found.p10, found.p50, found.p90, found.max) == (2.5, 1, 2, 4, 4)
+    # Pairs (trained, lost): 1<2, 3>2, 1<3, 3=3: two wins and one tie of four.
+    assert compare([1, 3], [2, 3]).longer_share == 2.5 / 4
+    assert compare([1], []).longer_share is None
+    rng = random.Random(3)
+    same = [[rng.randint(1, 50) for _ in range(400)] for _ in range(2)]
+    assert abs((compare(*same).longer_share or 0) - 0.5) < 0.05
