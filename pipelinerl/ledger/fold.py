@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pipelinerl.ledger.evidence import Evidence, SampleHead
-from pipelinerl.records import Fate, FateRecord, StepDone, TrainerStarted
+from pipelinerl.records import Fate, FateRecord, StepDone
 from pipelinerl.tracking.lineage import Lineage
 
 SHOWN = 5
@@ -80,10 +80,7 @@ def fold(evidence: Evidence) -> Ledger:
 
 def _fold_steps(ledger: Ledger, evidence: Evidence) -> None:
     for message in evidence.messages:
-        if isinstance(message, TrainerStarted):
-            ledger.lineage.start(message.incarnation, message.step)
-        elif isinstance(message, StepDone):
-            ledger.lineage.add_step(message.incarnation, message.step, message.num_samples)
+        ledger.lineage.fold(message)
 
 
 def _fold_groups(ledger: Ledger, evidence: Evidence) -> None:

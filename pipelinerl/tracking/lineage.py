@@ -6,6 +6,8 @@ higher incarnation; what the older incarnation did behind step k was rolled back
 
 from __future__ import annotations
 
+from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
+
 
 class Lineage:
     """Steps per incarnation. Order of arrival does not matter."""
@@ -13,6 +15,13 @@ class Lineage:
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int], int] = {}
         self._first_step: dict[int, int] = {}
+
+    def fold(self, message: TrainerMessage) -> None:
+        """Take what a message of the trainer says about steps, if it does."""
+        if isinstance(message, TrainerStarted):
+            self.start(message.incarnation, message.step)
+        elif isinstance(message, StepDone):
+            self.add_step(message.incarnation, message.step, message.num_samples)
 
     def add_step(self, incarnation: int, step: int, num_samples: int) -> None:
         """`step` (from 1) was done by `incarnation` on `num_samples` samples."""

@@ -15,7 +15,6 @@ from pipelinerl.records import (
     MetricRecord,
     StepDone,
     TrainerMessage,
-    TrainerStarted,
     TrainingDone,
     WeightUpdateSuccess,
 )
@@ -54,9 +53,8 @@ class RunState:
     def fold_trainer(self, message: TrainerMessage) -> None:
         self._saw(message.time)
         incarnation = message.incarnation
-        if isinstance(message, TrainerStarted):
-            self.lineage.start(incarnation, message.step)
-        elif isinstance(message, WeightUpdateSuccess):
+        self.lineage.fold(message)
+        if isinstance(message, WeightUpdateSuccess):
             self.version = message.version
             self.weight_updates += 1
             self.last_update_seconds = message.seconds
@@ -67,8 +65,6 @@ class RunState:
             else:
                 # The first update of an incarnation pauses servers that have nothing to do yet.
                 self._begin[incarnation] = message.time
-        elif isinstance(message, StepDone):
-            self.lineage.add_step(incarnation, message.step, message.num_samples)
         if isinstance(message, StepDone | TrainingDone):
             self._end[incarnation] = max(message.time, self._end.get(incarnation, message.time))
         self.training_done = self.training_done or isinstance(message, TrainingDone)
