@@ -8,11 +8,17 @@ from __future__ import annotations
 import hashlib
 import random
 
+import msgspec
+
+from pipelinerl.actor.turns import Turns
 from pipelinerl.domains.datasets import Problem
 
 
 class ProblemOrder:
     """Problems without end, every pass over all of them in another shuffled order. A restart goes on in the same order.
+
+    Where all problems name the share of their domain, each domain has passes of its own, and domains take turns by
+    their shares, whatever the numbers of their problems.
 
     Args:
         problems: at least one.
@@ -24,9 +30,19 @@ class ProblemOrder:
         self._seed = seed
         self._epoch = -1
         self._order: list[Problem] = []
+        shares = {problem.domain: problem.share for problem in problems if problem.share is not None}
+        self._domains: dict[str, ProblemOrder] = {}
+        if len(shares) > 1 and all(problem.share is not None for problem in problems):
+            self._turns = Turns(shares)
+            for domain in shares:
+                own = [msgspec.structs.replace(each, share=None) for each in problems if each.domain == domain]
+                self._domains[domain] = ProblemOrder(own, f"{seed}/{domain}")
 
     def __getitem__(self, number: int) -> Problem:
         """Problem number `number` from 0. Cheap as long as the pass stays the same."""
+        if self._domains:
+            domain, own_number = self._turns[number]
+            return self._domains[domain][own_number]
         epoch, place = divmod(number, len(self._problems))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(self._problems)

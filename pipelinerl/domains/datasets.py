@@ -17,11 +17,16 @@ from pipelinerl.errors import DomainError, UserError
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One problem: the user's dict, with an id that stays the same from run to run."""
+    """One problem: the user's dict, with an id that stays the same from run to run.
+
+    `share` is how much of training the problems of its `domain` are to have; None: as much as their number.
+    """
 
     id: str
     dataset_name: str
     data: dict[str, Any]
+    domain: str = ""
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,4 +93,15 @@ def _problem(row: Any, index: int, names: list[Any], where: str, encoder: msgspe
     own_id = row.get("id")
     name = row.get("dataset", names[0] if len(names) == 1 and isinstance(names[0], str) else "default")
     digest = hashlib.blake2b(content, digest_size=8).hexdigest
-    return Problem(id=str(own_id) if own_id is not None else digest(), dataset_name=str(name), data=row)
+    share = row.get("share")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not share > 0):
+        raise DomainError(
+            f"{where}: problem {index} has share {share!r}, expected a number above 0. Change or drop it."
+        )
+    return Problem(
+        id=str(own_id) if own_id is not None else digest(),
+        dataset_name=str(name),
+        data=row,
+        domain=str(row.get("domain", "")),
+        share=share,
+    )
