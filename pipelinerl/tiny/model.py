@@ -69,10 +69,10 @@ def _order_numbers(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) 
     projection = torch.randn(features.shape[1], model.config.hidden_size)
     smooth = features @ projection
     smooth *= model.config.initializer_range / smooth.std()
-    embedding = model.get_input_embeddings().weight
+    embedding = model.model.embed_tokens.weight
     embedding[rows] = smooth + 0.1 * embedding[rows]
     if not model.config.tie_word_embeddings:
-        head = model.get_output_embeddings().weight
+        head = model.lm_head.weight
         head[rows] = smooth + 0.1 * head[rows]
 
 
