@@ -8,7 +8,7 @@ __all__ = ["black_box"]
 def __getattr__(name: str) -> Any:
     # On first use, so that reading prompts does not load the proxy.
     if name == "black_box":
-        from pipelinerl.agents.black_box import black_box
+        from pipelinerl.agents.openai_agent import black_box
 
         return black_box
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

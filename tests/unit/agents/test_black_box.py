@@ -1,0 +1,288 @@
+"""Agents behind the OpenAI endpoint: what they see, what is recorded, and what becomes of errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from fakes.fake_server import FakeServer, Fault
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.agents import black_box
+from pipelinerl.agents.openai_agent import BlackBox
+from pipelinerl.agents.openai_format import BadRequestError, read_request
+from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.client import open_session
+from pipelinerl.llm.sample_builder import build_samples
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.tiny.tokenizer import build_tokenizer
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(32)
+
+
+class Texts:
+    """Answers texts in order, byte by byte, with the end token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        vocabulary = tokenizer.get_vocab()
+        self._ids = {chr(code): vocabulary["Ġ" if code == 32 else chr(code)] for code in range(32, 127)}
+        self._end = vocabulary["<|end|>"]
+        self.left: list[str] = []
+
+    def ids(self, text: str) -> list[int]:
+        return [*(self._ids[character] for character in text), self._end]
+
+    def __call__(self, body: dict[str, Any]) -> list[int]:
+        return self.ids(self.left.pop(0) if self.left else "12")
+
+
+@pytest.fixture
+def texts(tokenizer: PreTrainedTokenizerFast) -> Texts:
+    return Texts(tokenizer)
+
+
+@pytest.fixture
+def server(texts: Texts) -> Iterator[FakeServer]:
+    with FakeServer(script=texts) as fake:
+        fake.version = "0"
+        yield fake
+
+
+async def run(box: BlackBox, server: FakeServer, tokenizer: Any, **settings: Any) -> RolloutResult:
+    parameters = {"max_tokens": 100, "temperature": 0.7, **settings.pop("parameters", {})}
+    llm = TrainableLLM(server.url, "actor", tokenizer, parameters, token=server.token, max_retries=0, **settings)
+    try:
+        async with open_session() as session:
+            return await box({}, llm, {"dataset": "train", "q": "1 + 2"}, session)
+    finally:
+        await box.close()
+
+
+def post(base_url: str, key: str, session: aiohttp.ClientSession, **body: Any) -> Any:
+    return session.post(f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+async def test_an_openai_client_with_a_tool_is_one_token_exact_sample(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+) -> None:
+    openai = pytest.importorskip("openai")
+    texts.left = [CALL, "3"]
+
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages: list[Any] = [{"role": "user", "content": problem["q"]}]
+            first = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0)
+            message = first.choices[0].message
+            assert first.choices[0].finish_reason == "tool_calls" and message.content is None
+            (call,) = message.tool_calls
+            assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+            messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            second = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS)
+            assert second.usage.completion_tokens == 2 and second.choices[0].finish_reason == "stop"
+            return float(second.choices[0].message.content == "3"), {"asked": 2}
+
+    result = await run(black_box(agent), server, tokenizer)
+    (text,) = result.training_texts
+    encode = tokenizer.encode
+    first = encode("<|user|>1 + 2<|end|><|assistant|>") + texts.ids(CALL)
+    assert text.input_ids == first + encode("<|tool|>3<|end|><|assistant|>") + texts.ids("3")
+    assert [label for label in text.labels if label != -100] == texts.ids(CALL) + texts.ids("3")
+    assert text.reward == 1.0 and text.temperature == 0.7
+    assert result.metrics.model_dump()["asked"] == 2 and result.metrics.model_dump()["requests"] == 2
+    assert {request["sampling_params"]["temperature"] for request in server.requests} == {0.7}
+    build_samples(result.training_texts, group_id="g", rollout_id="r")
+
+
+async def test_a_blocking_agent_and_streams(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+) -> None:
+    openai = pytest.importorskip("openai")
+    texts.left = ["12", CALL]
+
+    def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            messages = [{"role": "user", "content": [{"type": "text", "text": problem["q"]}]}]
+            options: Any = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
+            events = list(client.chat.completions.create(messages=messages, **options))
+            assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == "12"
+            assert events[-1].usage.completion_tokens == 3
+            messages += [{"role": "assistant", "content": "12"}, {"role": "user", "content": "and?"}]
+            events = list(client.chat.completions.create(messages=messages, tools=TOOLS, **options))
+            assert events[0].choices[0].delta.tool_calls[0].function.name == "add"
+            assert events[1].choices[0].finish_reason == "tool_calls"
+            assert [model.id for model in client.models.list()] == ["actor"]
+        return 1
+
+    result = await run(black_box(agent), server, tokenizer)
+    # Other tools: the template may write another beginning, so it is another conversation.
+    assert [text.metadata["turns"] for text in result.training_texts] == [1, 1]
+
+
+async def test_requests_at_once_and_rewritten_contexts_are_samples_of_their_own(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(*contents: str) -> str:
+                roles = ("user", "assistant")
+                messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+                async with post(base_url, api_key, session, messages=messages) as response:
+                    return (await response.json())["choices"][0]["message"]["content"]
+
+            assert await asyncio.gather(*(ask("same") for _ in range(3))) == ["12"] * 3
+            await ask("same", "12", "go on")
+            await ask("same", "another answer", "go on")
+        return 0.5
+
+    result = await run(black_box(agent), server, tokenizer)
+    assert sorted(text.metadata["turns"] for text in result.training_texts) == [1, 1, 1, 2]
+    assert {text.reward for text in result.training_texts} == {0.5}
+
+
+async def test_limits_of_the_agent_are_kept_within_those_of_the_run(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        async with aiohttp.ClientSession() as session:
+            for limits in ({"max_tokens": 5000}, {"max_completion_tokens": 2, "stop": "x"}):
+                messages = [{"role": "user", "content": "q"}]
+                async with post(base_url, api_key, session, messages=messages, **limits) as response:
+                    choice = (await response.json())["choices"][0]
+            assert choice["finish_reason"] == "length"
+        return 0
+
+    await run(black_box(agent), server, tokenizer)
+    first, second = (request["sampling_params"] for request in server.requests)
+    assert first["max_tokens"] == 100 and second["max_tokens"] == 2 and second["stop"] == ["x"]
+
+
+async def test_a_full_context_is_told_in_openais_words_and_the_turns_before_are_kept(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        async with aiohttp.ClientSession() as session:
+            messages = [{"role": "user", "content": "x" * 20}]
+            while True:
+                async with post(base_url, api_key, session, messages=messages) as response:
+                    body = await response.json()
+                    if response.status == 400:
+                        assert body["error"]["code"] == "context_length_exceeded"
+                        return -1
+                messages += [body["choices"][0]["message"], {"role": "user", "content": "x" * 20}]
+
+    result = await run(black_box(agent), server, tokenizer, max_model_len=64)
+    assert [text.metadata["turns"] for text in result.training_texts] == [2]
+    assert result.training_texts[0].reward == -1
+
+
+async def test_keys_are_secrets_of_one_rollout(server: FakeServer, tokenizer: PreTrainedTokenizerFast) -> None:
+    seen = []
+
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        async with aiohttp.ClientSession() as session:
+            for key in (*seen, "sk-wrong"):
+                async with post(base_url, key, session, messages=[{"role": "user", "content": "q"}]) as response:
+                    assert response.status == 401
+            seen.append(api_key)
+            async with post(base_url, api_key, session, messages=[{"role": "user", "content": "q"}]) as response:
+                assert response.status == 200
+            async with post(base_url, api_key, session, messages=[]) as response:
+                assert response.status == 400
+        return 1
+
+    box = black_box(agent)
+    await run(box, server, tokenizer)
+    await run(box, server, tokenizer)
+    assert len(set(seen)) == 2 and server.token not in seen
+
+
+async def test_a_server_that_fails_fails_the_rollout_even_if_the_agent_goes_on(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    async def careless(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        messages = [{"role": "user", "content": "q"}]
+        async with aiohttp.ClientSession() as session, post(base_url, api_key, session, messages=messages) as response:
+            assert response.status == 503
+        return 1
+
+    async def raises(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        messages = [{"role": "user", "content": "q"}]
+        async with aiohttp.ClientSession() as session, post(base_url, api_key, session, messages=messages) as response:
+            response.raise_for_status()
+        return 1
+
+    for agent in (careless, raises):
+        server.inject("/inference/v1/generate", Fault("status", 500))
+        with pytest.raises(RetryableRolloutError, match="http_500"):
+            await run(black_box(agent), server, tokenizer)
+
+
+async def nothing_asked(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+    return 1
+
+
+async def no_return(base_url: str, api_key: str, problem: dict[str, Any]) -> None: ...
+
+
+async def not_a_number(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+    return float("nan")
+
+
+async def breaks(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("agent", "error", "words"),
+    [
+        (nothing_asked, RolloutError, "no_request"),
+        (no_return, DomainError, "Is a `return` missing"),
+        (not_a_number, RolloutError, "bad_reward"),
+        (breaks, KeyError, "mine"),
+    ],
+)
+async def test_errors_of_agents(
+    agent: Any, error: type[Exception], words: str, server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(error, match=words):
+        await run(black_box(agent), server, tokenizer)
+
+
+def test_it_has_the_shape_of_a_rollout_function() -> None:
+    box = black_box(nothing_asked)
+    inspect.signature(box).bind(None, None, {}, None)
+    assert inspect.iscoroutinefunction(type(box).__call__)
+    assert inspect.unwrap(box) is nothing_asked
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        {},
+        {"messages": []},
+        {"messages": ["x"]},
+        {"messages": [{"role": "user"}], "n": 2},
+        {"messages": [{"role": "user"}], "tools": "x"},
+        {"messages": [{"role": "user"}], "max_tokens": "x"},
+        {"messages": [{"role": "user"}], "max_tokens": 0},
+        {"messages": [{"role": "user"}], "stop": [1]},
+        {"messages": [{"role": "user"}], "stop": ["x"] * 17},
+    ],
+)
+def test_requests_that_cannot_be_served(body: Any) -> None:
+    with pytest.raises(BadRequestError):
+        read_request(body)

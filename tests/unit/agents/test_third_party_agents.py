@@ -1,0 +1,116 @@
+"""Agent loops of other packages, unchanged, behind the OpenAI endpoint (extra `agents`; skipped without them)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes.fake_server import FakeServer
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.agents import black_box
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.client import open_session
+from pipelinerl.llm.sample_builder import build_samples
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.tiny.tokenizer import build_tokenizer
+
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 17, "b": 25}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(64)
+
+
+class Texts:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        vocabulary = tokenizer.get_vocab()
+        self._ids = {chr(code): vocabulary["Ġ" if code == 32 else chr(code)] for code in range(32, 127)}
+        self._end = vocabulary["<|end|>"]
+        self.left: list[str] = []
+
+    def __call__(self, body: dict[str, Any]) -> list[int]:
+        return [*(self._ids[character] for character in self.left.pop(0)), self._end]
+
+
+@pytest.fixture
+def texts(tokenizer: PreTrainedTokenizerFast) -> Texts:
+    return Texts(tokenizer)
+
+
+@pytest.fixture
+def server(texts: Texts) -> Iterator[FakeServer]:
+    with FakeServer(script=texts) as fake:
+        fake.version = "0"
+        yield fake
+
+
+async def run(agent: Any, server: FakeServer, tokenizer: Any) -> RolloutResult:
+    box = black_box(agent)
+    llm = TrainableLLM(server.url, "actor", tokenizer, {"max_tokens": 400, "temperature": 1.0}, token=server.token)
+    try:
+        async with open_session() as session:
+            return await box({}, llm, {"dataset": "train", "question": "What is 17 + 25?", "answer": "42"}, session)
+    finally:
+        await box.close()
+
+
+async def test_pydantic_ai_is_one_growing_sample(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason="pip install pydantic-ai-slim[openai]")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    texts.left = [ADD, "It is 42"]
+
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        model = OpenAIChatModel("actor", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
+        solver: Any = pydantic_ai.Agent(model, instructions="Use the tool.")
+
+        @solver.tool_plain
+        def add(a: int, b: int) -> int:
+            return a + b
+
+        result = await solver.run(problem["question"])
+        return float(problem["answer"] in result.output)
+
+    result = await run(agent, server, tokenizer)
+    assert result.metrics.reward == 1.0
+    (text,) = result.training_texts
+    assert text.metadata["turns"] == 2
+    sampled = [label for label in text.labels if label != -100]
+    assert tokenizer.decode(sampled) == ADD + "<|end|>" + "It is 42<|end|>"
+    assert text.input_ids[: len(server.requests[1]["token_ids"])] == server.requests[1]["token_ids"]
+    assert "<|tool|>42<|end|><|assistant|>" in tokenizer.decode(text.input_ids)
+    build_samples(result.training_texts, group_id="g", rollout_id="r")
+
+
+async def test_smolagents_rewrites_its_context_and_gets_a_sample_for_each_call(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+) -> None:
+    smolagents = pytest.importorskip("smolagents", reason="pip install smolagents")
+    texts.left = [ADD, '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>']
+
+    def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        @smolagents.tool
+        def add(a: int, b: int) -> int:
+            """Add two numbers.
+
+            Args:
+                a: the first
+                b: the second
+            """
+            return a + b
+
+        model = smolagents.OpenAIModel(model_id="actor", api_base=base_url, api_key=api_key)
+        solver = smolagents.ToolCallingAgent(tools=[add], model=model, max_steps=3, verbosity_level=0)
+        return float(str(solver.run(problem["question"])) == problem["answer"])
+
+    result = await run(agent, server, tokenizer)
+    assert result.metrics.reward == 1.0
+    assert [text.reward for text in result.training_texts] == [1.0, 1.0]
+    assert "17" in tokenizer.decode(server.requests[1]["token_ids"]), "the second prompt tells of the first call"
+    build_samples(result.training_texts, group_id="g", rollout_id="r")
