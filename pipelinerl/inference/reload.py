@@ -7,6 +7,8 @@ part of the next one, and leaves a packed copy of tied embeddings behind on CPUs
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
+
+from pipelinerl.inference.in_place import can_load_in_place, missing_from_update
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +27,36 @@ class IncompleteUpdateError(RuntimeError):
 
 
 class CheckedReload:
-    """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle."""
+    """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle.
 
+    A plain model on a GPU is loaded in place (see `inference.in_place`), everything else layer by layer.
+    """
+
+    #: The engine calls `expect` with all tensors of an update before it receives them.
+    may_load_in_place = False
     model: torch.nn.Module
     model_config: Any
+    _in_place: bool = False
+    _covered: bool = False
 
     def start_weight_update(self) -> None:
-        """Prepare every layer for new weights, after forgetting what a failed update left."""
-        roll_back(self.model)
-        layerwise.initialize_layerwise_reload(self.model)
+        """Prepare for new weights, after forgetting what a failed update left."""
+        self._in_place = self.may_load_in_place and can_load_in_place(self.model, os.environ)
+        self._covered = False
+        if not self._in_place:
+            roll_back(self.model)
+            layerwise.initialize_layerwise_reload(self.model)
+
+    def expect(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Check what is about to be received, where nothing else would notice that it is incomplete.
+
+        Raises:
+            IncompleteUpdateError: these tensors are not those of the model. Nothing was received.
+        """
+        if self._in_place:
+            if problems := missing_from_update(self.model_config, names, shapes):
+                raise IncompleteUpdateError("; ".join(problems))
+            self._covered = True
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights in place.
@@ -39,6 +64,10 @@ class CheckedReload:
         Raises:
             IncompleteUpdateError: a layer did not receive all of its weights. The server must stay paused.
         """
+        if self._in_place:
+            if not self._covered:
+                raise IncompleteUpdateError("no tensors were sent")
+            return
         if missing := incomplete_layers(self.model):
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise IncompleteUpdateError(f"the update left {len(missing)} layers without all of their weights: {shown}")

@@ -8,14 +8,20 @@ scheduler is paused), so a version number that is used twice does no harm.
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import Request
 
 from pipelinerl.inference.cache_salt import salt_for_epoch
+from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold
+
+logger = logging.getLogger(__name__)
 
 
 class EpochSaltMixin:
@@ -54,7 +60,44 @@ class EpochScheduler(EpochSaltMixin, Scheduler):
 
 
 class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
-    """For engines with asynchronous scheduling."""
+    """For engines with asynchronous scheduling. Tokens leave in batches (see `inference.coalesce`).
+
+    While requests run, a step is always in flight, so a pause ends only after one more call of `update_from_output`:
+    there everything that is held goes out, under the label of the weights that sampled it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        held_tokens = int(os.environ.get(HELD_TOKENS_VARIABLE, DEFAULT_MAX_TOKENS))
+        self._hold = OutputHold(held_tokens) if held_tokens > 1 else None
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(*args, **kwargs)
+        if self._hold is None:
+            return outputs
+        for batch in outputs.values():
+            batch.outputs = self._hold.pass_on(batch.outputs, self.requests)
+        if self.pause_state != PauseState.UNPAUSED:
+            self._ship(outputs, self._hold.release())
+        return outputs
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.UNPAUSED and self._hold is not None and (late := self._hold.void_logprobs()):
+            # The label of their weights is gone. Without log-probs they are refused as samples, not trained wrongly.
+            logger.error("%d requests held tokens over a pause; their samples are void", late)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
+        ended = super().finish_requests(*args, **kwargs)
+        if self._hold is not None:
+            self._hold.forget(request.request_id for request in ended)
+        return ended
+
+    def _ship(self, outputs: dict[int, EngineCoreOutputs], released: list[EngineCoreOutput]) -> None:
+        for output in released:
+            request = self.requests.get(output.request_id)
+            if request is not None:
+                outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
 
 
 def create_scheduler(**kwargs: Any) -> Scheduler:

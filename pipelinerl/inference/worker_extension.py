@@ -6,12 +6,11 @@ our transfer engines, before the worker creates one.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pipelinerl.inference import plugin
+from pipelinerl.inference.in_place import checkpoint_tensors, is_tied
 from pipelinerl.inference.reload import roll_back
-from pipelinerl.weights.manifest import read_manifest
 
 plugin.register()
 
@@ -40,23 +39,9 @@ class WeightUpdateExtension:
         """What an update has to cover: `tensors` {name: shape} of the checkpoint that this server was started with
         (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model."""
         config = self.vllm_config.model_config
-        text_config = config.hf_config.get_text_config()
-        folder = _local_folder(config.model, config.revision)
-        tensors = read_manifest(folder) if folder is not None else None
+        tensors = checkpoint_tensors(config)
         return {
             "tensors": None if tensors is None else {name: list(shape) for name, shape in tensors.items()},
-            "tied": bool(getattr(text_config, "tie_word_embeddings", False)),
+            "tied": is_tied(config),
             "dtype": str(config.dtype).removeprefix("torch."),
         }
-
-
-def _local_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None

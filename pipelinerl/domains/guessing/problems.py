@@ -9,6 +9,7 @@ from typing import Any
 
 DEFAULT_HIGH = 1024
 DEFAULT_MAX_TURNS = 13
+HISTORIES = ("list", "chat")
 _DATASETS = ("train", "test")
 # An odd multiplier visits the numbers in a scattered order; even steps are for training and odd ones for testing.
 _MULTIPLIER = 191
@@ -23,6 +24,7 @@ def load_problems(
     num_train: int | None = None,
     num_test: int | None = None,
     seed: int = 0,
+    history: str = "list",
 ) -> list[dict[str, Any]]:
     """Return the problems of the named data sets (``train`` and ``test``).
 
@@ -36,6 +38,7 @@ def load_problems(
         num_train: at most this many training problems (default: all, or 1024 with opening guesses).
         num_test: at most this many test problems (default: all, or 512 with opening guesses).
         seed: draws the games with opening guesses; it does not matter without them.
+        history: ``list`` tells the model its guesses so far in one message, ``chat`` as a dialogue.
 
     Raises:
         ValueError: a name is unknown, or the numbers do not allow that many different games.
@@ -51,6 +54,10 @@ def load_problems(
             f"guessing: got n={n}, max_turns={max_turns}, opening_guesses={opening_guesses}; "
             "expected n >= 2, max_turns >= 1 and 0 <= opening_guesses < n. Change dataset_loader_params."
         )
+    if history not in HISTORIES:
+        raise ValueError(
+            f"guessing: got history={history!r}; expected one of {list(HISTORIES)}. Change dataset_loader_params."
+        )
     if opening_guesses == 0:
         by_name = _split_by_number(n, num_train, num_test)
     else:
@@ -58,7 +65,7 @@ def load_problems(
     problems = []
     for name in dataset_names:
         for answer, opening in by_name[name]:
-            problems.append(_problem(name, n, max_turns, answer, opening))
+            problems.append(_problem(name, n, max_turns, answer, opening) | {"history": history})
     return problems
 
 

@@ -46,6 +46,26 @@ def turn_messages(low: int, high: int, history: Sequence[int | None], answer: in
     return messages
 
 
+def chat_messages(low: int, high: int, history: Sequence[int | None], answer: int) -> list[Message]:
+    """Return the same turn as a dialogue: each guess so far is an answer of the model, each hint a reply to it.
+
+    Earlier guesses (opening ones too) then show the format of an answer, which small pretrained models need to see.
+    """
+    messages = turn_messages(low, high, (), answer)
+    for guess in history:
+        said = WRONG_OUTPUT if guess is None else format_answer(guess)
+        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "user", "content": hint(guess, answer)})
+    return messages
+
+
+def hint(guess: int | None, answer: int) -> str:
+    """Return the reply to one guess."""
+    if guess is None:
+        return WRONG_OUTPUT
+    return f"{guess} is {'lower' if guess < answer else 'higher'} than the target number."
+
+
 def format_answer(guess: int) -> str:
     """Return the output that states ``guess``."""
     return f"<answer>{guess}</answer>"

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.guessing.problems import DEFAULT_HIGH, DEFAULT_MAX_TURNS
-from pipelinerl.domains.guessing.prompts import parse_answer, turn_messages
+from pipelinerl.domains.guessing.prompts import chat_messages, parse_answer, turn_messages
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -26,6 +26,7 @@ class Game:
     high: int = DEFAULT_HIGH
     max_turns: int = DEFAULT_MAX_TURNS
     history: list[int | None] = field(default_factory=list)
+    as_chat: bool = False
     turn: int = 0
     reward: float = 0.0
     success: bool = False
@@ -40,6 +41,7 @@ class Game:
             high=int(problem.get("high", DEFAULT_HIGH)),
             max_turns=int(problem.get("max_turns", DEFAULT_MAX_TURNS)),
             history=list(problem.get("opening_guesses", ())),
+            as_chat=problem.get("history") == "chat",
         )
 
     @property
@@ -49,7 +51,8 @@ class Game:
 
     def messages(self) -> list[dict[str, str]]:
         """Return the chat of the current turn."""
-        return turn_messages(self.low, self.high, self.history, self.answer)
+        messages = chat_messages if self.as_chat else turn_messages
+        return messages(self.low, self.high, self.history, self.answer)
 
     def play(self, output_text: str) -> None:
         """Take the model's output of the current turn and set reward and state.

