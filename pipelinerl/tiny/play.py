@@ -135,12 +135,21 @@ def play_games(
 def sample_outputs(
     model: Qwen2ForCausalLM, prompts: Ints, generator: torch.Generator, *, prefix_tokens: int = 0
 ) -> tuple[Ints, NDArray[np.float32]]:
-    """Sample four tokens after each row of ``prompts``; return ids and log-probs, both [rows, 4]."""
-    cache, ids = start_rows(model, torch.from_numpy(prompts), prefix_tokens)
-    tokens, logprobs = [], []
+    """Sample four tokens after each row of ``prompts``; return ids and log-probs, both [rows, 4].
+
+    Equal prompts are computed once, which is most of them at the first turns.
+    """
+    different, place = np.unique(prompts, axis=0, return_inverse=True)
+    where = torch.from_numpy(place.reshape(-1))
+    cache, ids = start_rows(model, torch.from_numpy(different), prefix_tokens)
+    tokens: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
     for _ in range(OUTPUT_TOKENS):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
         log_softmax = torch.log_softmax(logits, dim=-1)
+        if not tokens:
+            cache.batch_select_indices(where)
+            log_softmax = log_softmax[where]
         ids = torch.multinomial(log_softmax.exp(), 1, generator=generator)
         tokens.append(ids)
         logprobs.append(log_softmax.gather(1, ids))

@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from pipelinerl.tiny.play import OUTPUT_TOKENS, Ints, TurnEncoder, draw_games, midpoints, play_games, start_rows
 
 Progress = Callable[[str], None]
+# share of the learning rate for the last adjustments: small enough to move success by a few hundredths
+_ADJUSTMENT_RATE = 0.1
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,25 @@ class WarmupSettings:
     ``careless`` is the share of turns that a careless player decides; of these, ``repeats`` is the share at which the
     last guess is made again (the others take any number). Repeating is a habit that can be unlearned from a few
     thousand turns, because it is always the same mistake; guesses at random are a different mistake each time.
+    After both phases the model is measured, and up to ``adjustments`` times trained for a few steps more with a more or
+    less careless player, until its sampled success lies in ``success_range``: a start that is too weak learns slowly.
     The warm-up stops ``deadline_s`` seconds after it began, whatever is left to do.
     """
 
     high: int = 16
     opening_guesses: int = 2
     max_turns: int = 4
-    careless: float = 0.7
+    careless: float = 0.62
     repeats: float = 1.0
     careful_steps: int = 160
     mixed_steps: int = 60
     batch_turns: int = 256
     learning_rate: float = 3e-3
+    success_range: tuple[float, float] = (0.36, 0.40)
+    adjustments: int = 8
+    adjustment_steps: int = 6
     deadline_s: float = 80.0
-    evaluation_games: int = 1024
+    evaluation_games: int = 2048
 
 
 @dataclass(frozen=True)
@@ -69,23 +76,34 @@ def warm_up(
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     total = settings.careful_steps + settings.mixed_steps
     step, running, done = 0, 0.0, 0.0
-    model.train()
     while done < 1:
         careless = 0.0 if done < settings.careful_steps / total else settings.careless
-        rows = _draw_turns(rng, encoder, settings, careless)
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _schedule(step, done)
-        loss = _imitate(model, optimizer, rows, encoder.prefix_tokens)
+        learning_rate = settings.learning_rate * _schedule(step, done)
+        loss = _imitate(model, optimizer, _draw_turns(rng, encoder, settings, careless), encoder, learning_rate)
         running = loss if step == 0 else 0.9 * running + 0.1 * loss
         step += 1
         # On a machine that is too slow, time takes the place of steps, so that both phases still happen.
-        done = max(done, step / total, (time.monotonic() - started) / settings.deadline_s)
+        done = max(done, step / total, (time.monotonic() - started) / (0.8 * settings.deadline_s))
         if step % 50 == 0 or done >= 1:
             progress(f"warm-up: step {step}/{total}, loss {running:.3f}, {time.monotonic() - started:.0f} s")
+    cut_short = step < total
+
+    careless = settings.careless
     success, wrong = measure(model, encoder, settings, seed=seed + 1)
+    for _ in range(settings.adjustments):
+        low, high = settings.success_range
+        if low <= success <= high or time.monotonic() - started > 0.9 * settings.deadline_s:
+            break
+        careless = min(0.95, careless + 0.05) if success > high else max(0.05, careless - 0.05)
+        for _ in range(settings.adjustment_steps):
+            rows = _draw_turns(rng, encoder, settings, careless)
+            _imitate(model, optimizer, rows, encoder, _ADJUSTMENT_RATE * settings.learning_rate)
+        step += settings.adjustment_steps
+        success, wrong = measure(model, encoder, settings, seed=seed + 1)
+        progress(f"warm-up: adjusted to {success:.1%} of sampled games won")
     seconds = time.monotonic() - started
     progress(f"warm-up: {success:.1%} of {settings.evaluation_games} sampled games won, {seconds:.0f} s")
-    return WarmupResult(success, wrong, step, seconds, cut_short=step < total)
+    return WarmupResult(success, wrong, step, seconds, cut_short)
 
 
 def measure(
@@ -131,10 +149,19 @@ def _careless_guesses(rng: np.random.Generator, history: Ints, high: int, repeat
     return np.where(rng.random(len(history)) < repeats, history[:, -1], anything)
 
 
-def _imitate(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: Ints, prefix_tokens: int) -> float:
+def _imitate(
+    model: Qwen2ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    rows: Ints,
+    encoder: TurnEncoder,
+    learning_rate: float,
+) -> float:
     """Take one step on the outputs of ``rows``; return the loss in nats per output token."""
+    model.train()
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
     ids = torch.from_numpy(rows)
-    cache, inputs = start_rows(model, ids[:, :-1], prefix_tokens)
+    cache, inputs = start_rows(model, ids[:, :-1], encoder.prefix_tokens)
     logits = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=OUTPUT_TOKENS).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, -OUTPUT_TOKENS:].flatten())
     optimizer.zero_grad(set_to_none=True)

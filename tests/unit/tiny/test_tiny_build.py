@@ -14,7 +14,7 @@ from pipelinerl.tiny.model import build_model
 from pipelinerl.tiny.tokenizer import build_tokenizer
 from pipelinerl.tiny.warmup import WarmupSettings, warm_up
 
-SHORT = WarmupSettings(high=16, careful_steps=3, mixed_steps=2, batch_turns=8, evaluation_games=16)
+SHORT = WarmupSettings(high=16, careful_steps=3, mixed_steps=2, batch_turns=8, evaluation_games=16, adjustments=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
