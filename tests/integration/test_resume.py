@@ -1,0 +1,109 @@
+"""Kill, preempt, resume and continue a whole run with the real parts: nothing lost, nothing twice (D1, D7, D8, L7)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fakes.whole_run import WholeRun, make_whole_run
+
+SAVE = "finetune.save_checkpoint_steps=2"
+
+
+def _audit(run: WholeRun) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == 0 and report["clean"], report["faults"]
+    assert sum(report["fates"].values()) == report["submitted"]
+    return report
+
+
+def _wait_for_step(run: WholeRun, launcher: subprocess.Popen[str], step: int, incarnation: int) -> None:
+    end = time.monotonic() + 400
+    while time.monotonic() < end:
+        assert launcher.poll() is None, f"{launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
+        done = [r for r in run.records("trainer") if r["type"] == "step_done" and r["incarnation"] == incarnation]
+        if done and done[-1]["step"] >= step:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"no step {step}\n{run.logs()}")
+
+
+def _kill(run: WholeRun, job: str) -> None:
+    for process in run.living_processes():
+        words = process.cmdline()
+        if "--job" in words and words[words.index("--job") + 1] == job:
+            psutil.Process(process.pid).kill()
+            return
+    pytest.fail(f"{job} is not running")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+
+    launcher = run.start("finetune.max_train_steps=1000", SAVE)
+    _wait_for_step(run, launcher, 3, incarnation=0)
+    _kill(run, "finetune_0")
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and "finetune_0" in output
+    killed = _audit(run)
+    assert killed["starts"] == 1 and killed["fates"]["pending"] > 0
+
+    launcher = run.start("finetune.max_train_steps=1000", SAVE)
+    _wait_for_step(run, launcher, 5, incarnation=1)
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 143, output
+    assert run.summary["status"] == "interrupted" and run.living_processes() == []
+    last_step = max(r["step"] for r in run.records("trainer") if r["type"] == "step_done")
+    states = run.output_dir / "finetune" / "training_state"
+    assert max(int(folder.name) for folder in states.iterdir()) == last_step, "SIGTERM saves the present step"
+    _audit(run)
+
+    steps = last_step + 2
+    finished = run.run(f"finetune.max_train_steps={steps}", SAVE, timeout_s=400)
+    assert finished.returncode == 0, f"{finished.stderr}\n{run.logs()}"
+    assert (run.summary["status"], run.summary["steps"]) == ("completed", steps)
+    report = _audit(run)
+    assert (report["starts"], report["steps"]) == (3, steps)
+    assert report["fates"]["trained"] == run.summary["samples_trained"]
+
+    more = f"finetune.max_train_steps={steps + 2}"
+    refused = run.run(more, SAVE, "seed=7", timeout_s=60)
+    assert refused.returncode == 2 and "seed: got 7, expected" in refused.stderr
+    longer = run.run(more, SAVE, timeout_s=400)
+    assert longer.returncode == 0, f"{longer.stderr}\n{run.logs()}"
+    assert f"changed since the last start: finetune.max_train_steps: {steps} -> {steps + 2}" in longer.stderr
+    assert run.summary["steps"] == steps + 2 and _audit(run)["starts"] == 4
+    _check_streams(run, [0, last_step, steps], steps)
+
+
+def _check_streams(run: WholeRun, starts: list[int], steps: int) -> None:
+    """What the audit proves, once more from the raw records, and what goes on across restarts."""
+    started = [r["step"] for r in run.records("trainer") if r["type"] == "trainer_started"]
+    assert [started[0], *started[2:]] == starts and started[1] >= 2 and started[1] % 2 == 0
+    batches = run.records("training_data")
+    assert [batch["step"] for batch in batches] == list(range(1, len(batches) + 1))
+    ids = Counter(scored["sample"]["id"] for batch in batches for scored in batch["samples"])
+    assert set(ids.values()) == {1}
+    numbers = Counter(int(group["id"].partition("-")[2]) for group in run.records("actor"))
+    assert set(numbers.values()) == {1}, "every place in the order of problems is run once"
+    evaluations = [(e["due_version"], e["is_final"]) for e in run.records("evaluation")]
+    assert evaluations == [(0, False), (steps, True), (steps + 2, True)]
+    for batch in batches:
+        for scored in batch["samples"]:
+            newest = max(span[0] for span in scored["sample"]["version_spans"])
+            oldest = min(span[0] for span in scored["sample"]["version_spans"])
+            assert newest < batch["step"]
+            assert batch["step"] - 1 - oldest <= 3, "max_lag is one batch: ceil(64 / 64) + 1, and 1 for the rollout"
