@@ -1,6 +1,6 @@
-"""`python -m pipelinerl check-domain`: compose a configuration and check its rollout function and data sets.
+"""`python -m pipelinerl check-domain NAME`: check a task's functions, data sets and gold answers, and try one rollout.
 
-Called by `pipelinerl.__main__`. Starts no servers; waits for the data sets to load.
+Called by `pipelinerl.__main__`. Starts no model; waits for the data sets to load and for the graders.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-_EPILOG = "The arguments are those of python -m pipelinerl.launch: --config-dir, --config-name and overrides."
+_EPILOG = "The arguments are those of python -m pipelinerl.launch; NAME is short for --config-name NAME."
 
 
 def main(argv: list[str]) -> int:
@@ -16,20 +16,27 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         argparse.ArgumentParser(
             prog="python -m pipelinerl check-domain",
-            usage="%(prog)s [--config-dir DIR] [--config-name NAME] [key=value ...]",
-            description="Import actor.rollout_policy and dataset_loader, load the data sets, and check their shapes.",
+            usage="%(prog)s [NAME] [--config-dir DIR] [--config-name NAME] [key=value ...]",
+            description="Import actor.rollout_policy and dataset_loader, load the data sets, check their shapes, grade "
+            "the gold answers, and run one rollout against a server that answers as told.",
             epilog=_EPILOG,
         ).print_help()
         return 0
     from pipelinerl.config.compose import compose
 
+    words = argv if argv[0].startswith("-") or "=" in argv[0] else ["--config-name", *argv]
     # The check writes nothing, but a configuration is complete only with a run directory.
-    composed = compose([*argv, "++output_dir=unused"] if not any("output_dir=" in word for word in argv) else argv)
+    words = words if any("output_dir=" in word for word in words) else [*words, "++output_dir=unused"]
+    composed = compose(words)
     if composed.config is None:
         print(composed.help_text)
         return 0
     sys.path[:0] = [str(folder) for folder in composed.search_dirs]
-    from pipelinerl.domains.check import check_domain
+    from pipelinerl.commands.dry_rollout import dry_rollout
+    from pipelinerl.domains.check import check_answers, checked_problems
 
-    print(check_domain(composed.config))
+    problems = checked_problems(composed.config)
+    print(f"{len(problems.train)} training problems, {len(problems.test)} test problems", flush=True)
+    print(check_answers(composed.config, problems), flush=True)
+    print(dry_rollout(composed.config, problems.train[0]))
     return 0

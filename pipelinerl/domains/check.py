@@ -1,13 +1,26 @@
-"""Checks a run's user code before anything is started: dotted paths, signatures, data sets.
+"""Checks a run's user code before anything is started: dotted paths, signatures, data sets, gold answers.
 
-Called by the launcher in a child process, through `pipelinerl.entrypoints.check_domain`. Waits for the user's loader.
+Called by the launcher in a child process, through `pipelinerl.entrypoints.check_domain`, and by the command
+`check-domain`, which also asks for `check_answers`. Waits for the user's loader.
+
+The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
+here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None`, the score of the gold
+answer, which has to be 1 (None: this problem has none).
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 from pipelinerl.config import RunConfig
-from pipelinerl.domains.datasets import load_problem_sets
+from pipelinerl.domains.datasets import Problem, ProblemSets, load_problem_sets
 from pipelinerl.domains.registry import load_rollout_function
+from pipelinerl.errors import DomainError
+
+MAX_VALIDATED = 200
+_NEARLY = 1 - 1e-6
 
 
 def check_domain(config: RunConfig) -> str:
@@ -16,6 +29,54 @@ def check_domain(config: RunConfig) -> str:
     Raises:
         DomainError: something cannot be used; the message says what to do.
     """
-    load_rollout_function(config)
-    problems = load_problem_sets(config)
+    problems = checked_problems(config)
     return f"{len(problems.train)} training problems, {len(problems.test)} test problems"
+
+
+def checked_problems(config: RunConfig) -> ProblemSets:
+    """Return the problems after checking all that the run needs of the domain."""
+    load_rollout_function(config)
+    check_config = domain_function(config, "check_config")
+    if check_config is not None:
+        check_config(config)
+    return load_problem_sets(config)
+
+
+def domain_function(config: RunConfig, name: str) -> Callable[..., Any] | None:
+    """Return the optional function `name` of the module that holds the dataset loader."""
+    module = importlib.import_module(str(config.dataset_loader).rpartition(".")[0])
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    return function if callable(function) else None
+
+
+def check_answers(config: RunConfig, problems: ProblemSets) -> str:
+    """Let the domain grade its own gold answers and return one line about it.
+
+    Raises:
+        DomainError: a gold answer does not score 1.
+    """
+    validate = domain_function(config, "validate")
+    if validate is None:
+        return f"{config.dataset_loader}: its module has no validate(problem), so gold answers are not checked"
+    chosen = [*_spread(problems.train), *_spread(problems.test)]
+    num_checked = 0
+    for problem in chosen:
+        try:
+            score = validate(problem.data)
+        except Exception as error:
+            raise DomainError(f"validate raised {type(error).__name__} for problem {problem.id!r}: {error}") from error
+        if score is None:
+            continue
+        num_checked += 1
+        if not score >= _NEARLY:
+            raise DomainError(
+                f"validate: the gold answer of problem {problem.id!r} scores {score}, expected 1. Correct the problem "
+                f"or the grader. Problem: {str(problem.data)[:400]}"
+            )
+    return f"the gold answers of {num_checked} of {len(chosen)} problems were graded, and each scores 1"
+
+
+def _spread(problems: list[Problem]) -> list[Problem]:
+    """Return at most `MAX_VALIDATED` problems, evenly spread."""
+    step = -(-len(problems) // MAX_VALIDATED)
+    return problems[:: max(step, 1)]

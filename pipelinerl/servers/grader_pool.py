@@ -169,7 +169,7 @@ class GraderPool:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**_without_secrets(os.environ), "OMP_NUM_THREADS": "1"},
+                env={**_without_secrets(os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()},
                 start_new_session=True,
             )
         ours.setblocking(False)
@@ -194,3 +194,8 @@ def _without_secrets(environ: os._Environ[str]) -> dict[str, str]:
     """Graders handle text from strangers: keys and tokens stay out of their reach."""
     words = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL", "REDIS_URL", "DEATH_FD")
     return {key: value for key, value in environ.items() if not any(word in key.upper() for word in words)}
+
+
+def _import_path() -> str:
+    """Graders are found where this process finds its modules."""
+    return os.pathsep.join(folder for folder in sys.path if folder)

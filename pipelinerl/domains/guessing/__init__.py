@@ -6,9 +6,10 @@ that the problems and the words of the game can be read without loading the clie
 
 from typing import Any
 
+from pipelinerl.domains.guessing.gold import gold_answer, validate
 from pipelinerl.domains.guessing.problems import load_problems
 
-__all__ = ["generate_guessing_rollout", "load_problems"]
+__all__ = ["generate_guessing_rollout", "gold_answer", "load_problems", "validate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""The domains of a mix: their weights, and where their functions are. Called by loader and rollout; waits for imports."""
+"""The domains of a mix: their weights, and where their functions are. Called by loader and rollout.
+
+Waits for imports.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,110 @@
+"""One rollout against a server that answers what it is told: shows that a rollout function works, without a model.
+
+Called by `check-domain`. Waits for the rollout, at most `TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from pipelinerl.config import RunConfig
+from pipelinerl.domains.check import domain_function
+from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.registry import load_rollout_function
+from pipelinerl.errors import DomainError, UserError
+
+TIMEOUT_S = 120.0
+_FILLER = "I do not know."
+_TOKEN = "dry-rollout"
+
+
+def dry_rollout(config: RunConfig, problem: Problem) -> str:
+    """Run one rollout of `problem` and return one line about it.
+
+    The server answers with the domain's gold answer, if it has one: the rollout must then be a success.
+
+    Raises:
+        DomainError: the rollout fails, or does not succeed with the gold answer.
+    """
+    return asyncio.run(_run(config, problem))
+
+
+async def _run(config: RunConfig, problem: Problem) -> str:
+    from pipelinerl.config.load import to_dictconfig
+    from pipelinerl.grading import open_verifier
+    from pipelinerl.llm.client import open_session
+    from pipelinerl.llm.results import check_result, num_output_tokens, summarize
+    from pipelinerl.llm.sample_builder import build_samples
+    from pipelinerl.tiny.tokenizer import build_tokenizer
+
+    function = load_rollout_function(config)
+    gold_answer = domain_function(config, "gold_answer")
+    gold = gold_answer(problem.data) if gold_answer is not None else None
+    tokenizer = build_tokenizer(max_number=1)
+    async with (
+        _scripted_server(tokenizer.encode(gold or _FILLER, add_special_tokens=False)) as url,
+        open_session() as session,
+        open_verifier(config.verifier, []),
+    ):
+        llm = _handle(config, url, tokenizer)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await function(to_dictconfig(config), llm, problem.data, session)
+            result = check_result(answer, function)
+            samples = build_samples(result.training_texts, group_id="dry", rollout_id="dry/r0")
+            summary = summarize(result, "dry/r0", num_output_tokens(result.training_texts))
+        except UserError:
+            raise
+        except Exception as error:
+            raise DomainError(
+                f"actor.rollout_policy: a dry rollout of problem {problem.id!r} failed: {type(error).__name__}: {error}"
+            ) from error
+    said = "the gold answer" if gold else f"{_FILLER!r}"
+    if gold and not summary.success:
+        raise DomainError(
+            f"actor.rollout_policy: answered with the gold answer, the dry rollout of problem {problem.id!r} is no "
+            f"success (reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
+        )
+    return (
+        f"a dry rollout, answered with {said}: reward {summary.reward:g}, success {summary.success}, "
+        f"{len(samples)} sample(s), metrics {summary.metrics}"
+    )
+
+
+def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
+    from pipelinerl.llm import TrainableLLM
+    from pipelinerl.llm.parameters import sampling_parameters
+
+    parameters = sampling_parameters(config.llm.parameters)
+    return TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN).for_rollout(seed=0)
+
+
+@contextlib.asynccontextmanager
+async def _scripted_server(token_ids: list[int]) -> AsyncIterator[str]:
+    """Serve `/inference/v1/generate`, answering `token_ids` to everything."""
+
+    async def generate(request: web.Request) -> web.Response:
+        content = [{"token_id": token, "logprob": -0.5} for token in token_ids]
+        choice = {
+            "token_ids": token_ids,
+            "logprobs": {"content": content},
+            "finish_reason": "stop",
+            "weight_versions": [{"version": "0", "start": 0, "end": len(token_ids)}],
+        }
+        return web.json_response({"choices": [choice]})
+
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_post("/inference/v1/generate", generate)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()

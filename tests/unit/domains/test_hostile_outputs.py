@@ -1,0 +1,156 @@
+"""R2, T7: a corpus of hostile outputs goes through every grader within its deadline, and none of them scores."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from pipelinerl.domains import coding, counting, countdown, fn_calling, ifeval, logic, math
+from pipelinerl.servers.grader_pool import GraderPool
+from pipelinerl.servers.marking import grader_path
+from pipelinerl.servers.messages import Grade, GradeFailed, GradeRequest
+
+TIMEOUT_S = 2.0
+MEGABYTE = 1 << 20
+TAG, BOX = "<answer>{}</answer>", "\\boxed{{{}}}"
+
+CONTENTS = {
+    "tower": "9**9**9**9**9",
+    "latex tower": "9^{9^{9^{9^{9}}}}",
+    "factorials": "((((99999!)!)!)!)!",
+    "long sum": "+".join(["1"] * 50_000),
+    "long number": "9" * 20_000,
+    "brackets": "(" * 5000 + "1" + ")" * 5000,
+    "nested fractions": "\\frac{1}{" * 300 + "1" + "}" * 300,
+    "nested roots": "\\sqrt{" * 300 + "2" + "}" * 300,
+    "big integral": "\\int_0^1 \\int_0^1 \\sin(x^{x^{x}}) \\cos(e^{x^y}) dx dy",
+    "big product": "\\prod_{i=1}^{10^{9}} i",
+    "binomial": "\\binom{10^{10}}{5 \\cdot 10^{9}}",
+    "code": "__import__('os').system('touch owned')",
+    "code in a list": "[__import__('os').system('touch owned')]",
+    "lambda": "(lambda f: f(f))(lambda f: f(f))",
+    "NUL": "1\x00 2\x00",
+    "digits of other scripts": "\u0663\u0664\u0665 \U0001d7d9 \u00bd \u2460",
+    "directions": "\u202e54321\u202c\u200b\u200d",
+    "combining marks": "a" + "\u0301" * 10_000,
+    "surrogate": "\ud800\udfff",
+    "percent": "%s%n{0.__class__}" * 100,
+}
+OUTPUTS = {
+    "empty": "",
+    "a megabyte": "a" * MEGABYTE,
+    "a megabyte of space": " " * MEGABYTE,
+    "a megabyte of brackets": "[" * MEGABYTE,
+    "a megabyte of open tags": "<answer>" * (MEGABYTE // 8),
+    "a megabyte of closed tags": "</answer>" * (MEGABYTE // 9),
+    "a megabyte of open boxes": "\\boxed{" * (MEGABYTE // 7),
+    "a megabyte of calls": "<tool_call>" * (MEGABYTE // 11),
+    "a megabyte of backticks": "`" * MEGABYTE,
+    "a megabyte of thinking": "<think>" * (MEGABYTE // 7) + "</think>",
+    "a megabyte of commas": "1," * (MEGABYTE // 2),
+    "half-open tag": "<answer>4",
+    "tag cut off": "<answer>4</answ",
+    "box cut off": "\\boxed{\\frac{1}{2",
+    "call cut off": '<tool_call>{"name": "get_weather", "arguments": {"city": "Os',
+    "call with other JSON": '<tool_call>{"name": 7, "arguments": [1]}</tool_call><tool_call>[]</tool_call>',
+    "call with deep JSON": '<tool_call>{"name": "x", "arguments": {"a": ' + "[" * 100_000 + "</tool_call>",
+    "call with big number": '{"name": "set_timer", "arguments": {"minutes": 1e999999}}',
+    "code cut off": "```python\nwhile True:",
+    **{f"tagged {name}": TAG.format(text) for name, text in CONTENTS.items()},
+    **{f"boxed {name}": BOX.format(text) for name, text in CONTENTS.items()},
+    **{f"fenced {name}": f"```python\n{text}\n```" for name, text in CONTENTS.items() if len(text) < 1000},
+}
+
+
+def math_problem() -> dict[str, Any]:
+    return {**math.load_problems(["test"])[0], "answer": "\\frac{17}{3}"}
+
+
+def coding_problem() -> dict[str, Any]:
+    problem = coding.load_problems(["test"])[0]
+    return {**problem, "tests": problem["tests"][:1]}
+
+
+CASES = {
+    "counting": (counting.verify_counting, lambda: counting.load_problems(["test"])[0]),
+    "countdown": (countdown.verify_countdown, lambda: countdown.load_problems(["test"])[0]),
+    "math": (math.verify_math, math_problem),
+    "ifeval": (
+        ifeval.verify_ifeval,
+        lambda: {"constraints": [{"kind": "keyword", "word": "zebra"}, {"kind": "json", "keys": ["q"]}]},
+    ),
+    "fn_calling": (fn_calling.verify_fn_calling, lambda: fn_calling.load_problems(["test"])[0]),
+    **{
+        f"logic {family}": (
+            logic.verify_logic,
+            lambda family=family: logic.load_problems(["test"], families=[family], num_test=1)[0],
+        )
+        for family in ("spiral_matrix", "countdown", "polynomial_multiplication", "n_queens")
+    },
+}
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("name", CASES)
+async def test_every_hostile_output_is_graded_in_time_and_scores_nothing(
+    name: str, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    function, make_problem = CASES[name]
+    problem = make_problem()
+    async with GraderPool(size=2, timeout_s=TIMEOUT_S, memory_bytes=2 << 30) as pool:
+        await pool.grade(GradeRequest(grader_path(function), "", problem))
+
+        places = asyncio.Semaphore(2)
+
+        async def grade(label: str, text: str) -> tuple[str, Grade | GradeFailed, float]:
+            async with places:
+                started = time.monotonic()
+                answer = await pool.grade(GradeRequest(grader_path(function), text, problem))
+                return label, answer, time.monotonic() - started
+
+        for label, answer, seconds in await asyncio.gather(*(grade(*item) for item in OUTPUTS.items())):
+            # A new process may have had to load the grader's libraries.
+            assert seconds < TIMEOUT_S + 20, f"{label}: {seconds:.1f} s"
+            if isinstance(answer, Grade):
+                assert answer.status != "correct" and answer.score < 0.5, f"{label}: {answer}"
+            else:
+                assert answer.reason in ("grader_timeout", "grader_memory", "grader_died", "grader_raised"), answer
+                assert name not in ("counting", "countdown", "ifeval", "fn_calling"), f"{label}: {answer}"
+    assert not (tmp_path / "owned").exists()
+
+
+async def test_the_event_loop_is_free_while_a_megabyte_is_graded() -> None:
+    problem = counting.load_problems(["test"])[0]
+    lags: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            lags.append(time.monotonic() - before - 0.01)
+
+    async with GraderPool(size=1, timeout_s=TIMEOUT_S, memory_bytes=1 << 30) as pool:
+        path = grader_path(counting.verify_counting)
+        watcher = asyncio.create_task(watch())
+        await asyncio.gather(*(pool.grade(GradeRequest(path, "<answer>" * 125_000, problem)) for _ in range(20)))
+        watcher.cancel()
+    lags.sort()
+    assert lags[int(len(lags) * 0.99)] < 0.1
+
+
+def test_hostile_programs_are_verdicts() -> None:
+    problem = coding_problem()
+    for program in (
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "def solve(x): return __builtins__",
+        "\x00",
+        "def solve(",
+        "x",
+    ):
+        grade = coding.verify_coding(f"```python\n{program}\n```", problem)
+        assert grade.score == 0.0 and grade.status in ("wrong", "unparsable")
