@@ -1,4 +1,4 @@
-"""A run in one thread whose processes are cut off at any write, over real streams, actor parts, preprocessor and reports.
+"""A run in one thread whose processes are cut off at any write; the streams and all that writes to them are real.
 
 Nothing samples and nothing trains: groups are made up, and a step only counts. What is real is everything that decides
 what is written, in which order, and where a restart goes on. A cut hits all processes at once, as when the launcher

@@ -43,13 +43,62 @@ def test_state_comes_back(tmp_path, backend):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "rng_0.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
-def test_a_cut_file_sends_us_to_the_state_before(tmp_path, backend, name, part):
+def test_d2_a_cut_file_sends_us_to_the_state_before(tmp_path, backend, name, part):
     for step in (1, 2):
         store(tmp_path).save(TrainerState(step=step), backend)
     file = tmp_path / "training_state" / "2" / name
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * part)])
     assert newest_complete(tmp_path / "training_state").state.step == 1
+
+
+class TinyState:
+    """A backend whose state is one small file."""
+
+    def __init__(self):
+        self.loaded = None
+
+    def save(self, folder):
+        (folder / "model.safetensors").write_bytes(b"weights of the model")
+
+    def load(self, folder):
+        self.loaded = folder.name
+
+
+def test_d2_every_cut_of_every_file_sends_us_to_the_state_before(tmp_path):
+    backend = TinyState()
+    for step in (1, 2):
+        store(tmp_path).save(TrainerState(step=step), backend)
+    for file in sorted((tmp_path / "training_state" / "2").iterdir()):
+        content = file.read_bytes()
+        for length in range(0, len(content), 1 if len(content) < 1000 else 97):
+            file.write_bytes(content[:length])
+            found = newest_complete(tmp_path / "training_state").state.step
+            # The last byte of the manifest is white space.
+            assert found == 1 or content[:length].strip() == content.strip(), (file.name, length)
+        file.write_bytes(content)
+    assert store(tmp_path).restore(backend).step == 2 and backend.loaded == "2"
+
+
+@pytest.mark.parametrize("operation", ["start_folder", "partial_folder", "checksums", "finish_folder"])
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_d2_a_kill_between_any_two_operations_of_a_save(tmp_path, monkeypatch, operation, when):
+    store(tmp_path).save(TrainerState(step=1), TinyState())
+    original = getattr(checkpoint, operation)
+
+    def killed(*args):
+        if when == "behind":
+            original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, operation, killed)
+    with pytest.raises(KeyboardInterrupt):
+        store(tmp_path).save(TrainerState(step=2), TinyState())
+    monkeypatch.setattr(checkpoint, operation, original)
+    is_done = (operation, when) == ("finish_folder", "behind")
+    assert store(tmp_path).restore(TinyState()).step == (2 if is_done else 1)
+    store(tmp_path).save(TrainerState(step=2), TinyState())
+    assert steps(tmp_path) == ["1", "2"]
 
 
 def test_a_missing_file_is_noticed(tmp_path, backend):

@@ -144,7 +144,7 @@ def test_interrupt_train_steps_ends_early_and_completely(start):
     assert isinstance(run.written[-1], TrainingDone)
 
 
-def test_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
+def test_d1_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
     whole = start("whole").run()
     start("cut", interrupt_train_steps=2).run()
     resumed = start("cut")
@@ -158,7 +158,7 @@ def test_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
     assert resumed.written[-1].samples_processed == 48
 
 
-def test_batches_behind_the_checkpoint_are_trained_again_as_they_are(start, batches):
+def test_l7_batches_behind_the_checkpoint_are_trained_again_as_they_are(start, batches):
     """Lines D1 and L7: the batches that were in the stream before need nobody else to come back."""
     start("cut", interrupt_train_steps=2).run()
     resumed = start("cut", incarnation=1).run()

@@ -81,7 +81,7 @@ def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> N
         hub.reader("actor", name, MetricRecord)
 
 
-def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_d3_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     StreamHub(StreamsConfig(), RunDir(tmp_path), "one")
     StreamHub(StreamsConfig(), RunDir(tmp_path), "one")
     with pytest.raises(StreamError, match=r"streams of run 'one', this is run 'two'.*force_restart"):
@@ -95,7 +95,7 @@ def test_shard_of() -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, len(LINE)))
-def test_a_line_torn_at_any_byte_is_waited_for_and_then_cut_off(tmp_path: Path, cut: int) -> None:
+def test_d5_a_line_torn_at_any_byte_is_waited_for_and_then_cut_off(tmp_path: Path, cut: int) -> None:
     write(tmp_path, 2)
     os.truncate(shard(tmp_path), 2 * len(LINE) - cut)
     reader = open_reader(tmp_path)
@@ -112,7 +112,7 @@ def test_a_line_torn_at_any_byte_is_waited_for_and_then_cut_off(tmp_path: Path, 
 @pytest.mark.parametrize(
     "tail", [b"\x00" * 5000, b"\x00" * 7 + b"\n", b'{"so' + b"\x00" * 9 + b'"}\n', b"\x00\n\x00\n"]
 )
-def test_a_tail_of_nul_bytes_is_cut_off_by_the_writer(tmp_path: Path, tail: bytes) -> None:
+def test_d5_a_tail_of_nul_bytes_is_cut_off_by_the_writer(tmp_path: Path, tail: bytes) -> None:
     write(tmp_path, 2)
     with shard(tmp_path).open("ab") as file:
         file.write(tail)
@@ -135,7 +135,7 @@ def test_repair_reads_lines_longer_than_a_block(tmp_path: Path) -> None:
     assert repair_shard(path) == (1, 2)
 
 
-def test_a_corrupt_line_in_the_middle_is_reported_with_file_offset_and_reason(tmp_path: Path) -> None:
+def test_d5_a_corrupt_line_in_the_middle_is_reported_with_file_offset_and_reason(tmp_path: Path) -> None:
     write(tmp_path, 4)
     with shard(tmp_path).open("r+b") as file:
         file.seek(2 * len(LINE) + 3)

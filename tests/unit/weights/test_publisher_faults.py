@@ -114,7 +114,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(servers) 
         assert "/pause" not in servers[0].calls
 
 
-def test_a_restarted_trainer_finds_a_server_in_the_middle_of_an_update(servers, model) -> None:
+def test_l2_a_restarted_trainer_finds_a_server_in_the_middle_of_an_update(servers, model) -> None:
     first, _ = servers
     first.inject("/update_weights", Fault("close"), Fault("close"))
     with connected((first,)) as publisher:
