@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.domains import coding, counting, countdown, fn_calling, ifeval, logic, math
+from pipelinerl.domains import coding, countdown, counting, fn_calling, ifeval, logic, math
 from pipelinerl.servers.grader_pool import GraderPool
 from pipelinerl.servers.marking import grader_path
 from pipelinerl.servers.messages import Grade, GradeFailed, GradeRequest

@@ -1,0 +1,80 @@
+"""`check-domain`: gold answers are graded, a dry rollout is made, and what does not agree is said."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.__main__ import main
+
+OFFLINE = ("guessing", "counting", "countdown", "math", "ifeval", "fn_calling", "logic", "multi")
+SMALL = ["dataset_loader_params={num_train: 20, num_test: 5}"]
+TASK = """
+    from pipelinerl.async_llm import llm_async_generate, make_training_text
+    from pipelinerl.grading import grader, verify
+    from pipelinerl.llm import Prompt
+    from pipelinerl.rollouts import BaseMetrics, RolloutResult
+
+    def load_problems(names):
+        return [{"id": name, "answer": "4"} for name in names]
+
+    def gold_answer(problem):
+        return GOLD
+
+    def validate(problem):
+        return float(grade(gold_answer(problem), problem))
+
+    def check_config(config):
+        if config.custom.get("refuse"):
+            raise ValueError("refused")
+
+    @grader
+    def grade(text, problem):
+        return float(text == problem["answer"])
+
+    async def generate_rollout(cfg, llm, problem, session):
+        call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": "2+2?"}]), session)
+        found = await verify(grade, call.output.content.strip(STRIPPED), problem)
+        text = make_training_text(llm, call)
+        text.reward = found.score
+        return RolloutResult([text], BaseMetrics(reward=found.score, success=found.score == 1.0))
+"""
+SETTINGS = """
+    defaults: [base, _self_]
+    actor: {rollout_policy: MODULE.generate_rollout}
+    dataset_loader: MODULE.load_problems
+    train_dataset_names: [a]
+    test_dataset_names: [b]
+"""
+
+
+def write_task(folder: Path, module: str, gold: str, stripped: str = "None") -> list[str]:
+    code = textwrap.dedent(TASK).replace("GOLD", repr(gold)).replace("STRIPPED", stripped)
+    (folder / f"{module}.py").write_text(code)
+    (folder / f"{module}.yaml").write_text(textwrap.dedent(SETTINGS).replace("MODULE", module))
+    return ["check-domain", module, "--config-dir", str(folder)]
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_built_in_domains_pass(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [] if name in ("guessing", "multi") else SMALL
+    assert main(["check-domain", name, *small]) == 0
+    out = capsys.readouterr().out
+    assert "training problems" in out and "each scores 1" in out and "success True" in out
+
+
+def test_a_task_of_your_own_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(write_task(tmp_path, "own_task_right", "4")) == 0
+    assert "the gold answers of 2 of 2 problems were graded" in capsys.readouterr().out
+
+
+def test_a_gold_answer_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(write_task(tmp_path, "own_task_wrong", "5")) == 2
+    assert "the gold answer of problem 'a' scores 0.0" in capsys.readouterr().err
+
+
+def test_a_rollout_that_loses_the_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(write_task(tmp_path, "own_task_loses", "4", stripped="'4'")) == 2
+    assert "is no success" in capsys.readouterr().err
