@@ -1,0 +1,83 @@
+"""Every built-in domain trains three steps with the real parts on a CPU, and a verifier service serves a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fakes.whole_run import WholeRun
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+FEW = {"num_train": 40, "num_test": 8}
+FAMILIES = ["leg_counting", "spell_backward", "number_sorting"]
+CASES: dict[str, dict[str, Any]] = {
+    "counting": FEW,
+    "countdown": FEW,
+    "math": FEW,
+    "ifeval": FEW,
+    "fn_calling": {**FEW, "num_tools": 2, "max_calls": 1},
+    "coding": {"num_train": 20, "num_test": 4},
+    **{f"logic {family}": {**FEW, "families": [family]} for family in FAMILIES},
+    "multi": {"domains": {"counting": {"weight": 3, "params": FEW}, "math": {"weight": 1, "params": FEW}}},
+}
+CPU_SETTINGS = """
+defaults: [base, {override world: cpu}, _self_]
+seed: 1
+attempts: 4
+max_lag: 32
+eval_every_n_versions: 0
+actor: {llm_max_rollouts: 16, test_samples: 16}
+llm: {parameters: {max_tokens: 16}}
+vllm_config: {vllm_kwargs: {dtype: float32, enforce-eager: "", max_model_len: 1024, block-size: 32, max-num-seqs: 16}}
+finetune: {dtype: fp32, load_as_bf16: false, train_batch_size: 1, gradient_accumulation_passes: 32, seq_length: 2048,
+           gradient_checkpointing: false, learning_rate: 1.0e-4, max_train_steps: 3, save_checkpoint_steps: 1000}
+use_deepspeed: false
+"""
+
+
+def make_run(folder: Path, case: str) -> WholeRun:
+    from pipelinerl.tiny.build import build_tiny_model
+
+    name = case.partition(" ")[0]
+    shipped = yaml.safe_load((ROOT / "conf" / f"{name}.yaml").read_text())
+    settings = yaml.safe_load(CPU_SETTINGS)
+    settings["actor"] |= shipped["actor"]
+    settings |= {key: shipped[key] for key in ("dataset_loader", "train_dataset_names", "test_dataset_names")}
+    settings["dataset_loader_params"] = CASES[case]
+    (folder / "task").mkdir(parents=True)
+    (folder / "task" / "even_task.yaml").write_text(yaml.safe_dump(settings))
+    model = build_tiny_model(folder / "model", seed=3, warmup=None, progress=lambda line: None)
+    return WholeRun(folder / "task", folder / "run", model)
+
+
+def check_finished(run: WholeRun, result: Any) -> None:
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    assert run.summary["status"] == "completed" and run.summary["steps"] == STEPS
+    assert run.summary["fates"].get("failed", 0) == 0, run.logs()
+    assert run.living_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps(case: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path, case)
+    check_finished(run, run.run(timeout_s=400))
+    evaluations = run.records("evaluation")
+    assert evaluations and all(record["num_failed"] == 0 for record in evaluations)
+    if case == "multi":
+        assert {record["dataset_name"] for record in evaluations} == {"all", "counting", "math"}
+        groups = [record["dataset_name"] for record in run.records("actor")]
+        assert abs(groups.count("counting") - 0.75 * len(groups)) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_verifier_service_grades_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "math")
+    result = run.run("world.verifier_replicas=1", "verifier.processes=1", timeout_s=400)
+    check_finished(run, result)
+    assert (run.output_dir / "verifier_0" / "stderr.log").exists()
