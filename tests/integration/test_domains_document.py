@@ -1,16 +1,17 @@
-"""The example in docs/domains.md runs as it stands."""
+"""The examples of a user's own task in README.md and docs/domains.md run as they stand."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
 from fakes.random_model import save_random_model
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "domains.md"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def block(text: str, language: str) -> str:
@@ -19,14 +20,18 @@ def block(text: str, language: str) -> str:
     return found.group(1)
 
 
-def test_the_thirty_lines(tmp_path: Path) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("document", "module", "test_problems"), [("docs/domains.md", "my_sums", 200), ("README.md", "sums", 64)]
+)
+def test_the_thirty_lines(document: str, module: str, test_problems: int, tmp_path: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
     source, settings = block(text, "python"), yaml.safe_load(block(text, "yaml"))
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     assert settings.pop("defaults") == ["base", "_self_"]
+    max_tokens = settings["llm"]["parameters"]["max_tokens"]
     model = save_random_model(tmp_path / "model")
     with FakeServer() as server:
-        run = ActorRun(tmp_path, model, [server.url], server.token, source, module="my_sums", **settings)
+        run = ActorRun(tmp_path, model, [server.url], server.token, source, module=module, **settings)
 
         def set_version(version: int) -> None:
             server.version = str(version)
@@ -34,5 +39,5 @@ def test_the_thirty_lines(tmp_path: Path) -> None:
         with run.started(), CountingTrainer(run, steps=2, on_version=set_version) as trainer:
             assert run.wait(60) == 0, run.stderr
     sample = trainer.batches[0][0].samples[0]
-    assert sample.reward == 0.0 and sample.output_tokens == 5
-    assert run.evaluations[0].num_rollouts == 200 and run.evaluations[0].dataset_name == "test"
+    assert sample.reward == 0.0 and sample.output_tokens == max_tokens
+    assert run.evaluations[0].num_rollouts == test_problems and run.evaluations[0].dataset_name == "test"
