@@ -18,7 +18,7 @@ _COMMANDS = {
     "check-domain": "import your rollout function and data sets and check their shapes",
     "status": "show what the processes of a run are doing",
     "audit": "account for every sample of a run",
-    "replay": "show the samples of a run as text",
+    "replay": "train a run again from its recorded streams and compare",
     "pool": "list and stop the servers of a pool",
 }
 

@@ -1,0 +1,88 @@
+"""Recorded groups give the recorded batches again, and a change of either is said."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.preprocess.batcher import ClosedStep
+from pipelinerl.preprocess.intake import Intake
+from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.scoring import normalize_step
+from pipelinerl.records import Group, RolloutSummary, Sample, TrainingBatch, VersionSpan
+from pipelinerl.replay.batches import BatchReplay
+from pipelinerl.rl.packing import make_plan
+from pipelinerl.streams.base import Entry
+
+CONFIG = FinetuneConfig(
+    train_batch_size=1,
+    gradient_accumulation_passes=4,
+    seq_length=16,
+    rl={"filter_zero_advantage_groups": True, "normalize_reward": True},
+)
+
+
+def group(number: int, rewards: tuple[float, ...]) -> Group:
+    group_id = f"0-{number}"
+    samples = [
+        Sample(
+            id=f"{group_id}/r{k}/s0",
+            group_id=group_id,
+            rollout_id=f"{group_id}/r{k}",
+            input_ids=[1, 2, 3, 4 + k],
+            labels=[-100, 2, 3, 4 + k],
+            logprobs=[-0.5] * 3,
+            reward=reward,
+            finished=True,
+            finish_reason="stop",
+            prompt_tokens=1,
+            output_tokens=3,
+            version_spans=[VersionSpan(0, 0, 3)],
+        )
+        for k, reward in enumerate(rewards)
+    ]
+    rollouts = [
+        RolloutSummary(
+            rollout_id=s.rollout_id, reward=s.reward, success=True, num_samples=1, output_tokens=3, latency_s=1
+        )
+        for s in samples
+    ]
+    return Group(id=group_id, problem_id="p", dataset_name="d", samples=samples, rollouts=rollouts)
+
+
+GROUPS = [group(0, (1, 0)), group(1, (1, 1)), group(2, (0, 3)), group(3, (2, 0))]
+
+
+def recorded(step: int, chosen: list[Group]) -> TrainingBatch:
+    """The batch as the preprocessor makes it."""
+    intake = Intake(CONFIG, ResumePoint())
+    ready = [found for found, _ in intake.digest([Entry(n, item) for n, item in enumerate(chosen)])]
+    samples = normalize_step(ClosedStep(step, tuple(ready)).samples, CONFIG.rl)
+    plan = make_plan([len(s.sample.input_ids) for s in samples], 1, 16, True, 1)
+    names = [item.group_id for item in ready]
+    return TrainingBatch(id=f"0-{step}", step=step, samples=samples, group_ids=names, plan=plan, actor_offset=0)
+
+
+def test_batches_are_rebuilt_equal_in_any_order_of_groups() -> None:
+    replay = BatchReplay(CONFIG, iter(GROUPS))
+    assert replay.difference(recorded(1, [GROUPS[2], GROUPS[0]])) is None
+    assert replay.difference(recorded(2, [GROUPS[3]])) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda b: {"samples": [msgspec.structs.replace(b.samples[0], advantages=[9.0]), *b.samples[1:]]},
+            "advantages",
+        ),
+        (lambda b: {"samples": b.samples[::-1]}, "other samples"),
+        (lambda b: {"plan": [[[0], [1], [2], [3]]]}, "plan"),
+        (lambda b: {"group_ids": ["0-9"]}, "group 0-9 is not in the stream actor"),
+    ],
+)
+def test_a_difference_is_named(change, message: str) -> None:
+    batch = recorded(1, [GROUPS[0], GROUPS[2]])
+    found = BatchReplay(CONFIG, iter(GROUPS)).difference(msgspec.structs.replace(batch, **change(batch)))
+    assert found is not None and message in found
