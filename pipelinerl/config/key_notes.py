@@ -240,7 +240,7 @@ HONOURED: dict[str, str] = {
     "supervise.heartbeat_interval_s": "seconds between heartbeats",
     "supervise.heartbeat_timeout_s": "a longer silence ends the run",
     "supervise.progress_timeout_s": "a longer standstill ends the run",
-    "supervise.shutdown_grace_s": "seconds between SIGTERM and SIGKILL",
+    "supervise.shutdown_grace_s": "seconds that the trainer has to save after SIGTERM",
     "supervise.finish_timeout_s": "for the last evaluation and the shutdown",
     "supervise.weight_sync_timeout_s": "deadline of one weight update",
     "use_deepspeed": "train with DeepSpeed",

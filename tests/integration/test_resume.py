@@ -87,6 +87,9 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     assert f"changed since the last start: finetune.max_train_steps: {steps} -> {steps + 2}" in longer.stderr
     assert run.summary["steps"] == steps + 2 and _audit(run)["starts"] == 4
     _check_streams(run, [0, last_step, steps], steps)
+    replay = [sys.executable, "-m", "pipelinerl", "replay", str(run.output_dir), "--verify"]
+    replayed = subprocess.run(replay, capture_output=True, text=True, timeout=200, check=False)
+    assert replayed.returncode == 0 and "equal to the record" in replayed.stdout, replayed.stdout + replayed.stderr
 
 
 def _check_streams(run: WholeRun, starts: list[int], steps: int) -> None:
