@@ -75,6 +75,9 @@ def build_tiny_model(
         result = warm_up(model, tokenizer, warmup, seed=seed, progress=progress)
         record["warmup"] = dataclasses.asdict(warmup)
         record["result"] = dataclasses.asdict(result)
+        if result.cut_short:
+            # not what the settings ask for: usable, but built again at the next call
+            record["key"] = f"{key}-cut-short"
 
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}-", dir=output_dir.parent))

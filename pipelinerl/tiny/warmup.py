@@ -69,7 +69,26 @@ def warm_up(
     seed: int,
     progress: Progress,
 ) -> WarmupResult:
-    """Train ``model`` in place and measure it. The same seed gives the same model, unless time runs out."""
+    """Train ``model`` in place and measure it. The same seed gives the same model, unless time runs out.
+
+    It works on one thread: with matrices this small a second one gains little on a quiet machine, and on a busy one
+    each waits for the other at every operation.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _warm_up(model, tokenizer, settings, seed, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _warm_up(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: WarmupSettings,
+    seed: int,
+    progress: Progress,
+) -> WarmupResult:
     started = time.monotonic()
     rng = np.random.default_rng(seed)
     encoder = TurnEncoder(tokenizer, settings.high)
@@ -103,6 +122,10 @@ def warm_up(
         progress(f"warm-up: adjusted to {success:.1%} of sampled games won")
     seconds = time.monotonic() - started
     progress(f"warm-up: {success:.1%} of {settings.evaluation_games} sampled games won, {seconds:.0f} s")
+    if cut_short:
+        progress(
+            "warm-up: WARNING: the machine is too busy or too slow, the warm-up was shortened; free it and try again"
+        )
     return WarmupResult(success, wrong, step, seconds, cut_short)
 
 

@@ -74,6 +74,25 @@ def test_a_warm_up_that_is_too_slow_stops_at_its_deadline() -> None:
     assert result.cut_short and 0 < result.steps < 10**6
 
 
+def test_a_shortened_warm_up_is_done_again(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    lines: list[str] = []
+    settings = dataclasses.replace(SHORT, careful_steps=10**6, deadline_s=0.2)
+    for _ in range(2):
+        build_tiny_model(tmp_path / "model", seed=1, warmup=settings, progress=lines.append)
+    assert sum("WARNING" in line for line in lines) == 2
+    assert torch.get_num_threads() == 1
+
+
+def test_success_is_adjusted_towards_the_range() -> None:
+    tokenizer = build_tokenizer(16)
+    lines: list[str] = []
+    settings = dataclasses.replace(SHORT, adjustments=3, success_range=(0.9, 1.0))
+    result = warm_up(build_model(tokenizer, seed=1), tokenizer, settings, seed=1, progress=lines.append)
+    assert result.steps == 5 + 3 * settings.adjustment_steps
+    assert sum("adjusted" in line for line in lines) == 3
+
+
 def test_the_command_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     assert main(["--output", str(folder), "--seed", "3", "--tied", "--no-warmup"]) == 0
