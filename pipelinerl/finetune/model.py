@@ -60,6 +60,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
         ).to(device)
         if reason := _fault(policy, settings.seq_packing):
             reasons.append(f"{attention}: {reason}")
+            logger.warning("attention %s is not used: %s", attention, reason)
             continue
         logger.info("attention %s, products in %s, parameters in fp32, device %s", attention, dtype, device)
         if settings.gradient_checkpointing:

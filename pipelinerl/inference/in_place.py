@@ -15,12 +15,12 @@ import torch
 
 from pipelinerl.weights.manifest import coverage_problems, read_manifest
 
-#: Set to any text to load layer by layer all the same (to compare, or if a model family turns out not to be right).
-LAYERWISE_VARIABLE = "PIPELINERL_LAYERWISE_RELOAD"
+#: Set to any text to load in place. Off otherwise: it has not passed the log-prob probe on a GPU yet.
+IN_PLACE_VARIABLE = "PIPELINERL_IN_PLACE_RELOAD"
 
 
 def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> bool:
-    """True if every layer computes with the tensors that its weight loaders fill.
+    """True if the user asked for it and every layer computes with the tensors that its weight loaders fill.
 
     CPUs pack the matrices of linear layers; quantized and expert layers rearrange theirs; some attention layers keep
     products of theirs.
@@ -30,7 +30,7 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.platforms import current_platform
 
-    if environ.get(LAYERWISE_VARIABLE) or not current_platform.is_cuda():
+    if not environ.get(IN_PLACE_VARIABLE) or not current_platform.is_cuda():
         return False
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     for module in model.modules():

@@ -1,24 +1,48 @@
-"""vLLM's packed NCCL transfer with our checks around it. The trainer's half is `weights.nccl_transport`."""
+"""Packed NCCL transfer into a server on a GPU, with our checks. The trainer's half is `weights.nccl_transport`.
+
+vLLM's own receiver loads a buffer on the stream that it believes the broadcast ran on. Here the stream is explicit and
+a buffer is loaded only after its broadcast has ended: nothing rests on which stream is current in which library.
+"""
 
 from __future__ import annotations
 
+import torch
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 from pipelinerl.inference.reload import CheckedReload
+from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
 
 
 class CheckedNCCLWeightTransferEngine(CheckedReload, NCCLWeightTransferEngine):
-    """Receives as vLLM does; refuses incomplete updates and survives failed ones."""
+    """Refuses incomplete updates and survives failed ones."""
 
     may_load_in_place = True
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's group, leaving an earlier one (of a trainer that is gone) first."""
+        """Join the trainer's group, leaving an earlier one (of a trainer that is gone) first.
+
+        Raises:
+            RuntimeError: NCCL cannot be used here; vLLM's communicator would then skip every broadcast in silence.
+        """
         self.shutdown()
         super().init_transfer_engine(init_info)
+        if self.model_update_group is None or self.model_update_group.disabled:
+            raise RuntimeError("nccl: the communicator is disabled on this server, so no weights could arrive")
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive all tensors and load them."""
+        """Receive all tensors, buffer by buffer, and load them."""
+        group = self.model_update_group
+        if group is None:
+            raise RuntimeError("nccl: the transfer group is not open")
         self.expect(update_info.names, update_info.shapes)
-        super().receive_weights(update_info)
+        metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
+        stream = torch.cuda.current_stream(self.device)
+        for chunk in plan_chunks(metas, self.packed_buffer_size_bytes):
+            num_bytes = sum(meta.num_bytes for meta in chunk)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            group.broadcast(buffer, src=0, stream=stream)
+            stream.synchronize()
+            self.model.load_weights(unpack(buffer, chunk))
+            # The copies must have read the buffer before its memory is used again.
+            stream.synchronize()

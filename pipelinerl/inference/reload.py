@@ -29,7 +29,7 @@ class IncompleteUpdateError(RuntimeError):
 class CheckedReload:
     """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle.
 
-    A plain model on a GPU is loaded in place (see `inference.in_place`), everything else layer by layer.
+    Loads layer by layer; a plain model on a GPU can be loaded in place (see `inference.in_place`).
     """
 
     #: The engine calls `expect` with all tensors of an update before it receives them.

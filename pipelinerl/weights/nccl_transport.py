@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class NCCLTransport:
     """Broadcasts packed buffers to the workers of one server. See `weights.transport` for the protocol."""
 
-    def __init__(self, address: str, port: int | None, timeout_s: float, chunk_bytes: int) -> None:
+    def __init__(
+        self, address: str, port: int | None, timeout_s: float, chunk_bytes: int, device_index: int | None = None
+    ) -> None:
         self.chunk_bytes = chunk_bytes
         self._address = address
         self._port = port
         self._timeout_s = timeout_s
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        # The current device belongs to a thread: a transport that is made in another one has to be told.
+        self._device = torch.device("cuda", torch.cuda.current_device() if device_index is None else device_index)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._world_size = 0
         self._communicator: PyNcclCommunicator | None = None
@@ -58,6 +61,8 @@ class NCCLTransport:
         )
         with unpinned_nccl_env():
             communicator = PyNcclCommunicator(group, device=self._device)
+        if communicator.disabled:
+            raise RuntimeError("nccl transport: the communicator is disabled here, so nothing could be sent")
         self._communicator = communicator
         if self._closed:
             communicator.destroy()  # type: ignore[no-untyped-call]
@@ -67,9 +72,10 @@ class NCCLTransport:
         if communicator is None:
             raise RuntimeError("nccl transport: it is not open")
         torch.cuda.set_device(self._device)
+        # The buffer was packed by the trainer's thread, on whatever stream and device were current there.
+        torch.cuda.synchronize(buffer.device)
         on_device = buffer.to(self._device)
-        # The buffer was packed on the default stream by the trainer's thread.
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        torch.cuda.synchronize(self._device)
         communicator.broadcast(on_device, src=0, stream=self._stream)
         self._stream.synchronize()
 

@@ -62,6 +62,8 @@ class WeightPublisher:
         self._kv_cache: KVCache = kv_cache
         self._master_address = master_address
         self._chunk_bytes = chunk_bytes
+        # Transports are made in the thread of the event loop, where another GPU is current than here.
+        self._device_index = torch.cuda.current_device() if transport == "nccl" else None
         self._links: dict[str, ServerLink] = {}
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
@@ -214,7 +216,12 @@ class WeightPublisher:
     def _new_link(self, session: aiohttp.ClientSession, address: ServerAddress) -> ServerLink:
         def make_transport() -> Transport:
             return create_transport(
-                self._transport, self._master_address, address.group_port, self._timeout_s, self._chunk_bytes
+                self._transport,
+                self._master_address,
+                address.group_port,
+                self._timeout_s,
+                self._chunk_bytes,
+                self._device_index,
             )
 
         client = ControlClient(session, address.name, address.url)

@@ -36,7 +36,12 @@ class Transport(Protocol):
 
 
 def create_transport(
-    name: TransportName, address: str, port: int | None, timeout_s: float, chunk_bytes: int
+    name: TransportName,
+    address: str,
+    port: int | None,
+    timeout_s: float,
+    chunk_bytes: int,
+    device_index: int | None = None,
 ) -> Transport:
     """A transport of the given kind.
 
@@ -46,6 +51,7 @@ def create_transport(
         port: TCP port of the rendezvous; None lets the system choose.
         timeout_s: limit of one operation, where the transport can enforce it.
         chunk_bytes: size of the packed buffers.
+        device_index: the GPU that `nccl` sends from; None for the current one of the calling thread.
     """
     if name == "gloo":
         from pipelinerl.weights.gloo_transport import GlooTransport
@@ -54,5 +60,5 @@ def create_transport(
     if name == "nccl":
         from pipelinerl.weights.nccl_transport import NCCLTransport
 
-        return NCCLTransport(address, port, timeout_s, chunk_bytes)
+        return NCCLTransport(address, port, timeout_s, chunk_bytes, device_index)
     raise ValueError(f"transport: got {name!r}, expected 'gloo' or 'nccl'")
