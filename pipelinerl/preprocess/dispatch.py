@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 
+from pipelinerl.errors import StreamError
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted, TrainingDone, WeightUpdateSuccess
 
 # One batch in training and one that is ready when it ends: more would only grow old in the stream.
@@ -26,6 +27,7 @@ class TrainerView:
 
     def __init__(self, incarnation: int, first_step: int, bounded: bool = True) -> None:
         self._incarnation = incarnation
+        self._first_step = first_step
         self._bounded = bounded
         self._lock = threading.Lock()
         self._steps_done = first_step - 1 if incarnation == 0 else first_step - 1 - MAX_STEPS_AHEAD
@@ -33,9 +35,20 @@ class TrainerView:
         self._changes = 0
 
     def take(self, message: TrainerMessage) -> None:
-        """Digest one message."""
+        """Digest one message.
+
+        Raises:
+            StreamError: the trainer has a training state behind steps whose batches are not in the stream any more.
+        """
         if message.incarnation != self._incarnation:
             return
+        if isinstance(message, TrainerStarted) and message.step >= self._first_step:
+            last = self._first_step - 1
+            raise StreamError(
+                f"the trainer goes on from step {message.step}, but the stream training_data ends with the batch of "
+                f"step {last}: the machine lost records (see streams.fsync). Move the folders of "
+                f"finetune/training_state behind {last} away to go on from an earlier one"
+            )
         with self._lock:
             self._changes += 1
             if isinstance(message, StepDone | TrainerStarted):

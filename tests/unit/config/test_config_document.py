@@ -22,7 +22,8 @@ FOR_USER_CODE = re.compile(
 )
 # Read by the configuration itself: twins of other keys, and factors of `samples_per_step`.
 IN_CONFIG_ONLY = re.compile(
-    r"finetune\.(max_lag|attempts|pop_old_data|force_restart|gradient_accumulation_passes|rl\.temperature)"
+    r"finetune\.(max_lag|attempts|pop_old_data|force_restart|gradient_accumulation_passes"
+    r"|rl\.temperature|interrupt_train_steps)"
     r"|preprocess\.pop_old_data|attempts"
     # Settled into dataset_loader_params and the names of the data sets.
     r"|agent\.(prompt_data|eval_data|input_key|label_key|apply_chat_template|prompt_max_len|max_samples)"

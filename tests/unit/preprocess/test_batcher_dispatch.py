@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from preprocess_groups import sample
 
+from pipelinerl.errors import StreamError
 from pipelinerl.preprocess.batcher import Batcher, ReadyGroup
 from pipelinerl.preprocess.dispatch import MAX_STEPS_AHEAD, TrainerView
-from pipelinerl.records import ScoredSample, StepDone, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import ScoredSample, StepDone, TrainerStarted, TrainingDone, WeightUpdateSuccess
 
 
 def ready(name, count, offset=0, version=0):
@@ -118,6 +120,15 @@ def test_a_trainer_that_went_back_is_waited_for():
     assert not view.may_dispatch(12)
     view.take(step_done(10, incarnation=1))
     assert view.may_dispatch(12)
+
+
+def test_a_training_state_ahead_of_the_stream_is_refused():
+    view = TrainerView(incarnation=1, first_step=4)
+    view.take(TrainerStarted(step=7, data_offset=7, time=0, incarnation=0))
+    with pytest.raises(StreamError, match=r"goes on from step 4, but .* ends with the batch of step 3"):
+        view.take(TrainerStarted(step=4, data_offset=4, time=0, incarnation=1))
+    view.take(TrainerStarted(step=3, data_offset=3, time=0, incarnation=1))
+    assert view.may_dispatch(5) and not view.may_dispatch(6)
 
 
 def test_the_end_of_an_earlier_incarnation_is_not_ours():
