@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipelinerl.config import RunConfig
+from pipelinerl.ledger.audit import audit_run
 from pipelinerl.ledger.evidence import BatchHead, Evidence, GroupHead, SampleHead, ScoredHead
 from pipelinerl.ledger.fold import fold
 from pipelinerl.ledger.lengths import compare, describe
-from pipelinerl.records import FateRecord, StepDone, TrainerStarted, VersionSpan
+from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, VersionSpan
+from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.supervise.identity import RunIdentity
+from pipelinerl.supervise.open_run import StartedRun
+from pipelinerl.supervise.redis_server import RedisServer
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.world import WorldMap
 
 
 def sample(name: str, tokens: int = 10, version: int = 0) -> SampleHead:
@@ -138,3 +147,36 @@ def test_lengths_are_compared_by_hand() -> None:
     rng = random.Random(3)
     same = [[rng.randint(1, 50) for _ in range(400)] for _ in range(2)]
     assert abs((compare(*same).longer_share or 0) - 0.5) < 0.05
+
+
+def test_an_ended_run_on_its_own_redis_server_is_audited(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path), "streams": {"backend": "redis"}})
+    files = RunDir(tmp_path)
+    with RedisServer(tmp_path / "redis", config.streams) as server:
+        hub = StreamHub(config.streams, files, "run-a", {REDIS_URL_KEY: server.url})
+        writer = hub.writer("trainer", "finetune_0", TrainerMessage)
+        writer.write(started(0))
+        writer.write(done(1))
+        writer.close()
+    identity = RunIdentity(run_id="run-a", incarnation=0, config_hash="")
+    run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, 0, 1, "127.0.0.1", 1))
+    report = audit_run(run)
+    assert report.steps == 1
+    assert report.faults == ["steps [1] were taken without a batch"]
+
+
+def test_d5_a_corrupt_record_is_a_fault_with_file_and_offset_and_a_torn_tail_is_none(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    files = RunDir(tmp_path)
+    writer = StreamHub(config.streams, files, "run-a").writer("trainer", "finetune_0", TrainerMessage)
+    writer.write(started(0))
+    writer.close()
+    shard = next((tmp_path / "streams" / "trainer").rglob("*.jsonl"))
+    whole = shard.read_bytes()
+    identity = RunIdentity(run_id="run-a", incarnation=0, config_hash="")
+    run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, 0, 1, "127.0.0.1", 1))
+    shard.write_bytes(whole + whole[: len(whole) // 2])
+    assert audit_run(run).is_clean
+    shard.write_bytes(whole + b"{\x00\n" + whole)
+    (fault,) = audit_run(run).faults
+    assert str(shard) in fault and "offset 1" in fault
