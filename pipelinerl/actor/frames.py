@@ -1,6 +1,6 @@
 """What actor and rollout workers say to each other, and how: msgpack frames behind a length of four bytes.
 
-Used by both ends of a socket pair. `read_frame` waits for the other end; plain data only, so that neither end can make
+Used by both ends of a socket pair. `FrameReader` waits for the other end; plain data only, so that neither end can make
 the other one run anything.
 """
 
@@ -18,6 +18,7 @@ BLOCKED_EXIT_CODE = 1
 CRASHED_EXIT_CODE = 3
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 31
+_READ_BYTES = 1 << 20
 
 
 class Servers(msgspec.Struct, tag="servers"):
@@ -91,18 +92,51 @@ def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
     writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
 
 
-async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """Return the next message, or None when the other end is gone (also in the middle of a message).
+class FrameReader:
+    """Reads messages from `reader`, as many at once as are there.
 
-    Raises:
-        ValueError: the length is impossible.
-        msgspec.MsgspecError: the content is not a known message.
+    Args:
+        reader: of the socket pair.
+        decoder: of the kinds of messages that may come.
     """
-    try:
-        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        if length > _MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {length} bytes, expected at most {_MAX_FRAME_BYTES}")
-        payload = await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    return decoder.decode(payload)
+
+    def __init__(self, reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._reader = reader
+        self._decode = decoder.decode
+        self._data = bytearray()
+
+    async def read(self) -> list[Any] | None:
+        """Wait for at least one message; None when the other end is gone (also in the middle of a message).
+
+        Raises:
+            ValueError: the length is impossible.
+            msgspec.MsgspecError: the content is not a known message.
+        """
+        while True:
+            messages = self._whole_messages()
+            if messages:
+                return messages
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._data += data
+
+    def _whole_messages(self) -> list[Any]:
+        start = 0
+        messages = []
+        with memoryview(self._data) as data:
+            while len(data) - start >= _LENGTH_BYTES:
+                length = int.from_bytes(data[start : start + _LENGTH_BYTES], "big")
+                if length > _MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame of {length} bytes, expected at most {_MAX_FRAME_BYTES}")
+                end = start + _LENGTH_BYTES + length
+                if end > len(data):
+                    break
+                with data[start + _LENGTH_BYTES : end] as content:
+                    messages.append(self._decode(content))
+                start = end
+        del self._data[:start]
+        return messages

@@ -23,13 +23,13 @@ from pipelinerl.actor.frames import (
     BLOCKED_EXIT_CODE,
     CancelRollout,
     Fatal,
+    FrameReader,
     FromWorker,
     Ready,
     RolloutEnded,
     RolloutFailed,
     Servers,
     StartRollout,
-    read_frame,
     write_frame,
 )
 from pipelinerl.errors import DomainError, WorkerError
@@ -51,7 +51,7 @@ class _Worker:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    waiting: dict[int, asyncio.Future[Answer | None]] = field(default_factory=dict)
     replaced: bool = False
 
 
@@ -101,18 +101,23 @@ class WorkerPool:
         self._next_ticket += 1
         start.ticket = self._next_ticket
         worker = min(self._workers, key=lambda each: len(each.waiting))
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Answer | None] = loop.create_future()
         worker.waiting[start.ticket] = answer
         write_frame(worker.writer, start)
+        # A timer and a future rather than asyncio.timeout and shield: this is done for every rollout.
+        timer = loop.call_later(timeout_s, _give_up, answer)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(answer)
-        except TimeoutError:
-            self._cancel(worker, start.ticket)
-            return RolloutFailed(start.ticket, "rollout_timeout", f"{start.rollout_id} took more than {timeout_s:g} s")
+            result = await answer
         except asyncio.CancelledError:
             self._cancel(worker, start.ticket)
             raise
+        finally:
+            timer.cancel()
+        if result is None:
+            self._cancel(worker, start.ticket)
+            return RolloutFailed(start.ticket, "rollout_timeout", f"{start.rollout_id} took more than {timeout_s:g} s")
+        return result
 
     async def close(self) -> None:
         """Close the connections, which ends the workers; kill those that do not end."""
@@ -158,20 +163,10 @@ class WorkerPool:
 
     async def _follow(self, worker: _Worker) -> None:
         """Take a worker's answers until it ends."""
-        decoder = msgspec.msgpack.Decoder(FromWorker)
-        while (message := await read_frame(worker.reader, decoder)) is not None:
-            match message:
-                case Ready():
-                    worker.ready.set()
-                case Fatal(user_error=True):
-                    raise DomainError(message.message)
-                case Fatal():
-                    raise WorkerError(f"rollout worker {worker.index}: {message.message}")
-                case RolloutEnded() | RolloutFailed():
-                    answer = worker.waiting.pop(message.ticket, None)
-                    # Nobody waits for a rollout that was given up: a late answer has no effect.
-                    if answer is not None and not answer.done():
-                        answer.set_result(message)
+        frames = FrameReader(worker.reader, msgspec.msgpack.Decoder(FromWorker))
+        while (messages := await frames.read()) is not None:
+            for message in messages:
+                _take(worker, message)
         if self._closing or worker.replaced:
             return
         code = await worker.process.wait()
@@ -193,6 +188,8 @@ class WorkerPool:
         """Ask for the end of a rollout, and replace the worker if it does not even answer."""
         if self._closing or worker.replaced or ticket not in worker.waiting:
             return
+        # The caller has gone; the worker's answer is still waited for.
+        worker.waiting[ticket] = asyncio.get_running_loop().create_future()
         write_frame(worker.writer, CancelRollout(ticket))
         assert self._tasks is not None
         # A group that is being ended takes no new tasks, and then the worker ends as well.
@@ -231,6 +228,26 @@ class WorkerPool:
 def worker_command(run_dir: str, job: str) -> list[str]:
     """Return the argument vector of a rollout worker of this run."""
     return [sys.executable, "-m", "pipelinerl.entrypoints.rollout_worker", "--run-dir", run_dir, "--job", job]
+
+
+def _take(worker: _Worker, message: FromWorker) -> None:
+    match message:
+        case RolloutEnded() | RolloutFailed():
+            answer = worker.waiting.pop(message.ticket, None)
+            # Nobody waits for a rollout that was given up: a late answer has no effect.
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        case Ready():
+            worker.ready.set()
+        case Fatal(user_error=True):
+            raise DomainError(message.message)
+        case Fatal():
+            raise WorkerError(f"rollout worker {worker.index}: {message.message}")
+
+
+def _give_up(answer: asyncio.Future[Answer | None]) -> None:
+    if not answer.done():
+        answer.set_result(None)
 
 
 def _kill(worker: _Worker) -> None:

@@ -60,8 +60,11 @@ class ServerSlots:
         self._on_idle()
 
     def _take(self, avoid: int | None) -> int:
-        order = sorted(range(len(self.busy)), key=lambda server: (self.busy[server], server))
-        free = [server for server in order if self.busy[server] < self._slots_per_server]
-        server = next((server for server in free if server != avoid), free[0])
+        busy = self.busy
+        if avoid is not None and len(busy) > 1:
+            others = [count if server != avoid else self._slots_per_server for server, count in enumerate(busy)]
+            if min(others) < self._slots_per_server:
+                busy = others
+        server = busy.index(min(busy))
         self.busy[server] += 1
         return server

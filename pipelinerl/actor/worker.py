@@ -24,6 +24,7 @@ import msgspec
 from pipelinerl.actor.frames import (
     CancelRollout,
     Fatal,
+    FrameReader,
     FromWorker,
     Ready,
     RolloutEnded,
@@ -31,13 +32,13 @@ from pipelinerl.actor.frames import (
     Servers,
     StartRollout,
     ToWorker,
-    read_frame,
     write_frame,
 )
 from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
+from pipelinerl.llm.connections import Connections
 from pipelinerl.llm.results import check_result, num_output_tokens, summarize, version_range
 from pipelinerl.llm.retry import EndRunError
 from pipelinerl.llm.sample_builder import build_samples
@@ -86,13 +87,16 @@ class RolloutWorker:
         Raises:
             BaseException: whatever went wrong in this class (a rollout's own errors are answers, not errors).
         """
-        decoder = msgspec.msgpack.Decoder(ToWorker)
-        async with open_session() as session:
+        frames = FrameReader(self._reader, msgspec.msgpack.Decoder(ToWorker))
+        async with open_session() as session, Connections() as connections:
+            for llm in (*self._llms[False], *self._llms[True]):
+                llm.connections = connections
             self._send(Ready(pid=os.getpid()))
             try:
                 async with asyncio.TaskGroup() as rollouts, _watched_loop(self._block_limit_s):
-                    while (message := await read_frame(self._reader, decoder)) is not None:
-                        self._take(message, rollouts, session)
+                    while (messages := await frames.read()) is not None:
+                        for message in messages:
+                            self._take(message, rollouts, session)
                     for task in self._running.values():
                         task.cancel()
             finally:

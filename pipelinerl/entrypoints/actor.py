@@ -5,10 +5,14 @@ Started by the launcher. Loads the problems, starts the rollout workers, and run
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 from pipelinerl.supervise.context import DEATH_FD_KEY, RoleContext, run_role
+
+# Objects made before the collector looks at the young ones (default 700), and rounds before it looks at older ones.
+_GC_THRESHOLDS = (20_000, 20, 20)
 
 
 def main(context: RoleContext) -> None:
@@ -21,6 +25,9 @@ def main(context: RoleContext) -> None:
 
     with context.heartbeat.waiting("the dataset loader"):
         problems = load_problem_sets(context.config)
+    # What is loaded by now stays; rollouts make many small objects that no cycle holds.
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
     death_fd = os.environ.get(DEATH_FD_KEY)
     pool = WorkerPool(
         worker_command(str(context.run_dir.root), context.job.name),

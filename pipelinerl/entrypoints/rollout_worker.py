@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pipelinerl.world import WorldMap
 
 _MODEL_NAME = "actor"
+# Objects made before the collector looks at the young ones (default 700), and rounds before it looks at older ones.
+_GC_THRESHOLDS = (20_000, 20, 20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format=LOG_FORMAT.replace("%(name)s", f"{name} %(name)s"), stream=sys.stderr
     )
     watch_launcher(watch_death_pipe)
+    # What is loaded by now stays; rollouts make many small objects that no cycle holds.
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
     connection = socket.socket(fileno=arguments.fd)
     connection.setblocking(False)
     try:

@@ -7,12 +7,14 @@ Called by `llm_async_generate` (and by the log-prob probe of evaluation tools); 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import math
+from typing import Any, TypeGuard, cast
 
 import aiohttp
 import msgspec
 
 from pipelinerl.errors import RetryableRolloutError, RolloutError
+from pipelinerl.llm.connections import BrokenResponseError, Connections
 from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, reason_of, retry_delay_s
 from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.records import VersionSpan
@@ -24,13 +26,14 @@ _FINISHED = {"stop": True, "length": False, "repetition": False}
 _QUOTED_CHARACTERS = 300
 
 
-class WireSpan(msgspec.Struct):
+class WireSpan(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
 
 
-class WireLogprob(msgspec.Struct):
+# One for every token: not tracked by the garbage collector, which they would keep busy.
+class WireLogprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float | None = None
 
@@ -93,14 +96,10 @@ async def complete(llm: TrainableLLM, prompt_ids: list[int], session: aiohttp.Cl
         EndRunError: the server's answer means that no request can ever succeed.
     """
     body = _encode_request(request_body(llm, prompt_ids))
-    headers = {"Content-Type": "application/json"}
-    if llm.token:
-        headers["Authorization"] = f"Bearer {llm.token}"
     url = llm.get_base_url() + GENERATE_PATH
-    timeout = aiohttp.ClientTimeout(total=llm.request_timeout_s)
     attempt = 0
     while True:
-        problem, detail, retry_after_s = await _post(session, url, body, headers, timeout)
+        problem, detail, retry_after_s = await _post(llm, session, url, body)
         if problem is None:
             completion = read_completion(detail, llm.collect_logprobs)
             if isinstance(completion, Completion):
@@ -148,9 +147,15 @@ def request_body(llm: TrainableLLM, prompt_ids: list[int]) -> dict[str, Any]:
 
 
 async def _post(
-    session: aiohttp.ClientSession, url: str, body: bytes, headers: dict[str, str], timeout: aiohttp.ClientTimeout
+    llm: TrainableLLM, session: aiohttp.ClientSession, url: str, body: bytes
 ) -> tuple[int | Fault | None, bytes, float | None]:
     """Send one request. Return (None, body, None), or the problem with its text and the server's `Retry-After`."""
+    if llm.connections is not None and url.startswith("http://"):
+        return await _post_plainly(llm, llm.connections, url, body)
+    headers = {"Content-Type": "application/json"}
+    if llm.token:
+        headers["Authorization"] = f"Bearer {llm.token}"
+    timeout = aiohttp.ClientTimeout(total=llm.request_timeout_s)
     try:
         async with session.post(url, data=body, headers=headers, timeout=timeout) as response:
             content = await response.read()
@@ -163,6 +168,24 @@ async def _post(
         return Fault.REFUSED, str(error).encode(), None
     except (aiohttp.ClientError, ConnectionError) as error:
         return Fault.DISCONNECTED, (str(error) or type(error).__name__).encode(), None
+
+
+async def _post_plainly(
+    llm: TrainableLLM, connections: Connections, url: str, body: bytes
+) -> tuple[int | Fault | None, bytes, float | None]:
+    """The same over the worker's own connections."""
+    headers = b"Authorization: Bearer %b\r\n" % llm.token.encode() if llm.token else b""
+    try:
+        response = await connections.post(url, body, headers, llm.request_timeout_s)
+    except TimeoutError:
+        return Fault.TIMEOUT, b"no answer in time", None
+    except BrokenResponseError as error:
+        return Fault.DISCONNECTED, str(error).encode(), None
+    except OSError as error:
+        return Fault.REFUSED, str(error).encode(), None
+    if response.status == 200:
+        return None, response.body, None
+    return response.status, response.body, _seconds(response.retry_after)
 
 
 def _seconds(value: str | None) -> float | None:
@@ -206,16 +229,25 @@ def _checked_logprobs(choice: WireChoice) -> list[float]:
         raise RolloutError("missing_logprobs", f"no log-probs for {len(ids)} tokens")
     if len(content) != len(ids):
         raise RolloutError("length_mismatch", f"{len(content)} log-probs for {len(ids)} tokens")
-    logprobs = []
-    for token_id, entry in zip(ids, content, strict=True):
+    logprobs = [entry.logprob for entry in content]
+    if [entry.token_id for entry in content] == ids and _all_usable(logprobs):
+        return logprobs
+    for token_id, entry in zip(ids, content, strict=True):  # find the one that is to blame
         if entry.token_id != token_id:
             raise RolloutError("length_mismatch", f"log-prob of token {entry.token_id} where {token_id} was sampled")
         value = entry.logprob
         # The comparisons are false for NaN.
         if value is None or not LOWEST_LOGPROB < value <= 1e-3:
             raise RolloutError("bad_logprob", f"log-prob {value} of token {token_id}")
-        logprobs.append(value)
-    return logprobs
+    raise RolloutError("bad_logprob", "a log-prob is not a number")
+
+
+def _all_usable(logprobs: list[float | None]) -> TypeGuard[list[float]]:
+    """Return whether all are finite log-probs, in a few passes of C code rather than one of Python."""
+    if None in logprobs:
+        return False
+    values = cast(list[float], logprobs)
+    return all(map(math.isfinite, values)) and min(values) > LOWEST_LOGPROB and max(values) <= 1e-3
 
 
 def _checked_spans(choice: WireChoice) -> list[VersionSpan]:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipelinerl.actor.failures import FailureLimit
-from pipelinerl.actor.frames import CancelRollout, StartRollout, ToWorker, read_frame
+from pipelinerl.actor.frames import CancelRollout, FrameReader, StartRollout, ToWorker
 from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import RolloutSummary
@@ -86,7 +86,7 @@ async def test_frames_survive_being_cut_and_a_lost_end_is_an_end() -> None:
     start = StartRollout(1, "g/r0", "g", 0, False, 2**62, {"text": "ü", "data": b"\x00", "list": [1, None, 0.5]})
     content = frame(start) + frame(CancelRollout(1)) + frame(start)[:-1]
     reader = asyncio.StreamReader()
-    decoder = msgspec.msgpack.Decoder(ToWorker)
+    frames = FrameReader(reader, msgspec.msgpack.Decoder(ToWorker))
 
     async def feed() -> None:
         for index in range(0, len(content), 7):
@@ -95,9 +95,9 @@ async def test_frames_survive_being_cut_and_a_lost_end_is_an_end() -> None:
         reader.feed_eof()
 
     feeding = asyncio.create_task(feed())
-    assert await read_frame(reader, decoder) == start
-    assert await read_frame(reader, decoder) == CancelRollout(1)
-    assert await read_frame(reader, decoder) is None
+    assert await frames.read() == [start]
+    assert await frames.read() == [CancelRollout(1)]
+    assert await frames.read() is None
     await feeding
 
 
@@ -105,7 +105,16 @@ async def test_unknown_messages_are_errors() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"\x00\x00\x00\x01\x05")
     with pytest.raises(msgspec.MsgspecError):
-        await read_frame(reader, msgspec.msgpack.Decoder(ToWorker))
+        await FrameReader(reader, msgspec.msgpack.Decoder(ToWorker)).read()
     reader.feed_data(b"\xff\xff\xff\xff")
     with pytest.raises(ValueError, match="4294967295 bytes"):
-        await read_frame(reader, msgspec.msgpack.Decoder(ToWorker))
+        await FrameReader(reader, msgspec.msgpack.Decoder(ToWorker)).read()
+
+
+async def test_messages_that_are_there_come_at_once() -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(frame(CancelRollout(1)) + frame(CancelRollout(2)) + frame(CancelRollout(3))[:3])
+    frames = FrameReader(reader, msgspec.msgpack.Decoder(ToWorker))
+    assert await frames.read() == [CancelRollout(1), CancelRollout(2)]
+    reader.feed_data(frame(CancelRollout(3))[3:])
+    assert await frames.read() == [CancelRollout(3)]

@@ -15,6 +15,7 @@ from aiohttp import web
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import Completion, complete, open_session, read_completion, request_body
+from pipelinerl.llm.connections import Connections
 from pipelinerl.llm.retry import EndRunError, Fault
 from pipelinerl.records import VersionSpan
 
@@ -155,13 +156,24 @@ async def server(*replies: Any) -> AsyncIterator[tuple[str, list[dict[str, Any]]
         await runner.cleanup()
 
 
-async def ask(llm: TrainableLLM) -> Completion:
-    async with open_session() as session:
-        return await complete(llm, [1, 2], session)
+@pytest.fixture(params=["session", "own connections"])
+def own_connections(request: pytest.FixtureRequest) -> bool:
+    """Everything holds for the session of the user and for the connections of the worker."""
+    return request.param == "own connections"
+
+
+@pytest.fixture
+def ask(own_connections: bool) -> Callable[[TrainableLLM], Awaitable[Completion]]:
+    async def ask(llm: TrainableLLM) -> Completion:
+        async with open_session() as session, Connections() as connections:
+            llm.connections = connections if own_connections else None
+            return await complete(llm, [1, 2], session)
+
+    return ask
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, "close", answer(finish_reason="abort"), answer(token_ids=[])])
-async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any) -> None:
+async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any, ask: Any) -> None:
     async with server(fault, answer()) as (url, bodies):
         llm = make_llm(url).for_rollout(7)
         assert (await ask(llm)).token_ids == [5, 6, 7]
@@ -169,14 +181,14 @@ async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any) 
     assert (llm.counters.requests, llm.counters.retries) == (1, 1)
 
 
-async def test_retries_are_capped() -> None:
+async def test_retries_are_capped(ask: Any) -> None:
     async with server(500, 500) as (url, bodies):
         with pytest.raises(RetryableRolloutError, match=r"http_500.*2 attempts"):
             await ask(make_llm(url, max_retries=1))
     assert len(bodies) == 2
 
 
-async def test_a_refused_request_fails_the_rollout_at_once() -> None:
+async def test_a_refused_request_fails_the_rollout_at_once(ask: Any) -> None:
     async with server(400) as (url, bodies):
         with pytest.raises(RolloutError, match="http_400"):
             await ask(make_llm(url))
@@ -184,7 +196,7 @@ async def test_a_refused_request_fails_the_rollout_at_once() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 404])
-async def test_a_wrong_token_or_model_ends_the_run(status: int) -> None:
+async def test_a_wrong_token_or_model_ends_the_run(status: int, ask: Any) -> None:
     async with server(status) as (url, _):
         llm = make_llm(url)
         with pytest.raises(EndRunError, match=f"http_{status}"):
@@ -192,7 +204,7 @@ async def test_a_wrong_token_or_model_ends_the_run(status: int) -> None:
     assert llm.counters.fatal is not None and "secret-token" not in llm.counters.fatal
 
 
-async def test_time_out_and_refused_connection() -> None:
+async def test_time_out_and_refused_connection(ask: Any) -> None:
     async with server("hang") as (url, _):
         with pytest.raises(RetryableRolloutError, match="timeout"):
             await ask(make_llm(url, request_timeout_s=0.1, max_retries=0))
@@ -200,7 +212,7 @@ async def test_time_out_and_refused_connection() -> None:
         await ask(make_llm(url, max_retries=0))
 
 
-async def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -208,7 +220,7 @@ async def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.Monke
         assert (await ask(make_llm(url, max_retries=0))).finish_reason == "stop"
 
 
-async def test_the_session_has_no_limit_of_its_own() -> None:
+async def test_the_session_has_no_limit_of_its_own(ask: Any) -> None:
     async with open_session() as session:
         assert isinstance(session.connector, aiohttp.TCPConnector)
         assert (session.connector.limit, session.connector.limit_per_host) == (0, 0)
