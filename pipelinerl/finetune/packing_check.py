@@ -69,7 +69,11 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
 
 def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> torch.Tensor:
     batch = token_batch(samples, _device(policy))
-    outputs: PolicyOutputs = policy(batch, policy.layout_of(batch))
+    layout = policy.layout_of(batch)
+    if layout is not None:
+        # Its index tensors are made on the CPU.
+        layout = layout.to(_device(policy))
+    outputs: PolicyOutputs = policy(batch, layout)
     return outputs.logprobs[0]
 
 

@@ -10,6 +10,7 @@ import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
 
+from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
@@ -23,11 +24,12 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("in_place", ["", "1"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: bool) -> None:
+def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: bool, in_place: str) -> None:
     folder = save_random_model(tmp_path / "model", tied=tied, head_size=64)
     model = random_model(tied=tied, seed=5, head_size=64).cuda()
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1", IN_PLACE_VARIABLE: in_place}
     settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
     with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
