@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # First name that has data wins.
-_REWARD = ("finetune/reward_mean", "actor/reward_mean")
-_SUCCESS = ("actor/success_rate",)
+# Of the rollouts of each batch. What ended lately (`actor/...`) is biased: quick rollouts end first.
+_REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
+_SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
 
 
 def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
@@ -48,7 +49,8 @@ def _draw_training(axes: Axes, state: RunState) -> None:
         (_SUCCESS, "success, training", "tab:green"),
     ):
         for name in names:
-            if points := sorted(state.history.get(name, {}).items()):
+            # A batch that was ready when training ended was never trained.
+            if points := sorted(item for item in state.history.get(name, {}).items() if item[0] <= state.steps):
                 axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.3)
                 break
 

@@ -22,8 +22,8 @@ def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
     fates = state.fates
     return [
         ("step", f"{_step(state, max_steps)}   ({_duration(state.training_seconds)} of training)"),
-        ("reward, training", _number(state, "actor/reward_mean", "finetune/reward_mean")),
-        ("success, training", _number(state, "actor/success_rate")),
+        ("reward, training", _number(state, "preprocessor/reward_mean", "actor/reward_mean")),
+        ("success, training", _number(state, "preprocessor/success_rate", "actor/success_rate")),
         ("success, held out", _held_out(state)),
         (
             "sampling",
@@ -66,8 +66,8 @@ def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
 def progress_line(state: RunState, max_steps: int | None) -> str:
     """The state as one line."""
     return (
-        f"step {_step(state, max_steps)} | reward {_number(state, 'actor/reward_mean', 'finetune/reward_mean')}"
-        f" | success {_number(state, 'actor/success_rate')}"
+        f"step {_step(state, max_steps)} | reward {_number(state, 'preprocessor/reward_mean', 'actor/reward_mean')}"
+        f" | success {_number(state, 'preprocessor/success_rate', 'actor/success_rate')}"
         f" | {_number(state, 'actor/output_tokens_per_s', form='.0f')} tokens/s"
         f" | lag {_number(state, 'finetune/lag_mean_versions', form='.2f')}"
         f" (max {_number(state, 'finetune/lag_max_versions', form='.0f')})"
