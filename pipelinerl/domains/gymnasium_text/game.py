@@ -1,0 +1,89 @@
+"""One episode of a gymnasium environment as a game of text. Called by the rollout, in a thread."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import gymnasium
+
+from pipelinerl.domains.answers import after_thinking, tagged_answer, whole_number
+from pipelinerl.domains.text_game import GameStep
+from pipelinerl.errors import DomainError
+
+_HELP = "Answer with <action>your action</action>."
+
+
+class GymnasiumGame:
+    """An episode of `problem["env_id"]` with the seed of `problem`.
+
+    Raises:
+        DomainError: there is no such environment, or it cannot be played in text.
+    """
+
+    def __init__(self, problem: dict[str, Any]) -> None:
+        self._problem = problem
+        try:
+            if problem.get("module"):
+                importlib.import_module(problem["module"])
+            self._env = self._make()
+            self._is_text = isinstance(self._env.observation_space, gymnasium.spaces.Text)
+            if not self._is_text and "ansi" not in self._env.metadata.get("render_modes", ()):
+                raise DomainError(
+                    f"gymnasium_text: {problem['env_id']!r} has neither text observations nor the render mode ansi."
+                )
+            if not self._is_text:
+                self._env = self._make(render_mode="ansi")
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise DomainError(f"gymnasium_text: {problem['env_id']!r} cannot be made: {error}") from error
+        space = self._env.action_space
+        if not isinstance(space, gymnasium.spaces.Text | gymnasium.spaces.Discrete):
+            raise DomainError(f"gymnasium_text: {problem['env_id']!r} has actions {space}, expected texts or numbers.")
+        self._num_actions = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else None
+
+    def _make(self, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+        return gymnasium.make(self._problem["env_id"], **self._problem["env_kwargs"], **kwargs)
+
+    def start(self) -> str:
+        """Begin the episode and return the first text."""
+        observation, _ = self._env.reset(seed=int(self._problem["seed"]))
+        parts = [self._problem["instructions"], self._text(observation), self._choices(), _HELP]
+        return "\n".join(part for part in parts if part)
+
+    def act(self, action: str) -> GameStep:
+        """Take the action that is stated in the model's text."""
+        chosen = self._read(action)
+        if chosen is None:
+            return GameStep("", float(self._problem["invalid_reward"]), done=True, valid=False)
+        observation, reward, terminated, truncated, _ = self._env.step(chosen)
+        return GameStep(self._text(observation), float(reward), bool(terminated or truncated))
+
+    def close(self) -> None:
+        """Free what the environment holds."""
+        self._env.close()
+
+    def _text(self, observation: Any) -> str:
+        if self._is_text:
+            return str(observation)
+        shown = self._env.render()
+        if not isinstance(shown, str):
+            raise DomainError(
+                f"gymnasium_text: {self._problem['env_id']!r} has neither text observations nor mode ansi."
+            )
+        return shown
+
+    def _choices(self) -> str:
+        if self._num_actions is None:
+            return ""
+        names = self._problem["action_names"] or [str(number) for number in range(self._num_actions)]
+        return f"Actions: {', '.join(names)}."
+
+    def _read(self, text: str) -> Any:
+        stated = tagged_answer(text, "action")
+        if self._num_actions is None:
+            return after_thinking(text).strip() if stated is None else stated
+        if stated is None:
+            return None
+        names = [name.lower() for name in self._problem["action_names"] or []]
+        number = names.index(stated.lower()) if stated.lower() in names else whole_number(stated)
+        return number if number is not None and 0 <= number < self._num_actions else None
