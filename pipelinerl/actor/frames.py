@@ -92,6 +92,31 @@ def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
     writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
 
 
+class FrameWriter:
+    """Writes messages; those of one turn of the event loop go out together."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._waiting: list[bytes] = []
+
+    def write(self, message: msgspec.Struct) -> None:
+        """Queue one message. What is in flight is bounded by the scheduler, so the buffer is too."""
+        payload = _encoder.encode(message)
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting += (len(payload).to_bytes(_LENGTH_BYTES, "big"), payload)
+
+    def close(self) -> None:
+        """Send what is queued, and close."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._writer.write(b"".join(self._waiting))
+            self._waiting = []
+
+
 class FrameReader:
     """Reads messages from `reader`, as many at once as are there.
 

@@ -24,13 +24,13 @@ from pipelinerl.actor.frames import (
     CancelRollout,
     Fatal,
     FrameReader,
+    FrameWriter,
     FromWorker,
     Ready,
     RolloutEnded,
     RolloutFailed,
     Servers,
     StartRollout,
-    write_frame,
 )
 from pipelinerl.errors import DomainError, WorkerError
 
@@ -49,7 +49,7 @@ class _Worker:
     index: int
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    writer: FrameWriter
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: dict[int, asyncio.Future[Answer | None]] = field(default_factory=dict)
     replaced: bool = False
@@ -92,7 +92,7 @@ class WorkerPool:
         """Wait until every worker has loaded the user's code, and tell all about the servers."""
         self._servers = servers
         for worker in self._workers:
-            write_frame(worker.writer, servers)
+            worker.writer.write(servers)
         for worker in self._workers:
             await self._wait_ready(worker)
 
@@ -104,7 +104,7 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Answer | None] = loop.create_future()
         worker.waiting[start.ticket] = answer
-        write_frame(worker.writer, start)
+        worker.writer.write(start)
         # A timer and a future rather than asyncio.timeout and shield: this is done for every rollout.
         timer = loop.call_later(timeout_s, _give_up, answer)
         try:
@@ -146,9 +146,9 @@ class WorkerPool:
             )
         ours.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
-        worker = _Worker(index=index, process=process, reader=reader, writer=writer)
+        worker = _Worker(index=index, process=process, reader=reader, writer=FrameWriter(writer))
         if self._servers is not None:
-            write_frame(writer, self._servers)
+            worker.writer.write(self._servers)
         self._workers.append(worker)
         assert self._tasks is not None
         self._tasks.create_task(self._follow(worker), name=f"worker-{index}")
@@ -190,7 +190,7 @@ class WorkerPool:
             return
         # The caller has gone; the worker's answer is still waited for.
         worker.waiting[ticket] = asyncio.get_running_loop().create_future()
-        write_frame(worker.writer, CancelRollout(ticket))
+        worker.writer.write(CancelRollout(ticket))
         assert self._tasks is not None
         # A group that is being ended takes no new tasks, and then the worker ends as well.
         with contextlib.suppress(RuntimeError):

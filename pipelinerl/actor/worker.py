@@ -25,6 +25,7 @@ from pipelinerl.actor.frames import (
     CancelRollout,
     Fatal,
     FrameReader,
+    FrameWriter,
     FromWorker,
     Ready,
     RolloutEnded,
@@ -32,7 +33,6 @@ from pipelinerl.actor.frames import (
     Servers,
     StartRollout,
     ToWorker,
-    write_frame,
 )
 from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError
@@ -76,7 +76,7 @@ class RolloutWorker:
         self._llms = {False: list(training_llms), True: list(evaluation_llms)}
         self._incarnation = incarnation
         self._reader = reader
-        self._writer = writer
+        self._writer = FrameWriter(writer)
         self._block_limit_s = block_limit_s
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seen: Counter[str] = Counter()
@@ -182,7 +182,7 @@ class RolloutWorker:
         )
 
     def _send(self, message: FromWorker) -> None:
-        write_frame(self._writer, message)
+        self._writer.write(message)
 
 
 @contextlib.asynccontextmanager

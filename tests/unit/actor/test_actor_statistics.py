@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from pipelinerl.actor.failures import FailureLimit
-from pipelinerl.actor.frames import CancelRollout, FrameReader, StartRollout, ToWorker
+from pipelinerl.actor.frames import CancelRollout, FrameReader, FrameWriter, StartRollout, ToWorker
 from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import RolloutSummary
@@ -118,3 +119,17 @@ async def test_messages_that_are_there_come_at_once() -> None:
     assert await frames.read() == [CancelRollout(1), CancelRollout(2)]
     reader.feed_data(frame(CancelRollout(3))[3:])
     assert await frames.read() == [CancelRollout(3)]
+
+
+async def test_messages_of_one_turn_go_out_together_and_none_is_lost_at_the_end() -> None:
+    written: list[bytes] = []
+    writer = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"))
+    frames = FrameWriter(writer)  # type: ignore[arg-type]
+    frames.write(CancelRollout(1))
+    frames.write(CancelRollout(2))
+    assert written == []
+    await asyncio.sleep(0)
+    assert written == [frame(CancelRollout(1)) + frame(CancelRollout(2))]
+    frames.write(CancelRollout(3))
+    frames.close()
+    assert written[1:] == [frame(CancelRollout(3)), b"closed"]
