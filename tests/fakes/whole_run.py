@@ -49,7 +49,7 @@ train_dataset_names: [train]
 test_dataset_names: [test]
 actor:
   rollout_policy: even_task.generate_rollout
-  test_samples: 64
+  test_samples: 128
   llm_max_rollouts: 16
 attempts: 4
 max_lag: 64
@@ -62,10 +62,10 @@ test_llm:
 finetune:
   train_batch_size: 1
   gradient_accumulation_passes: 64
-  learning_rate: 0.01
+  learning_rate: 0.002
   lr_scheduler_type: constant
   num_warmup_steps: 0
-  max_train_steps: 4
+  max_train_steps: 8
 vllm_config:
   vllm_kwargs:
     max-num-seqs: 16

@@ -32,6 +32,12 @@ def _pid_of(run: WholeRun, job: str) -> int:
     pytest.fail(f"{job} is not running")
 
 
+def _still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended. A zombie has: its new parent only has not asked for its exit code yet."""
+    _, left = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", ["actor_0", "preprocessor_0", "finetune_0", "actor_llm_0"])
@@ -62,8 +68,7 @@ def test_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
     children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.kill()
     launcher.wait()
-    _, alive = psutil.wait_procs(children, timeout=15)
-    assert alive == []
+    assert _still_running(children, timeout_s=15) == []
 
 
 @pytest.mark.slow
@@ -75,7 +80,6 @@ def test_a_terminated_launcher_ends_everything(tmp_path: Path) -> None:
     children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.terminate()
     launcher.communicate(timeout=20)
-    _, alive = psutil.wait_procs(children, timeout=1)
-    assert alive == []
+    assert _still_running(children, timeout_s=1) == []
     assert launcher.returncode not in (0, None)
     assert run.summary["status"] == "interrupted"
