@@ -26,7 +26,8 @@ async def verify(
     """Run `function(text, problem, **params)` in a grader process and return its grade.
 
     Args:
-        function: marked with `@grader`, at the top of a module, or its dotted path. It returns a `Grade` or a number, of which 1 is right.
+        function: marked with `@grader`, at the top of a module, or its dotted path. It returns a `Grade` or a number,
+            of which 1 is right.
         timeout_s: deadline of this one grading; None: `verifier.timeout_s`.
 
     Raises:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
-from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
-from vllm.v1.engine import EngineCoreOutput, FinishReason  # noqa: E402
-from vllm.v1.outputs import LogprobsLists  # noqa: E402
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.outputs import LogprobsLists
 
-from pipelinerl.inference.coalesce import OutputHold, may_wait  # noqa: E402
+from pipelinerl.inference.coalesce import OutputHold, may_wait
 
 
 def request(**settings: Any) -> Any:
