@@ -6,6 +6,8 @@ a buffer is loaded only after its broadcast has ended: nothing rests on which st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
@@ -37,12 +39,14 @@ class CheckedNCCLWeightTransferEngine(CheckedReload, NCCLWeightTransferEngine):
             raise RuntimeError("nccl: the transfer group is not open")
         self.expect(update_info.names, update_info.shapes)
         metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
+        # vLLM types its models as plain modules.
+        model: Any = self.model
         stream = torch.cuda.current_stream(self.device)
         for chunk in plan_chunks(metas, self.packed_buffer_size_bytes):
             num_bytes = sum(meta.num_bytes for meta in chunk)
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             group.broadcast(buffer, src=0, stream=stream)
             stream.synchronize()
-            self.model.load_weights(unpack(buffer, chunk))
+            model.load_weights(unpack(buffer, chunk))
             # The copies must have read the buffer before its memory is used again.
             stream.synchronize()
