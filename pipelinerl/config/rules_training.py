@@ -142,14 +142,15 @@ def quantised_base(config: RunConfig) -> ConfigError | None:
 
 
 def adapters(config: RunConfig) -> ConfigError | None:
-    """All weights are trained."""
-    if config.finetune.lora.enabled:
-        return ConfigError(
-            "finetune.lora.enabled",
-            True,
-            "false: adapters are not trained, all weights are",
-            "Leave it out; deepspeed_config=deepspeed_stage3_bf16_offload needs the least GPU memory.",
-        )
+    """Adapters are merged from whole matrices, which only the plain backend holds."""
+    for key, is_set in (("use_deepspeed", config.use_deepspeed), ("use_fsdp", config.use_fsdp)):
+        if config.finetune.lora.enabled and is_set:
+            return ConfigError(
+                "finetune.lora.enabled",
+                True,
+                f"false with {key}=true: adapters are merged into whole matrices, and this backend shards them",
+                f"Add {key}=false: a frozen model without optimizer state needs little memory.",
+            )
     return None
 
 

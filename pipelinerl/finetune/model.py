@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import candidate_implementations, register_segmented_attention
+from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.packing_check import forward_difference, packing_difference
 from pipelinerl.finetune.policy import PolicyModel
 
@@ -62,6 +63,11 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
             continue
+        if settings.lora.enabled:
+            add_adapters(policy, settings.lora, path)
+            if settings.reentrant_checkpointing:
+                # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
+                language_model.enable_input_require_grads()
         logger.info("attention %s, products in %s, parameters in fp32, device %s", attention, dtype, device)
         if settings.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})

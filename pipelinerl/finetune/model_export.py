@@ -17,6 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import remove_folder
 from pipelinerl.finetune.durable import finish_folder, point_link, start_folder
+from pipelinerl.finetune.lora import ADAPTER, has_adapters, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.llm.tokenizer import load_tokenizer
@@ -87,6 +88,8 @@ def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Ten
     if model.generation_config is not None:
         content = model.generation_config.to_diff_dict()
         (folder / "generation_config.json").write_text(json.dumps(content, indent=1) + "\n")
+    if has_adapters(policy):
+        save_adapter(folder / ADAPTER, policy)
     if head:
         # In a folder of its own: servers load every tensor file that lies beside config.json.
         (folder / VALUE_HEAD).mkdir()

@@ -6,7 +6,7 @@ module that they wrapped. Full logits never exist; only trained positions reach 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, SegmentLayout, segment_layout
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 LANGUAGE_MODEL = "language_model"
 VALUE_HEAD = "value_head"
@@ -58,6 +61,8 @@ class PolicyModel(torch.nn.Module):
         self.fp32_head = fp32_head
         self.with_entropy = with_entropy
         self.compute_dtype = compute_dtype
+        #: Set by `lora.add_adapters`; None: all weights are trained.
+        self.adapter_config: LoraConfig | None = None
         self.has_linear_head = has_linear_head(language_model)
         self.value_head: torch.nn.Linear | None = None
         if with_values:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from pipelinerl.finetune.lora import plain_name
 from pipelinerl.finetune.policy import LANGUAGE_MODEL, PolicyModel
 from pipelinerl.weights.packing import TensorMeta
 
@@ -16,13 +17,13 @@ NamedParameter = tuple[str, torch.nn.Parameter]
 
 
 def checkpoint_name(name: str) -> str | None:
-    """Checkpoint name of a policy parameter; None for what the servers never see (the value head)."""
-    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None
+    """Checkpoint name of a policy parameter; None for what the servers never see (the value head, an adapter)."""
+    return plain_name(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
 
 
-def export_name(name: str) -> str:
+def export_name(name: str) -> str | None:
     """Name of a policy parameter in an exported model: the checkpoint's, and `value_head...` as it is."""
-    return name.removeprefix(_PREFIX)
+    return plain_name(name.removeprefix(_PREFIX))
 
 
 def sent_parameters(policy: PolicyModel, with_value_head: bool = False) -> list[NamedParameter]:

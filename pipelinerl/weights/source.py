@@ -36,6 +36,7 @@ class ModuleSource:
         dtype: dtype on the wire; None keeps each parameter's own.
         bucket_bytes: about how much one bucket holds.
         rename: maps a parameter name to the checkpoint's; returning None leaves it out (a tied head, an adapter).
+        value_of: gives what travels for a parameter of this name (merged weights), one tensor at a time; None: itself.
     """
 
     def __init__(
@@ -44,26 +45,29 @@ class ModuleSource:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 256 * 2**20,
         rename: Callable[[str], str | None] | None = None,
+        value_of: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
-        self._parameters: list[tuple[str, torch.Tensor]] = []
+        self._value_of = value_of
+        self._parameters: list[tuple[str, str, torch.Tensor]] = []
         # `named_parameters` reports a shared parameter once, so a tied head does not travel twice.
         for name, parameter in module.named_parameters():
             if (wire_name := name if rename is None else rename(name)) is not None:
-                self._parameters.append((wire_name, parameter))
+                self._parameters.append((wire_name, name, parameter))
 
     def metadata(self) -> list[TensorMeta]:
         return [
             TensorMeta(name, self._dtype or parameter.dtype, tuple(parameter.shape))
-            for name, parameter in self._parameters
+            for name, _, parameter in self._parameters
         ]
 
     def buckets(self) -> Iterator[Bucket]:
         bucket: Bucket = []
         total = 0
-        for name, parameter in self._parameters:
-            tensor = parameter.detach().to(self._dtype or parameter.dtype)
+        for name, own_name, parameter in self._parameters:
+            value = parameter if self._value_of is None else self._value_of(own_name, parameter)
+            tensor = value.detach().to(self._dtype or parameter.dtype)
             bucket.append((name, tensor))
             total += tensor.numel() * tensor.element_size()
             if total >= self._bucket_bytes:

@@ -107,12 +107,12 @@ class FSDPBackend:
 
     def save(self, folder: Path) -> None:
         rank = self._ranks.rank
-        write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self.policy))
+        write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self.policy.named_parameters()))
         write_tensors(folder / f"optimizer_{rank}.safetensors", optimizer_tensors(self._named, self._optimizer))
 
     def load(self, folder: Path) -> None:
         rank = self._ranks.rank
-        load_parameters(self.policy, read_tensors(folder / f"model_{rank}.safetensors"))
+        load_parameters(self.policy.named_parameters(), read_tensors(folder / f"model_{rank}.safetensors"))
         restore_optimizer(self._named, self._optimizer, read_tensors(folder / f"optimizer_{rank}.safetensors"))
 
 

@@ -22,6 +22,7 @@ from pipelinerl.finetune.backends.tensor_files import (
     restore_optimizer,
     write_tensors,
 )
+from pipelinerl.finetune.lora import has_adapters, merged_value
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
@@ -70,13 +71,19 @@ class PlainBackend:
         return value
 
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
-        return ModuleSource(self.policy, dtype=dtype, rename=export_name if with_value_head else checkpoint_name)
+        return ModuleSource(
+            self.policy,
+            dtype=dtype,
+            rename=export_name if with_value_head else checkpoint_name,
+            value_of=merged_value(self.policy) if has_adapters(self.policy) else None,
+        )
 
     def save(self, folder: Path) -> None:
         if self._ranks.is_first:
-            write_tensors(folder / "model.safetensors", parameter_tensors(self.policy))
+            # A frozen base is in the model folder already: what is trained is enough.
+            write_tensors(folder / "model.safetensors", parameter_tensors(self._named))
             write_tensors(folder / "optimizer.safetensors", optimizer_tensors(self._named, self._optimizer))
 
     def load(self, folder: Path) -> None:
-        load_parameters(self.policy, read_tensors(folder / "model.safetensors"))
+        load_parameters(self._named, read_tensors(folder / "model.safetensors"))
         restore_optimizer(self._named, self._optimizer, read_tensors(folder / "optimizer.safetensors"))

@@ -36,15 +36,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def parameter_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name; a tied one appears once."""
-    return {name: local(parameter.detach()) for name, parameter in module.named_parameters()}
+def parameter_tensors(named: NamedParameters) -> dict[str, torch.Tensor]:
+    """This rank's part of every parameter, by name."""
+    return {name: local(parameter.detach()) for name, parameter in named}
 
 
 @torch.no_grad()
-def load_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_parameters(named: NamedParameters, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy `tensors` into the parameters. ValueError if names or shapes differ."""
-    parameters = dict(module.named_parameters())
+    parameters = dict(named)
     if parameters.keys() != tensors.keys():
         different = sorted(parameters.keys() ^ tensors.keys())
         raise ValueError(f"checkpoint: names differ from the model's: {different[:5]}")

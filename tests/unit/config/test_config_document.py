@@ -32,7 +32,6 @@ IN_CONFIG_ONLY = re.compile(
 REFUSED_WORDS: dict[str, str | None] = {
     "schedule": "concurrent",
     "finetune.seq_parallel": "2",
-    "finetune.lora.enabled": "true",
     "finetune.lora.base_model_8bit": "true",
     "finetune.lora.base_model_4bit": "true",
     "llm.parameters.top_p": "0.9",

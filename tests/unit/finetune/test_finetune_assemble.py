@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.assemble import run_trainer
-from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch, TrainingDone
+from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainerStarted, TrainingBatch, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.supervise.heartbeat import Heartbeat, read_heartbeat
@@ -70,7 +70,8 @@ def test_a_whole_run_leaves_model_state_messages_and_metrics(kit, start, tmp_pat
         state = run_trainer(context, {})
     assert (state.step, state.samples_processed, state.data_offset, state.actor_offset) == (3, 24, 3, 30)
     messages = read_all(context, "trainer", "finetune_0", TrainerMessage)
-    assert [message.step for message in messages[:-1]] == [1, 2, 3]
+    assert isinstance(messages[0], TrainerStarted) and messages[0].step == 0
+    assert [message.step for message in messages[1:-1]] == [1, 2, 3]
     assert isinstance(messages[-1], TrainingDone) and messages[-1].version == 3
     fates = read_all(context, "fates", "finetune_0", FateRecord)
     assert len({sample for fate in fates for sample in fate.sample_ids}) == 8

@@ -1,0 +1,150 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model: the only file that knows peft.
+
+Called when the policy is loaded, by the plain backend (merged weights, tensor by tensor), by the export (the adapter
+in peft's own format) and by the reference model (the policy with its adapters switched off). Waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipelinerl.finetune.policy import PolicyModel
+
+ADAPTER = "adapter"
+_NAME = "default"
+_BASE = ".base_layer."
+_PARTS = (".lora_A.", ".lora_B.")
+
+
+def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str) -> None:
+    """Freeze the language model of `policy` and put trainable adapters on its linear layers, in place.
+
+    The update starts at zero: the policy computes what it computed before. A value head stays trainable. Weights of
+    the frozen layers are kept in the policy's compute dtype.
+
+    Raises:
+        ConfigError: peft is not installed, or the named layers are not linear layers inside the decoder.
+    """
+    try:
+        from peft import LoraConfig as PeftLoraConfig
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            "finetune.lora.enabled", True, "the package peft", "Install it: pip install pipelinerl[lora]."
+        ) from error
+    model = policy.language_model
+    config = PeftLoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=0.0,
+        bias=settings.bias,
+        target_modules=settings.target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+    )
+    try:
+        inject_adapter_in_model(config, model, _NAME)
+    except ValueError as error:
+        raise _wrong_targets(settings, str(error)) from error
+    from peft.tuners.lora import Linear
+
+    layers = list(_adapted_layers(model))
+    strange = sorted({type(layer).__name__ for _, layer in layers if not isinstance(layer, Linear)})
+    head = model.get_output_embeddings()
+    if strange or any(layer is head for _, layer in layers):
+        raise _wrong_targets(settings, f"found {', '.join(strange) or 'the output head'}")
+    policy.adapter_config = config
+    keep_products_exact(model, policy.compute_dtype)
+
+
+def has_adapters(policy: PolicyModel) -> bool:
+    return policy.adapter_config is not None
+
+
+@contextmanager
+def adapters_off(policy: PolicyModel) -> Iterator[None]:
+    """Within it the policy is the frozen model that training started from (exact while biases are not trained)."""
+    layers = [layer for _, layer in _adapted_layers(policy.language_model)]
+    for layer in layers:
+        layer._disable_adapters = True  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False  # type: ignore[assignment]
+
+
+def plain_name(name: str) -> str | None:
+    """Name of a parameter as the model had it before it got adapters; None for a part of an adapter."""
+    return None if any(part in name for part in _PARTS) else name.replace(_BASE, ".")
+
+
+def merged_value(policy: PolicyModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function from a parameter of `policy` to its merged value, W + alpha / r * B @ A in fp32.
+
+    Merging happens when it is called, for that one tensor, so no second copy of the model ever exists.
+    """
+    layers = {f"{name}{_BASE}weight": layer for name, layer in _adapted_layers(policy)}
+
+    def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in layers:
+            return tensor
+        with torch.no_grad():
+            delta: torch.Tensor = layers[name].get_delta_weight(_NAME)  # type: ignore[operator]
+            return tensor.detach().float() + delta.float()
+
+    return value_of
+
+
+def save_adapter(folder: Path, policy: PolicyModel) -> None:
+    """Write the adapter as peft reads it: `PeftModel.from_pretrained(base_model, folder)`. OSError if it fails."""
+    from pipelinerl.finetune.backends.tensor_files import write_tensors
+
+    tensors = {
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": parameter
+        for name, parameter in policy.language_model.named_parameters()
+        if parameter.requires_grad
+    }
+    folder.mkdir()
+    assert policy.adapter_config is not None
+    policy.adapter_config.save_pretrained(str(folder))
+    write_tensors(folder / "adapter_model.safetensors", tensors)
+
+
+def keep_products_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Keep frozen weights that are only multiplied in `dtype`: under autocast their products come out the same.
+
+    Embeddings (and a head that is tied to them) and vectors outside of linear layers stay in fp32, because they set the
+    dtype of the hidden states.
+    """
+    wide = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)}
+    biases = {id(m.bias) for m in model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None}
+    for parameter in model.parameters():
+        narrow = parameter.ndim > 1 or id(parameter) in biases
+        if narrow and id(parameter) not in wide and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    from peft.tuners.lora import LoraLayer
+
+    yield from ((name, layer) for name, layer in module.named_modules() if LoraLayer in type(layer).__mro__)
+
+
+def _wrong_targets(settings: LoraConfig, found: str) -> ConfigError:
+    return ConfigError(
+        "finetune.lora.target_modules",
+        settings.target_modules,
+        f"names of linear layers inside the decoder ({found})",
+        "Name some, such as [q_proj, v_proj], or leave it empty for all of them.",
+    )
