@@ -36,6 +36,8 @@ class RLConfig(Section):
     final_kl_coef: float | None = Field(default=None, ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     reward_minus_kl_coef: float = Field(default=0.0, ge=0)
+    reference: Literal["auto", "servers", "local"] = "auto"
+    reference_offload: bool = False
     entropy_bonus: float = Field(default=0.0, ge=0)
     final_entropy_bonus: float | None = Field(default=None, ge=0)
     epsilon_low: float = Field(default=0.2, ge=0, lt=1)

@@ -35,27 +35,24 @@ def linked_keys(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def reference_for_kl(config: RunConfig) -> ConfigError | None:
-    """A KL term compares with a frozen model, which somebody has to serve."""
+def reference_servers(config: RunConfig) -> ConfigError | None:
+    """KL in the reward is taken before the advantages, so servers must have scored the samples by then."""
     rl = config.finetune.rl
-    wanted = {
-        "finetune.rl.kl_coef": rl.kl_coef,
-        "finetune.rl.final_kl_coef": rl.final_kl_coef or 0.0,
-        "finetune.rl.reward_minus_kl_coef": rl.reward_minus_kl_coef,
-    }
-    world = config.world
-    if world.num_preprocessor_llms is not None:
-        served = world.num_preprocessor_llms > 0
-    else:
-        served = world.preprocessor_fraction > 0
-    for key, value in wanted.items():
-        if value > 0 and not served:
-            return ConfigError(
-                key,
-                value,
-                "0, or servers of the reference model",
-                "Set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1), or leave the KL term out.",
-            )
+    if rl.reward_minus_kl_coef > 0 and (rl.reference == "local" or not config.has_reference_pool):
+        return ConfigError(
+            "finetune.rl.reward_minus_kl_coef",
+            rl.reward_minus_kl_coef,
+            "0, or servers of the reference model",
+            "Set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1) and finetune.rl.reference=auto, or "
+            "use finetune.rl.kl_coef, which needs none.",
+        )
+    if rl.reference == "servers" and (rl.kl_coef or rl.final_kl_coef) and not config.has_reference_pool:
+        return ConfigError(
+            "finetune.rl.reference",
+            "servers",
+            "auto or local in a world without servers of the reference model",
+            "Leave it at auto, or set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1).",
+        )
     return None
 
 
@@ -218,7 +215,7 @@ def on_policy_updates(config: RunConfig) -> ConfigError | None:
 RULES = (
     group_size,
     linked_keys,
-    reference_for_kl,
+    reference_servers,
     value_head,
     constant_length,
     importance_bounds,

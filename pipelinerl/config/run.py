@@ -75,6 +75,22 @@ class RunConfig(Section):
         return {} if value is None else value
 
     @property
+    def has_reference_pool(self) -> bool:
+        """Whether the world is asked for servers of the reference model."""
+        servers = self.world.num_preprocessor_llms
+        return self.world.preprocessor_fraction > 0 if servers is None else servers > 0
+
+    def uses_local_reference(self, has_servers: bool) -> bool:
+        """Whether the KL term of the loss compares with a frozen model beside the trainer.
+
+        Args:
+            has_servers: the world has servers of the reference model.
+        """
+        rl = self.finetune.rl
+        wanted = rl.reference == "local" or (rl.reference == "auto" and not has_servers)
+        return wanted and (rl.kl_coef > 0 or (rl.final_kl_coef or 0.0) > 0)
+
+    @property
     def sampling_temperature(self) -> float:
         """Temperature at which trainer and servers compute log-probs in training."""
         return self.finetune.rl.temperature or self.llm.parameters.temperature

@@ -23,6 +23,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.probe_tokens import text_tokens
 from pipelinerl.finetune.ranks import Ranks, start_ranks
+from pipelinerl.finetune.reference import ReferenceModel, load_reference
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
@@ -54,11 +55,16 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
     with ExitStack() as stack:
         ranks = start_ranks(environ, context.world.device, config.supervise.progress_timeout_s)
         stack.callback(ranks.close)
-        backend = create_backend(load_policy(config, ranks.device), config, ranks)
+        policy = load_policy(config, ranks.device)
+        # Before the backend: it may shard or wrap the policy.
+        reference = load_reference(
+            config, policy, ranks.device, has_servers=bool(context.world.jobs_of("preprocessor_llm"))
+        )
+        backend = create_backend(policy, config, ranks)
         checkpoints = checkpoint_store(context, ranks)
         restored = checkpoints.restore(backend) or TrainerState()
         state = msgspec.structs.replace(restored, incarnation=context.incarnation)
-        loop = build_loop(context, ranks, backend, checkpoints, state, stack)
+        loop = build_loop(context, ranks, backend, checkpoints, state, stack, reference)
         return loop.run(state)
 
 
@@ -69,6 +75,7 @@ def build_loop(
     checkpoints: CheckpointStore,
     state: TrainerState,
     stack: ExitStack,
+    reference: ReferenceModel | None = None,
 ) -> TrainingLoop:
     """The loop of this rank, reading from where `state` stopped. `stack` closes what was opened."""
     config, finetune = context.config, context.config.finetune
@@ -96,7 +103,7 @@ def build_loop(
         config=finetune,
         backend=backend,
         feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s, lambda: stop.requested),
-        steps=StepRunner(backend, finetune, ranks, schedule_of(finetune), pad_id),
+        steps=StepRunner(backend, finetune, ranks, schedule_of(finetune), pad_id, reference),
         weights=WeightsFeed(backend, ranks, publisher, dtype) if finetune.send_weight_updates else None,
         checkpoints=checkpoints,
         exporter=ModelExporter(

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -44,17 +46,30 @@ class StepResult:
         return not math.isfinite(self.grad_norm)
 
 
+class Reference(Protocol):
+    """The part of `ReferenceModel` that a step needs."""
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]: ...
+
+
 class StepRunner:
-    """Takes optimizer steps with one backend."""
+    """Takes optimizer steps with one backend; `reference` replaces the reference log-probs of the batch."""
 
     def __init__(
-        self, backend: Backend, config: FinetuneConfig, ranks: Ranks, schedule: Schedule, pad_id: int = 0
+        self,
+        backend: Backend,
+        config: FinetuneConfig,
+        ranks: Ranks,
+        schedule: Schedule,
+        pad_id: int = 0,
+        reference: Reference | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
         self._ranks = ranks
         self._schedule = schedule
         self._pad_id = pad_id
+        self._reference = reference
 
     def run(self, batch: TrainingBatch) -> StepResult:
         """Train on `batch` and update the weights. Waits for the other ranks in the last backward."""
@@ -104,7 +119,11 @@ class StepRunner:
         missing = max(1, *(len(share) for share in plan)) - len(own)
         own += [sentinel(pad_id=self._pad_id, step_tokens=scale.num_tokens) for _ in range(missing)]
         has_reference = any(scored.sample.ref_logprobs for scored in batch.samples)
-        return [_with_reference(micro_batch, has_reference) for micro_batch in own]
+        own = [_with_reference(micro_batch, has_reference) for micro_batch in own]
+        if self._reference is None:
+            return own
+        scored = self._reference.logprobs(own)
+        return [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, scored, strict=True)]
 
     def _plan(self, batch: TrainingBatch) -> list[list[list[int]]]:
         if len(batch.plan) == self._ranks.world_size:

@@ -143,7 +143,7 @@ def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
     if not (rl.kl_coef or rl.final_kl_coef or rl.reward_minus_kl_coef):
         return None
     servers = context.world.jobs_of("preprocessor_llm")
-    if not servers and not rl.reward_minus_kl_coef:
+    if context.config.uses_local_reference(bool(servers)) and not rl.reward_minus_kl_coef:
         return None
     from pipelinerl.preprocess.reference import ReferenceServers
 

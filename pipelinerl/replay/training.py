@@ -18,6 +18,7 @@ from pipelinerl.finetune.backends.tensor_files import read_tensors
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
 from pipelinerl.llm.tokenizer import load_tokenizer
@@ -42,10 +43,14 @@ class TrainingReplay:
         torch.set_num_threads(max(run.world.jobs_of("finetune")[0].cores, 1))
         torch.manual_seed(config.finetune.seed)
         ranks = Ranks()
-        self._backend = PlainBackend(load_policy(config, ranks.device), config.finetune, ranks)
+        policy = load_policy(config, ranks.device)
+        has_servers = bool(run.world.jobs_of("preprocessor_llm"))
+        reference = load_reference(config, policy, ranks.device, has_servers)
+        self._backend = PlainBackend(policy, config.finetune, ranks)
         tokenizer = load_tokenizer(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self._steps = StepRunner(self._backend, config.finetune, ranks, schedule_of(config.finetune), pad_id)
+        schedule = schedule_of(config.finetune)
+        self._steps = StepRunner(self._backend, config.finetune, ranks, schedule, pad_id, reference)
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Train on `batch` and return the numbers of the step."""

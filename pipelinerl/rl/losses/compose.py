@@ -87,7 +87,7 @@ def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
         if coefficient and inputs.num_segments:
             raise ValueError(
                 f"finetune.rl.kl_coef: got {coefficient} without reference log-probs, expected a reference model. "
-                "Give the world a preprocessor pool or set kl_coef to 0"
+                "Set finetune.rl.reference to auto, or set kl_coef to 0"
             )
         return None, {}
     kl = token_kl(inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator, config.clamp_log_ratio_ref_new_value)

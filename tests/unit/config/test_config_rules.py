@@ -11,9 +11,9 @@ from pipelinerl.errors import ConfigError
 KEEP = ["output_dir=x"]
 CASES = {
     "group_size": (["attempts=1"], "attempts: got 1, expected at least 2"),
-    "reference_for_kl": (
-        ["finetune.rl.kl_coef=0.1"],
-        "finetune.rl.kl_coef: got 0.1, expected 0, or servers of the reference",
+    "reference_servers": (
+        ["finetune.rl.reward_minus_kl_coef=0.1"],
+        "finetune.rl.reward_minus_kl_coef: got 0.1, expected 0, or servers of the reference",
     ),
     "value_head": (["finetune.rl.value_loss_coef=0.1"], "finetune.rl.value_loss_coef: got 0.1"),
     "constant_length": (
@@ -97,6 +97,7 @@ def test_the_rule_refuses(name: str) -> None:
     "overrides",
     [
         ["attempts=1", "finetune.rl.advantage_estimator=reinforce"],
+        ["finetune.rl.kl_coef=0.1"],
         ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1"],
         ["finetune.rl.final_kl_coef=0.1", "world.num_preprocessor_llms=1"],
         ["finetune=ppo"],
@@ -124,13 +125,18 @@ def test_the_neighbour_of_a_mistake_is_accepted(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["finetune.rl.final_kl_coef=0.1"],
-        ["finetune.rl.reward_minus_kl_coef=0.1"],
-        ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1", "world.num_preprocessor_llms=0"],
+        ["finetune.rl.final_kl_coef=0.1", "finetune.rl.reference=servers"],
+        ["finetune.rl.reward_minus_kl_coef=0.1", "world.preprocessor_fraction=1", "finetune.rl.reference=local"],
+        [
+            "finetune.rl.kl_coef=0.1",
+            "finetune.rl.reference=servers",
+            "world.preprocessor_fraction=1",
+            "world.num_preprocessor_llms=0",
+        ],
     ],
     ids=" ".join,
 )
-def test_every_kl_term_needs_a_reference(overrides: list[str]) -> None:
+def test_m4_a_kl_term_that_needs_servers_is_refused_without_them(overrides: list[str]) -> None:
     with pytest.raises(ConfigError, match="servers of the reference model"):
         compose([*KEEP, *overrides])
 
