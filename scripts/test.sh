@@ -3,7 +3,7 @@
 # --all adds the tests marked `slow`. Tests marked `gpu` run where there is an NVIDIA GPU and are skipped elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
+bash scripts/setup.sh test
 
 markers=(-m "not slow")
 if [[ ${1:-} == --all ]]; then markers=(); shift; fi
