@@ -49,6 +49,9 @@ class RLConfig(Section):
     temperature: float | None = Field(default=None, gt=0, description="null: llm.parameters.temperature")
     aggregate_loss: Literal["sum"] = "sum"
     overlong_filtering: bool = False
+    overlong_buffer_tokens: int = Field(default=0, ge=0)
+    overlong_limit_tokens: int | None = Field(default=None, ge=1)
+    overlong_penalty: float = Field(default=1.0, ge=0)
     filter_zero_advantage_groups: bool = False
     importance_correction: Literal["none", "truncate", "mask", "icepop", "geometric_mask"] = "none"
     importance_level: Literal["token", "sequence"] = "token"

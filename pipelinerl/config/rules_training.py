@@ -85,6 +85,26 @@ def constant_length(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def overlong_limit(config: RunConfig) -> ConfigError | None:
+    """A length penalty needs the length at which it is full, and a buffer that lies below it."""
+    rl, longest = config.finetune.rl, config.llm.parameters.max_tokens
+    if rl.overlong_buffer_tokens and rl.overlong_limit_tokens is None:
+        return ConfigError(
+            "finetune.rl.overlong_limit_tokens",
+            None,
+            "a number of tokens with finetune.rl.overlong_buffer_tokens above 0",
+            f"Set it to llm.parameters.max_tokens, which is {longest}, or to the sum over turns if there are several.",
+        )
+    if rl.overlong_limit_tokens is not None and rl.overlong_buffer_tokens > rl.overlong_limit_tokens:
+        return ConfigError(
+            "finetune.rl.overlong_buffer_tokens",
+            rl.overlong_buffer_tokens,
+            f"at most finetune.rl.overlong_limit_tokens={rl.overlong_limit_tokens}",
+            "Lower it.",
+        )
+    return None
+
+
 def importance_bounds(config: RunConfig) -> ConfigError | None:
     """The lower bound of an interval lies below the upper one."""
     rl = config.finetune.rl
@@ -218,6 +238,7 @@ RULES = (
     reference_servers,
     value_head,
     constant_length,
+    overlong_limit,
     importance_bounds,
     unpacked_batch,
     seq_parallel,

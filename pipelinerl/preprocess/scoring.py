@@ -56,10 +56,23 @@ def normalize_step(scored: Sequence[ScoredSample], rl: RLConfig) -> list[ScoredS
 
 
 def _rollout_rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
-    rewards = [sample.reward - _kl_penalty(sample, rl) for sample in samples]
+    rewards = [sample.reward - _kl_penalty(sample, rl) - length_penalty(sample.output_tokens, rl) for sample in samples]
     if all(sample.metadata.get(STEP_REWARD_KEY) for sample in samples):
         return discounted_returns(rewards, rl.gamma)
     return rewards
+
+
+def length_penalty(output_tokens: int, rl: RLConfig) -> float:
+    """What an output of this length costs (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+
+    0 up to `overlong_buffer_tokens` before `overlong_limit_tokens`, from there in a line to `overlong_penalty` at the
+    limit and beyond.
+    """
+    buffer_tokens, limit = rl.overlong_buffer_tokens, rl.overlong_limit_tokens
+    if not buffer_tokens or limit is None:
+        return 0.0
+    over = output_tokens - (limit - buffer_tokens)
+    return rl.overlong_penalty * min(max(over / buffer_tokens, 0.0), 1.0)
 
 
 def _kl_penalty(sample: Sample, rl: RLConfig) -> float:

@@ -20,6 +20,10 @@ CASES = {
         ["finetune.rl.aggregation=constant_length"],
         "Set it to llm.parameters.max_tokens, which is 8192.",
     ),
+    "overlong_limit": (
+        ["finetune.rl.overlong_buffer_tokens=10"],
+        "finetune.rl.overlong_limit_tokens: got None, expected a number of tokens",
+    ),
     "importance_bounds": (["finetune.rl.importance_low=3"], "finetune.rl.importance_low: got 3.0, expected less than"),
     "unpacked_batch": (
         ["finetune.seq_packing=false", "world.num_finetune_ranks=3", "finetune.gradient_accumulation_passes=16"],
@@ -101,6 +105,7 @@ def test_the_rule_refuses(name: str) -> None:
         ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1"],
         ["finetune.rl.final_kl_coef=0.1", "world.num_preprocessor_llms=1"],
         ["finetune=ppo"],
+        ["finetune.rl.overlong_buffer_tokens=10", "finetune.rl.overlong_limit_tokens=10"],
         ["finetune.rl.aggregation=constant_length", "finetune.rl.constant_length_tokens=100"],
         ["finetune.seq_packing=false", "world.num_finetune_ranks=4"],
         ["use_fsdp=true", "use_deepspeed=false"],

@@ -9,6 +9,8 @@ import threading
 import pytest
 from preprocess_groups import context, group, sample
 
+from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.preprocess.loop import preprocess, reference_scorer
 from pipelinerl.records import (
     FateRecord,
@@ -105,6 +107,37 @@ def test_fates_of_what_is_not_trained(tmp_path):
         (["0-0/r0/s0"], "filtered", "longer_than_seq_length"),
         (["0-1/r0/s0", "0-1/r1/s0"], "filtered", "zero_advantage"),
     ]
+
+
+def test_dynamic_sampling_refills_the_batch_and_gives_the_budget_back(tmp_path):
+    """On-policy, where the budget is one batch: each filtered group admits exactly one other, until it is full."""
+    run = Run(tmp_path, max_lag=0, finetune={**FINETUNE, "max_lag": 0, "rl": {"filter_zero_advantage_groups": True}})
+    budget = SampleBudget(samples_per_step=4, max_lag=0, attempts=2)
+    budget.observe_rollout(1)
+    trainer = TrainerState(budget, incarnation=0)
+    fates = run.context.streams.reader("fates", "preprocessor_0", FateRecord)
+    # Equal rewards: nothing to learn from 0-0, 0-2 and 0-3.
+    rewards = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
+    for number, pair in enumerate(rewards):
+        assert budget.can_admit()
+        group_id = f"0-{number}"
+        budget.admit(group_id)
+        made = group(group_id, rewards=pair)
+        for _ in pair:
+            budget.end_rollout(group_id, 1)
+        budget.publish(group_id, [item.id for item in made.samples])
+        run.actor.write(made)
+        if pair[0] == pair[1]:
+            assert run.next_batch(0) is None
+            (entry,) = fates.read(10.0, max_records=1)
+            assert entry.record.group_id == group_id and entry.record.reason == "zero_advantage"
+            trainer.apply_fate(entry.record)
+    batch = run.next_batch()
+    assert batch.group_ids == ["0-1", "0-4"] and len(batch.samples) == 4
+    assert budget.charged_samples == 4 and not budget.can_admit()
+    trainer.apply_message(StepDone(step=1, time=0, group_ids=batch.group_ids, num_samples=4, samples_processed=4))
+    assert budget.charged_samples == 0 and budget.can_admit()
+    run.finish()
 
 
 def test_at_most_two_steps_ahead_of_the_trainer(tmp_path):

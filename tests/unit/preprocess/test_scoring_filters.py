@@ -40,6 +40,18 @@ def test_kl_in_the_reward():
     assert advantages(samples, RLConfig(reward_minus_kl_coef=0.2)) == pytest.approx([0.85, -0.85])
 
 
+def test_a_soft_length_penalty_by_hand():
+    rl = RLConfig(overlong_buffer_tokens=4, overlong_limit_tokens=10, overlong_penalty=0.5, use_advantages=False)
+    samples = [sample(f"g/r{k}/s0", 1.0, output=tokens) for k, tokens in enumerate((5, 6, 7, 8, 10, 12))]
+    assert advantages(samples, rl) == pytest.approx([1.0, 1.0, 0.875, 0.75, 0.5, 0.5])
+    # The reward that is written down stays the task's own.
+    assert [item.sample.reward for item in score_group(samples, [], rl)] == [1.0] * 6
+    assert advantages(samples, RLConfig(use_advantages=False)) == [1.0] * 6
+    # Leave-one-out baseline of 1.0 and 0.5: the shorter of two right answers is preferred.
+    baseline = rl.model_copy(update={"use_advantages": True})
+    assert advantages([samples[0], samples[4]], baseline) == pytest.approx([0.5, -0.5])
+
+
 def test_rewards_in_place_of_advantages_and_relu():
     samples = [sample("g/r0/s0", 1.0), sample("g/r1/s0", -2.0)]
     assert advantages(samples, RLConfig(use_advantages=False)) == [1.0, -2.0]
