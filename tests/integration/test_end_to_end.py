@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from fakes.metrics_page import unexplained
 from fakes.whole_run import WholeRun, make_whole_run
 
 STEPS = 8
@@ -85,6 +87,13 @@ def test_what_the_user_sees_is_there(finished: WholeRun) -> None:
         }
 
 
+def test_every_number_is_explained(finished: WholeRun) -> None:
+    rows = [json.loads(line) for line in (finished.output_dir / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row}
+    assert {"finetune/loss", "actor/reward_mean", "preprocessor/queue_batches", "weight_update/total_s"} <= names
+    assert unexplained(names) == []
+
+
 def test_nothing_is_left_running(finished: WholeRun) -> None:
     assert finished.living_processes() == []
 
@@ -116,4 +125,3 @@ def test_two_servers_and_two_ranks(tmp_path: Path) -> None:
     assert run.summary["logprob_abs_diff_mean"] < 1e-3
     assert run.summary["success_after"] > run.summary["success_before"]
     assert run.living_processes() == []
-
