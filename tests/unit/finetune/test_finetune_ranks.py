@@ -18,6 +18,8 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
+MATRIX_SCRIPT = Path(__file__).with_name("matrix_process.py")
+CASES = [f"{packing}-{split}" for packing in ("packed", "padded") for split in ("1x64", "4x16", "token_budget")]
 
 
 def free_port():
@@ -26,7 +28,8 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_ranks(backend, folder, world_size=2, limit_s=240):
+def run_ranks(backend, folder, world_size=2, limit_s=240, script=SCRIPT):
+    """Run `script` on every rank to its end; any other exit than 0 fails with the logs."""
     port = free_port()
     processes = []
     for rank in range(world_size):
@@ -40,7 +43,7 @@ def run_ranks(backend, folder, world_size=2, limit_s=240):
             "OMP_NUM_THREADS": "1",
         }
         log = (folder / f"log_{rank}.txt").open("w")
-        command = [sys.executable, str(SCRIPT), backend, str(folder), "cpu"]
+        command = [sys.executable, str(script), backend, str(folder), "cpu"]
         processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
         codes = [process.wait(limit_s) for process in processes]
@@ -49,14 +52,13 @@ def run_ranks(backend, folder, world_size=2, limit_s=240):
             process.kill()
     logs = "\n".join((folder / f"log_{rank}.txt").read_text()[-3000:] for rank in range(world_size))
     assert codes == [0] * world_size, logs
-    return [json.loads((folder / f"result_{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def gradient_on_one_rank(kit):
+def gradient_on_one_rank(kit, samples, plan=None, **config_changes):
     policy = kit.policy()
-    config = kit.config()
+    config = kit.config(**config_changes)
     backend = PlainBackend(policy, config, Ranks())
-    StepRunner(backend, config, Ranks(), schedule_of(config)).accumulate(kit.batch(kit.samples(64, 1, masked_every=9)))
+    StepRunner(backend, config, Ranks(), schedule_of(config)).accumulate(kit.batch(samples, plan=plan))
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
 
@@ -71,10 +73,11 @@ def gradient_on_one_rank(kit):
     ],
 )
 def test_two_ranks_train_as_one(kit, tmp_path, backend):
-    results = run_ranks(backend, tmp_path)
+    run_ranks(backend, tmp_path)
+    results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2)]
     for rank in range(2):
         found = read_tensors(tmp_path / f"gradients_{rank}.safetensors")
-        for name, gradient in gradient_on_one_rank(kit).items():
+        for name, gradient in gradient_on_one_rank(kit, kit.samples(64, 1, masked_every=9)).items():
             scale = max(1.0, float(gradient.abs().max()))
             torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
     first, second = results
@@ -94,3 +97,31 @@ def test_two_ranks_train_as_one(kit, tmp_path, backend):
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
         assert torch.equal(tensor, exported[name]), name
+
+
+@pytest.mark.parametrize(
+    ("backend", "world_size"),
+    [
+        # Plain on one rank: test_finetune_gradients.py.
+        ("plain", 2),
+        *(
+            pytest.param(backend, world_size, marks=pytest.mark.slow)
+            for backend in ("zero1", "zero2", "zero3", "fsdp")
+            for world_size in (1, 2)
+        ),
+    ],
+)
+def test_the_gradient_is_the_same_however_the_batch_is_packed_split_and_spread(kit, tmp_path, backend, world_size):
+    """64 uneven samples, 8 of them fully masked, against the same samples one by one in rows of their own."""
+    run_ranks(backend, tmp_path, world_size, script=MATRIX_SCRIPT)
+    alone = [[[k] for k in range(64)]]
+    expected = gradient_on_one_rank(kit, kit.samples(64, masked_every=9), alone, seq_packing=False)
+    for case in CASES:
+        for rank in range(world_size):
+            found = read_tensors(tmp_path / f"{case}_{rank}.safetensors")
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                scale = max(1.0, float(gradient.abs().max()))
+                torch.testing.assert_close(
+                    found[name], gradient, rtol=0, atol=1e-5 * scale, msg=lambda text, at=(case, name): f"{at}: {text}"
+                )

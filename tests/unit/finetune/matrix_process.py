@@ -1,0 +1,58 @@
+"""One trainer rank that takes the gradient of one batch in every way it can be packed and split, with one backend.
+
+Usage: `python matrix_process.py BACKEND FOLDER DEVICE`, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set. Writes
+`<packing>-<split>_<rank>.safetensors` for every case.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from rank_process import CHOICES, gradients, kit_module
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.backends.base import create_backend
+from pipelinerl.finetune.backends.tensor_files import write_tensors
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import start_ranks
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.rl.packing import make_plan
+
+SAMPLES = 64
+
+
+def plans(lengths, world_size, packed):
+    """Micro-batches of all ranks by name: all samples at once, 16 at once, and as many as the token budget takes."""
+    quarters = [list(range(k, k + 16)) for k in range(0, SAMPLES, 16)]
+    return {
+        "1x64": [[list(range(SAMPLES))], *([[]] * (world_size - 1))],
+        "4x16": [quarters[rank::world_size] for rank in range(world_size)],
+        "token_budget": make_plan(lengths, world_size, 128, packed, rows_per_micro_batch=8),
+    }
+
+
+def main(name, folder, device):
+    torch.set_num_threads(1)
+    kit = kit_module().Kit()
+    ranks = start_ranks(os.environ, device, 60)
+    samples = kit.samples(SAMPLES, masked_every=9)
+    lengths = [len(scored.sample.input_ids) for scored in samples]
+    for packed in (True, False):
+        config = RunConfig(
+            output_dir=str(folder),
+            finetune=dict(seq_length=128, seq_packing=packed, train_batch_size=8, num_warmup_steps=0),
+            **CHOICES[name],
+        )
+        for split, plan in plans(lengths, ranks.world_size, packed).items():
+            # A backend of its own for every case: gradients of sharded backends are not meant to be cleared by hand.
+            backend = create_backend(kit.policy().to(ranks.device), config, ranks)
+            runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+            runner.accumulate(kit.batch(samples, plan=plan))
+            case = f"{'packed' if packed else 'padded'}-{split}"
+            write_tensors(folder / f"{case}_{ranks.rank}.safetensors", gradients(name, backend))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
