@@ -35,7 +35,8 @@ def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_s
                 perturb(model, seed=version)
             assert publisher.publish(version, ModuleSource(model)).failed == {}
 
-        with run.started(), CountingTrainer(run, steps=4, on_version=publish) as trainer:
+        # A step takes a moment, as in life: the update then falls into the next sequences, not between two waves.
+        with run.started(), CountingTrainer(run, steps=4, on_version=publish, step_s=0.15) as trainer:
             assert run.wait(200) == 0, run.stderr
     samples = [sample for batch in trainer.batches for group in batch for sample in group.samples]
     assert any(len(sample.version_spans) > 1 for sample in samples)
