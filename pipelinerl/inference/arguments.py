@@ -129,6 +129,9 @@ def _defaults(settings: ServerSettings) -> dict[str, object]:
         # Sampling parameters come with the request; a model folder's own defaults would bias the policy silently.
         "generation-config": "vllm",
     }
+    if settings.transport == "gloo":
+        # A seeded request whose prompt is cut into chunks ends vLLM's engine on a CPU: CPU generators have no offset.
+        defaults["enable-chunked-prefill"] = False
     if settings.dtype is not None:
         defaults["dtype"] = settings.dtype
     if settings.quantization is not None:

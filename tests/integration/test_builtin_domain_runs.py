@@ -56,7 +56,8 @@ def make_run(folder: Path, case: str) -> WholeRun:
 def check_finished(run: WholeRun, result: Any) -> None:
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
     assert run.summary["status"] == "completed" and run.summary["steps"] == STEPS
-    assert run.summary["fates"].get("failed", 0) == 0, run.logs()
+    failed = {record["reason"] for record in run.records("fates") if record["fate"] == "failed"}
+    assert failed <= {"training_done"}, run.logs()
     assert run.living_processes() == []
 
 

@@ -115,3 +115,10 @@ def test_the_module_loads_without_torch_and_vllm() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_cpu_servers_do_not_cut_prompts_into_chunks() -> None:
+    """A seeded request in chunks ends vLLM's engine on a CPU."""
+    on_cpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, "gloo"))
+    on_gpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, "nccl"))
+    assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in on_gpu
