@@ -16,7 +16,7 @@ from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.domains.datasets import Problem, ProblemSets, load_problem_sets
-from pipelinerl.domains.registry import load_rollout_function
+from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
 from pipelinerl.errors import DomainError
 
 MAX_VALIDATED = 200
@@ -36,6 +36,8 @@ def check_domain(config: RunConfig) -> str:
 def checked_problems(config: RunConfig) -> ProblemSets:
     """Return the problems after checking all that the run needs of the domain."""
     load_rollout_function(config)
+    # Names what is wrong with the path; the module is imported below without such care.
+    load_dataset_loader(config)
     check_config = domain_function(config, "check_config")
     if check_config is not None:
         check_config(config)

@@ -119,7 +119,7 @@ def test_a_missing_model_folder(tmp_path: Path, task: list[str]) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("dataset_loader=no_such_module.load", ("dataset_loader", "no_such_module")),
+        ("dataset_loader=no_such_module.load", ("dataset_loader: ", "no module 'no_such_module'", "next to your")),
         ("actor.rollout_policy=full_task.missing", ("rollout_policy", "missing")),
         ("actor.rollout_policy=full_task.wrong_signature", ("rollout_policy", "wrong_signature")),
         ("dataset_loader=empty_task.load_problems", ("train_dataset_names",)),
