@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_server import FakeServer
+from fakes.mid_sequence import generate_across_updates
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
@@ -101,21 +102,22 @@ def test_an_empty_prompt_is_a_client_error(server: Server) -> None:
 
 def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
     published(server, 10)
-    answers: list[dict[str, Any]] = []
-    request = threading.Thread(target=lambda: answers.append(generate(server, max_tokens=400)))
+    last = {}
     with WeightPublisher(server.token, timeout_s=60) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
-        request.start()
-        for version in (11, 12):
-            threading.Event().wait(0.3)
-            assert publisher.publish(version, ModuleSource(random_model(seed=version))).failed == {}
-        request.join(60)
-    (choice,) = answers[0]["choices"]
+
+        def update_twice(attempt: int) -> None:
+            for version in (11 + 2 * attempt, 12 + 2 * attempt):
+                assert publisher.publish(version, ModuleSource(random_model(seed=version))).failed == {}
+            last["version"] = str(12 + 2 * attempt)
+
+        answer = generate_across_updates(server, lambda: generate(server, max_tokens=480), update_twice)
+    (choice,) = answer["choices"]
     spans = choice["weight_versions"]
-    assert [span["version"] for span in spans][-1] == "12"
+    assert [span["version"] for span in spans][-1] == last["version"]
     assert len(spans) >= 2
     assert spans[0]["start"] == 0
-    assert spans[-1]["end"] == len(choice["token_ids"]) == 400
+    assert spans[-1]["end"] == len(choice["token_ids"]) == 480
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
 
 

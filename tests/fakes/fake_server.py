@@ -120,6 +120,7 @@ class FakeServer:
         app = web.Application(middlewares=[self._guard])
         routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
+            ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
@@ -164,6 +165,9 @@ class FakeServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=f'vllm:num_requests_running{{model_name="actor"}} {float(self._active)}\n')
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "actor", "object": "model"}]})
