@@ -256,7 +256,7 @@ def test_without_inotify_the_wait_is_bounded(tmp_path: Path) -> None:
     threading.Timer(0.1, lambda: write(tmp_path, 1)).start()
     start = time.monotonic()
     assert len(reader.read(20)) == 1
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 WRITE_FOREVER = """

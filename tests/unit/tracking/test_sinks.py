@@ -91,7 +91,7 @@ def test_a_background_sink_drops_the_oldest_and_never_blocks() -> None:
     start = time.monotonic()
     for n in range(1, 100):
         sink.log(record(n))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
     gate.set()
     sink.finish({})
     assert inner.steps[-3:] == [97, 98, 99] and len(inner.steps) <= 5
