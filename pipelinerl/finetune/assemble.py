@@ -31,7 +31,11 @@ from pipelinerl.finetune.stop_request import StopRequest, stop_on_sigterm
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch
-from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.schedules.drain import Drain
+from pipelinerl.schedules.rounds import takes_turns, update_interval
+from pipelinerl.schedules.turns import DrainedUpdates, Turns
+from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC, TURNS_TOPIC
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.weights.publisher import WeightPublisher
@@ -40,6 +44,7 @@ from pipelinerl.weights.report import ServerAddress
 logger = logging.getLogger(__name__)
 
 PREPROCESSOR = "preprocessor_0"
+ACTOR = "actor_0"
 
 
 def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
@@ -98,12 +103,22 @@ def build_loop(
         reporter = Reporter(messages, fates, metrics, context.incarnation)
         if finetune.send_weight_updates:
             publisher = stack.enter_context(connect_servers(context))
-    stack.enter_context(stop_on_sigterm(stop, reader.wake))
+    drain = drain_of(context, stop, stack) if ranks.is_first and takes_turns(config) else None
+    turns = turns_of(config, ranks, drain) if takes_turns(config) else None
+
+    def wake() -> None:
+        reader.wake()
+        if drain is not None:
+            drain.wake()
+
+    stack.enter_context(stop_on_sigterm(stop, wake))
     return TrainingLoop(
-        config=finetune,
+        config=finetune.model_copy(update={"weight_update_interval": update_interval(config)}),
         backend=backend,
         feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s, lambda: stop.requested),
-        steps=StepRunner(backend, finetune, ranks, schedule_of(finetune), pad_id, reference),
+        steps=StepRunner(
+            backend, finetune, ranks, schedule_of(finetune), pad_id, reference, context.heartbeat.progress
+        ),
         weights=WeightsFeed(backend, ranks, publisher, dtype) if finetune.send_weight_updates else None,
         checkpoints=checkpoints,
         exporter=ModelExporter(
@@ -119,7 +134,26 @@ def build_loop(
         first_probe_tokens=text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size),
         delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
         stop=stop,
+        turns=turns,
     )
+
+
+def drain_of(context: RoleContext, stop: StopRequest, stack: ExitStack) -> Drain:
+    """Rank 0's way to have the actor let its rollouts end."""
+    supervise = context.config.supervise
+    requests = context.streams.writer(TURNS_TOPIC, context.job.name, DrainRequest)
+    answers = context.streams.reader(TURNS_TOPIC, ACTOR, Drained)
+    stack.callback(requests.close)
+    stack.callback(answers.close)
+    timeout_s = context.config.actor.rollout_timeout_s + supervise.weight_sync_timeout_s
+    return Drain(
+        requests, answers, context.incarnation, context.heartbeat, timeout_s, should_stop=lambda: stop.requested
+    )
+
+
+def turns_of(config: RunConfig, ranks: Ranks, drain: Drain | None) -> Turns:
+    """How this rank keeps out of the way of generation."""
+    return DrainedUpdates(drain, agree=lambda answer: bool(ranks.broadcast(int(answer))))
 
 
 def checkpoint_store(context: RoleContext, ranks: Ranks) -> CheckpointStore:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,7 +19,6 @@ import torch
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.optimizer import Schedule
-from pipelinerl.finetune.policy import PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reductions import reduce_diagnostics, reduce_metrics
 from pipelinerl.records import TrainingBatch
@@ -53,7 +52,12 @@ class Reference(Protocol):
 
 
 class StepRunner:
-    """Takes optimizer steps with one backend; `reference` replaces the reference log-probs of the batch."""
+    """Takes optimizer steps with one backend.
+
+    Args:
+        reference: replaces the reference log-probs of the batch.
+        on_micro_batch: called after each micro-batch, as a sign of life: a step can take an hour.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class StepRunner:
         schedule: Schedule,
         pad_id: int = 0,
         reference: Reference | None = None,
+        on_micro_batch: Callable[[], object] = lambda: None,
     ) -> None:
         self._backend = backend
         self._config = config
@@ -70,6 +75,7 @@ class StepRunner:
         self._schedule = schedule
         self._pad_id = pad_id
         self._reference = reference
+        self._on_micro_batch = on_micro_batch
 
     def run(self, batch: TrainingBatch) -> StepResult:
         """Train on `batch` and update the weights. Waits for the other ranks in the last backward."""
@@ -90,7 +96,8 @@ class StepRunner:
             layout = self._backend.policy.layout_of(micro_batch)
             micro_batch = micro_batch.to(self._ranks.device)
             layout = layout.to(self._ranks.device) if layout is not None else None
-            outputs = self._backend.forward(micro_batch, layout)
+            is_last = number == len(micro_batches)
+            outputs = self._backend.forward(micro_batch, layout, is_last=is_last)
             inputs = LossInputs.of(
                 micro_batch,
                 outputs.logprobs,
@@ -99,11 +106,12 @@ class StepRunner:
                 trainer_version=batch.step - 1,
             )
             loss = compute_loss(inputs, self._config.rl, coefficients)
-            self._backend.backward(loss.loss, is_last=number == len(micro_batches))
+            self._backend.backward(_connected(loss.loss, inputs), is_last=is_last)
             metrics = combine([metrics, loss.metrics])
             with torch.no_grad():
                 part = StepDiagnostics.of(inputs, self._config.rl.clamp)
             diagnostics = part if diagnostics is None else diagnostics + part
+            self._on_micro_batch()
         assert diagnostics is not None
         return metrics, diagnostics
 
@@ -135,9 +143,10 @@ class StepRunner:
         )
 
 
-def _connected(loss: torch.Tensor, outputs: PolicyOutputs) -> torch.Tensor:
-    """`loss`, with a zero path to the value head: collectives wait for a gradient of every parameter."""
-    return loss if outputs.values is None else loss + 0.0 * outputs.values.sum()
+def _connected(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """`loss`, with a zero path to the value head: collectives wait for a gradient of every parameter, also where the
+    advantages do not come from it or its loss has no weight."""
+    return loss if inputs.values is None else loss + 0.0 * inputs.values.sum()
 
 
 def _with_reference(batch: MicroBatch, has_reference: bool) -> MicroBatch:

@@ -106,3 +106,18 @@ def test_a_plan_for_another_number_of_ranks_is_made_again(kit):
     runner = StepRunner(PlainBackend(kit.policy(), config, Ranks()), config, Ranks(), schedule_of(config))
     trained = sorted(index for micro_batch in runner.micro_batches(batch) for index in micro_batch.indices)
     assert trained == list(range(16))
+
+
+def test_each_micro_batch_is_a_sign_of_life(kit):
+    beats = []
+    config = kit.config()
+    runner = StepRunner(
+        PlainBackend(kit.policy(), config, Ranks()),
+        config,
+        Ranks(),
+        schedule_of(config),
+        on_micro_batch=lambda: beats.append(1),
+    )
+    batch = kit.batch(kit.samples(3), plan=[[[0], [1], [2]]])
+    runner.accumulate(batch)
+    assert len(beats) == 3
