@@ -1,0 +1,102 @@
+"""One connection between the launchers of two nodes, watched from both ends. Used by `leader` and `follower`.
+
+A thread waits for the peer's messages, at most `timeout_s` for each; another sends a beat every `interval_s`. A peer
+that ends without a word, or falls silent (its node lost power), counts as failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from pipelinerl.errors import EXIT_RUN_FAILED
+from pipelinerl.nodes.messages import MAX_BYTES, Beat, Ended, Message, decode, encode
+
+logger = logging.getLogger(__name__)
+
+
+def send(connection: Connection, message: Message) -> bool:
+    """Whether the message went out; a peer that is gone is noticed by whoever reads from it."""
+    try:
+        connection.send_bytes(encode(message))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def receive(connection: Connection, timeout_s: float) -> Message | None:
+    """The next message; None if none came in time.
+
+    Raises:
+        EOFError or OSError: the peer is gone. msgspec.MsgspecError: it talks nonsense.
+    """
+    if not connection.poll(timeout_s):
+        return None
+    return decode(connection.recv_bytes(MAX_BYTES))
+
+
+class NodeLink:
+    """The authenticated connection to `peer` (a name for messages). `on_end` is called once, from a thread."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        peer: str,
+        on_end: Callable[[Ended], None],
+        interval_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._connection = connection
+        self._peer = peer
+        self._on_end = on_end
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"link to {peer}", daemon=True) for target in (self._read, self._beat)
+        ]
+
+    def start(self) -> NodeLink:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def end(self, ended: Ended) -> None:
+        """Tell the peer how it went and close the connection. May be called twice."""
+        if self._closing.is_set():
+            return
+        self._send(ended)
+        self._closing.set()
+        self._connection.close()
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            send(self._connection, message)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            self._send(Beat())
+
+    def _read(self) -> None:
+        ended = self._wait_for_end()
+        if not self._closing.is_set():
+            self._on_end(ended)
+
+    def _wait_for_end(self) -> Ended:
+        while True:
+            try:
+                message = receive(self._connection, self._timeout_s)
+            except (EOFError, OSError):
+                return Ended("failed", f"{self._peer} is gone: its launcher ended without a word", EXIT_RUN_FAILED)
+            except msgspec.MsgspecError as error:
+                return Ended("failed", f"{self._peer} sent what is no message: {error}", EXIT_RUN_FAILED)
+            if message is None:
+                text = f"{self._peer} sent no sign of life for {self._timeout_s:.0f} s"
+                return Ended("failed", text, EXIT_RUN_FAILED)
+            if isinstance(message, Ended):
+                return message

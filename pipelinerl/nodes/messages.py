@@ -1,0 +1,63 @@
+"""What the launchers of the nodes say to each other. msgspec JSON over an authenticated connection; nothing is pickled.
+
+Node 0 plans and answers a `Hello` with a `Plan` or `Refused`; from then on both sides send `Beat`s, and the first
+`Ended` of either side ends the run on all nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_BYTES = 1 << 20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A node offers itself. `busy_ports` are those of the scanned ranges that it cannot bind."""
+
+    rank: int
+    world_size: int
+    version: str
+    gpus: list[str]
+    cores: int
+    busy_ports: list[int]
+
+
+class Plan(msgspec.Struct, frozen=True, tag="plan"):
+    """Where the plan is: the run directory, on a file system that all nodes share. `token` opens the servers."""
+
+    run_dir: str
+    run_id: str
+    incarnation: int
+    token: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Node 0 cannot use this node."""
+
+    reason: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The launcher lives."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The run is over on the sender's node, and has to be on all."""
+
+    status: Literal["completed", "failed", "interrupted"]
+    reason: str | None
+    exit_code: int
+
+
+Message = Hello | Plan | Refused | Beat | Ended
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises msgspec.MsgspecError for anything that is no message."""
+    return msgspec.json.decode(data, type=Message)

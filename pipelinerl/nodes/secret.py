@@ -1,0 +1,23 @@
+"""The secret by which the nodes of a run know each other: in the environment of all of them and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipelinerl.errors import ConfigError
+
+SECRET_KEY = "PIPELINERL_NODE_SECRET"
+_MIN_CHARACTERS = 16
+
+
+def node_secret(environ: Mapping[str, str]) -> bytes:
+    """The secret as bytes; ConfigError if there is none or it is too short."""
+    secret = environ.get(SECRET_KEY, "")
+    if len(secret) < _MIN_CHARACTERS:
+        raise ConfigError(
+            SECRET_KEY,
+            f"{len(secret)} characters" if secret else None,
+            f"at least {_MIN_CHARACTERS} characters, the same on every node (WORLD_SIZE is above 1)",
+            f"Make one with `openssl rand -hex 16` and export {SECRET_KEY} on all nodes.",
+        )
+    return secret.encode()

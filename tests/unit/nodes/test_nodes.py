@@ -1,0 +1,202 @@
+"""The launchers of several nodes find each other over real sockets, refuse strangers, and learn of each other's end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from pipelinerl import __version__
+from pipelinerl.errors import ConfigError, UserError
+from pipelinerl.nodes.follower import join
+from pipelinerl.nodes.leader import Leader
+from pipelinerl.nodes.link import NodeLink
+from pipelinerl.nodes.messages import Ended, Hello, Plan
+from pipelinerl.nodes.secret import node_secret
+from pipelinerl.supervise.process import Interrupted
+from pipelinerl.world import Cluster
+
+SECRET = b"a secret of sixteen bytes or more"
+PLAN = Plan("/shared/run", "run-1", 0, "token")
+WAIT_S = 30.0
+
+
+def cluster(world_size: int = 2, gpus: tuple[str, ...] = ()) -> Cluster:
+    hosts = tuple(f"127.0.0.{index + 1}" for index in range(world_size))
+    return Cluster(world_size, 0, hosts[0], None, hosts, gpus, 2)
+
+
+def hello(rank: int = 1, **changes: Any) -> Hello:
+    fields = {"world_size": 2, "version": __version__, "gpus": [], "cores": 2, "busy_ports": [8080]}
+    return Hello(rank=rank, **{**fields, **changes})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+class Joining:
+    """A node that joins in a thread."""
+
+    def __init__(self, port: int, said: Hello, secret: bytes = SECRET, timeout_s: float = WAIT_S) -> None:
+        self.error: BaseException | None = None
+        self.plan: Plan | None = None
+        self.connection: Connection | None = None
+        self._call = (port, secret, said, timeout_s)
+        self.thread = threading.Thread(target=self._join, daemon=True)
+        self.thread.start()
+
+    def _join(self) -> None:
+        port, secret, said, timeout_s = self._call
+        try:
+            answer = join("127.0.0.1", port, secret, said, timeout_s, lambda text: None, SimpleQueue())
+            self.connection, self.plan = answer
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            self.error = error
+
+    def done(self) -> Joining:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        return self
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def leader(port: int) -> Iterator[Leader]:
+    with Leader(cluster(), port, SECRET, 0.05, 5.0) as leader:
+        yield leader
+
+
+def ends() -> tuple[SimpleQueue[Ended], Any]:
+    queue: SimpleQueue[Ended] = SimpleQueue()
+    return queue, queue.put
+
+
+def test_nodes_join_before_or_after_the_leader_and_get_the_plan(port: int) -> None:
+    early = Joining(port, hello(1, world_size=3))
+    with Leader(cluster(3), port, SECRET, 0.05, 5.0) as leader:
+        late = Joining(port, hello(2, world_size=3, busy_ports=[9000]))
+        said: list[str] = []
+        nodes = leader.gather(WAIT_S, said.append)
+        assert {rank: node.busy_ports for rank, node in nodes.items()} == {1: [8080], 2: [9000]}
+        leader.send_plan(PLAN, lambda rank, ended: None)
+        assert early.done().plan == late.done().plan == PLAN
+    assert said[0].startswith("waiting for nodes 1, 2 at 127.0.0.1:")
+    assert said[-1].endswith("joined")
+
+
+def joined(leader: Leader, port: int) -> tuple[Connection, SimpleQueue[tuple[int, Ended]]]:
+    """A node that has the plan, and the queue of what the leader hears of ends."""
+    node = Joining(port, hello())
+    leader.gather(WAIT_S, lambda text: None)
+    heard: SimpleQueue[tuple[int, Ended]] = SimpleQueue()
+    leader.send_plan(PLAN, lambda rank, ended: heard.put((rank, ended)))
+    connection = node.done().connection
+    assert connection is not None
+    return connection, heard
+
+
+def test_an_end_on_either_side_reaches_the_other(leader: Leader, port: int) -> None:
+    connection, heard = joined(leader, port)
+    link = NodeLink(connection, "node 0", lambda ended: None, 0.05, 5.0).start()
+    failed = Ended("failed", "finetune_1 was killed by SIGKILL", 1)
+    link.end(failed)
+    assert heard.get(timeout=WAIT_S) == (1, failed)
+
+
+def test_the_leaders_end_reaches_the_node(leader: Leader, port: int) -> None:
+    connection, heard = joined(leader, port)
+    queue, put = ends()
+    NodeLink(connection, "node 0", put, 0.05, 5.0).start()
+    leader.end(Ended("completed", None, 0))
+    assert queue.get(timeout=WAIT_S) == Ended("completed", None, 0)
+    assert heard.empty()
+
+
+def test_l9_a_launcher_that_dies_without_a_word_is_noticed(leader: Leader, port: int) -> None:
+    connection, heard = joined(leader, port)
+    connection.close()  # what the kernel does for a process that was killed
+    rank, ended = heard.get(timeout=WAIT_S)
+    assert (rank, ended.status) == (1, "failed")
+    assert ended.reason == "node 1 (127.0.0.2) is gone: its launcher ended without a word"
+
+
+def test_a_silent_peer_counts_as_gone_and_a_beating_one_does_not(port: int) -> None:
+    with Leader(cluster(), port, SECRET, 0.05, 3.0) as leader:
+        connection, heard = joined(leader, port)
+        queue, put = ends()
+        beating = NodeLink(connection, "node 0", put, 0.05, 3.0).start()
+        beating._threads[0].join(4)  # longer than the time-out: both sides beat, so nobody gives up
+        assert queue.empty() and heard.empty()
+        beating._closing.set()  # the node hangs: it neither beats nor closes
+        rank, ended = heard.get(timeout=WAIT_S)
+        assert (rank, ended.reason) == (1, "node 1 (127.0.0.2) sent no sign of life for 3 s")
+
+
+def test_a_node_without_the_secret_is_told_and_does_not_disturb(leader: Leader, port: int) -> None:
+    stranger = Joining(port, hello(), secret=b"another secret of many bytes").done()
+    assert isinstance(stranger.error, ConfigError) and "PIPELINERL_NODE_SECRET" in str(stranger.error)
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        silent.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        node = Joining(port, hello())
+        assert set(leader.gather(WAIT_S, lambda text: None)) == {1}
+        leader.send_plan(PLAN, lambda rank, ended: None)
+        assert node.done().plan == PLAN
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": "0.0.1"}, "node 1 has pipelinerl 0.0.1"),
+        ({"world_size": 3}, "node 1 has WORLD_SIZE=3, node 0 has 2"),
+        ({"gpus": ["0", "1"]}, "node 1 has the GPUs 0,1, node 0 has none"),
+        ({"rank": 0}, "two launchers have RANK=0"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_on_both_sides(
+    leader: Leader, port: int, changes: dict[str, Any], message: str
+) -> None:
+    node = Joining(port, hello(**changes))
+    with pytest.raises(UserError, match=message):
+        leader.gather(WAIT_S, lambda text: None)
+    assert message in str(node.done().error)
+
+
+def test_missing_nodes_and_a_missing_leader_are_named(leader: Leader, port: int) -> None:
+    with pytest.raises(UserError, match="node 1 did not join at 127"):
+        leader.gather(0.05, lambda text: None)
+    alone = Joining(free_port(), hello(), timeout_s=0.05).done()
+    assert isinstance(alone.error, UserError) and "node 0 does not answer at 127.0.0.1" in str(alone.error)
+
+
+def test_a_signal_ends_both_waits(leader: Leader, port: int) -> None:
+    leader.arrivals.put(Interrupted(2))
+    with pytest.raises(KeyboardInterrupt):
+        leader.gather(WAIT_S, lambda text: None)
+    signals: SimpleQueue[Any] = SimpleQueue()
+    signals.put(Interrupted(2))
+    with pytest.raises(KeyboardInterrupt):
+        join("127.0.0.1", free_port(), SECRET, hello(), WAIT_S, lambda text: None, signals)
+
+
+def test_a_taken_port_is_a_user_error(leader: Leader, port: int) -> None:
+    with pytest.raises(ConfigError, match=r"world\.node_port"), Leader(cluster(), port, SECRET, 1, 1):
+        pass
+
+
+def test_the_secret_must_be_there_and_long_enough() -> None:
+    assert node_secret({"PIPELINERL_NODE_SECRET": "0123456789abcdef"}) == b"0123456789abcdef"
+    for environ in ({}, {"PIPELINERL_NODE_SECRET": "short"}):
+        with pytest.raises(ConfigError, match="at least 16 characters") as caught:
+            node_secret(environ)
+        assert "short" not in str(caught.value)
