@@ -12,7 +12,7 @@ import fcntl
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +45,13 @@ def chosen_port_keys(config: RunConfig) -> frozenset[str]:
     return frozenset(f"world.{key}" for key in _PORT_KEYS if getattr(config.world, key) != fields[key].default)
 
 
+def busy_ports(config: RunConfig, master_port: int, probe: Callable[[int], bool] = can_bind) -> list[int]:
+    """What another node tells the one that plans: ports of the scanned ranges that cannot be bound on this machine."""
+    starts = [master_port, *(getattr(config.world, key) for key in _PORT_KEYS)]
+    scanned = {port for start in starts for port in range(start, min(start + _SCAN, 65536))}
+    return [port for port in sorted(scanned) if not probe(port)]
+
+
 def default_lock_dir() -> Path:
     """Where launchers of this user reserve ports."""
     return Path(tempfile.gettempdir()) / f"pipelinerl-ports-{os.getuid()}"
@@ -52,7 +59,8 @@ def default_lock_dir() -> Path:
 
 @dataclass
 class FreePorts:
-    """A `PortSource` for the node `rank`. Ports of other nodes cannot be probed: they are counted up from `preferred`.
+    """A `PortSource` for the node `rank`. Ports of other nodes cannot be probed: they are counted up from `preferred`,
+    without those that the node called busy (`busy_elsewhere`, by rank).
 
     `lock_dir=None` reserves nothing (a dry run). Use as a context manager: leaving it frees the reservations.
     """
@@ -61,6 +69,7 @@ class FreePorts:
     chosen: Collection[str] = ()
     lock_dir: Path | None = None
     probe: Callable[[int], bool] = can_bind
+    busy_elsewhere: Mapping[int, Collection[int]] = field(default_factory=dict)
     _taken: set[tuple[int, int]] = field(default_factory=set)
     _locks: list[int] = field(default_factory=list)
 
@@ -70,7 +79,7 @@ class FreePorts:
         for port in range(preferred, last):
             if (node_rank, port) in self._taken:
                 continue
-            if node_rank != self.rank or (self.probe(port) and self._reserve(port)):
+            if self._is_free(node_rank, port):
                 self._taken.add((node_rank, port))
                 return port
             if key in self.chosen:
@@ -94,6 +103,11 @@ class FreePorts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _is_free(self, node_rank: int, port: int) -> bool:
+        if node_rank != self.rank:
+            return port not in self.busy_elsewhere.get(node_rank, ())
+        return self.probe(port) and self._reserve(port)
 
     def _reserve(self, port: int) -> bool:
         if self.lock_dir is None:

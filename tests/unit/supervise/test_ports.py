@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.supervise.ports import FreePorts, can_bind, chosen_port_keys
+from pipelinerl.supervise.ports import FreePorts, busy_ports, can_bind, chosen_port_keys
 
 
 def test_a_port_is_handed_out_once_per_node() -> None:
@@ -54,3 +54,12 @@ def test_a_chosen_port_that_is_taken_is_refused() -> None:
 def test_no_free_port_at_all() -> None:
     with pytest.raises(ConfigError, match="a free port from 65500 to 65535"):
         FreePorts(probe=lambda port: False).take(0, 65500, "k")
+
+
+def test_ports_that_another_node_called_busy_are_passed_over_there() -> None:
+    config = RunConfig.model_validate({"output_dir": "x", "world": {"llm_start_port": 18080}})
+    busy = busy_ports(config, 29500, probe=lambda port: port not in (18080, 18081, 29500, 7000))
+    assert busy == [18080, 18081, 29500]
+    ports = FreePorts(probe=lambda port: True, busy_elsewhere={1: busy})
+    assert [ports.take(1, 18080, "k"), ports.take(1, 18080, "k")] == [18082, 18083]
+    assert (ports.take(0, 18080, "k"), ports.take(2, 18080, "k")) == (18080, 18080)
