@@ -85,6 +85,25 @@ def constant_length(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def group_options(config: RunConfig) -> ConfigError | None:
+    """What looks at the spread of a group needs a baseline from it."""
+    rl = config.finetune.rl
+    if rl.advantage_estimator in (*_GROUP_ESTIMATORS, "reinforce_baseline"):
+        return None
+    for key, is_set, reason in (
+        ("divide_advantage_by_std", rl.divide_advantage_by_std, "a group of equal rewards has no spread to divide by"),
+        ("filter_zero_advantage_groups", rl.filter_zero_advantage_groups, "its groups of reward 0 teach something"),
+    ):
+        if is_set:
+            return ConfigError(
+                f"finetune.rl.{key}",
+                True,
+                f"false with finetune.rl.advantage_estimator={rl.advantage_estimator}: {reason}",
+                "Set it to false, or use an estimator with a baseline from the group, such as rloo.",
+            )
+    return None
+
+
 def overlong_limit(config: RunConfig) -> ConfigError | None:
     """A length penalty needs the length at which it is full, and a buffer that lies below it."""
     rl, longest = config.finetune.rl, config.llm.parameters.max_tokens
@@ -238,6 +257,7 @@ RULES = (
     reference_servers,
     value_head,
     constant_length,
+    group_options,
     overlong_limit,
     importance_bounds,
     unpacked_batch,

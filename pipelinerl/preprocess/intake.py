@@ -87,8 +87,12 @@ class Intake:
     def _with_reference(
         self, checked: list[tuple[list[Sample], list[Rejection]]], add_reference: ReferenceScorer
     ) -> list[tuple[list[Sample], list[Rejection]]]:
-        """Reference log-probs for all samples of all groups in one go; those too long to train are spared."""
-        wanted = [s for good, _ in checked for s in good if s.num_trained_tokens and fits(s, self._config)]
+        """Reference log-probs for all samples of all groups in one go. Those too long to train are spared, unless KL
+        is part of the reward: theirs stays in the baseline."""
+        all_lengths = self._config.rl.reward_minus_kl_coef > 0
+        wanted = [
+            s for good, _ in checked for s in good if s.num_trained_tokens and (all_lengths or fits(s, self._config))
+        ]
         scored = {old.id: new for old, new in zip(wanted, add_reference(wanted), strict=True)}
         result = []
         for good, rejections in checked:

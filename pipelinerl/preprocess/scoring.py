@@ -36,7 +36,9 @@ def score_group(samples: Sequence[Sample], extra_rewards: Sequence[float], rl: R
     advantages = [0.0] * len(samples)
     for positions, of_rollout in zip(rollouts.values(), values, strict=False):
         for position, value in zip(positions, of_rollout, strict=True):
-            advantages[position] = max(value, 0.0) if rl.relu_log_p_weights else value
+            advantages[position] = value
+    if rl.relu_log_p_weights and not is_batch_normalized(rl):
+        advantages = [max(value, 0.0) for value in advantages]
     return [ScoredSample(sample=s, advantages=[a]) for s, a in zip(samples, advantages, strict=True)]
 
 
@@ -52,6 +54,9 @@ def normalize_step(scored: Sequence[ScoredSample], rl: RLConfig) -> list[ScoredS
     if not is_batch_normalized(rl):
         return list(scored)
     values = normalize_batch([s.advantages[0] for s in scored], [s.sample.num_trained_tokens for s in scored])
+    if rl.relu_log_p_weights:
+        # Here and not before: subtracting the mean would make negative ones again.
+        values = [max(value, 0.0) for value in values]
     return [ScoredSample(sample=s.sample, advantages=[value]) for s, value in zip(scored, values, strict=True)]
 
 

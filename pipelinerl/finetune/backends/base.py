@@ -26,9 +26,15 @@ class Backend(Protocol):
     policy: PolicyModel
 
     def forward(
-        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+        self,
+        batch: MicroBatch,
+        layout: SegmentLayout | None,
+        temperature: float | None = None,
+        *,
+        is_last: bool = True,
     ) -> PolicyOutputs:
-        """Outputs of one micro-batch on this rank's device. All ranks call it equally often."""
+        """Outputs of one micro-batch on this rank's device. All ranks call it equally often. `is_last` as in
+        `backward`, for libraries that have to know it before."""
         ...
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:

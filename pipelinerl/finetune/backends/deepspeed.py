@@ -67,7 +67,12 @@ class DeepSpeedBackend:
                 deepspeed.zero.register_external_parameter(policy, parameter)
 
     def forward(
-        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+        self,
+        batch: MicroBatch,
+        layout: SegmentLayout | None,
+        temperature: float | None = None,
+        *,
+        is_last: bool = True,
     ) -> PolicyOutputs:
         outputs: PolicyOutputs = self.engine(batch, layout, temperature)
         return outputs

@@ -58,7 +58,12 @@ class FSDPBackend:
         self._optimizer = make_adamw(self._named, config.finetune)
 
     def forward(
-        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+        self,
+        batch: MicroBatch,
+        layout: SegmentLayout | None,
+        temperature: float | None = None,
+        *,
+        is_last: bool = True,
     ) -> PolicyOutputs:
         outputs: PolicyOutputs = self.policy(batch, layout, temperature)
         if not torch.is_grad_enabled():

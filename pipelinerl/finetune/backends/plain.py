@@ -46,17 +46,23 @@ class PlainBackend:
             self._module = DistributedDataParallel(policy, device_ids=device_ids)
 
     def forward(
-        self, batch: MicroBatch, layout: SegmentLayout | None, temperature: float | None = None
+        self,
+        batch: MicroBatch,
+        layout: SegmentLayout | None,
+        temperature: float | None = None,
+        *,
+        is_last: bool = True,
     ) -> PolicyOutputs:
-        outputs: PolicyOutputs = self._module(batch, layout, temperature)
+        module = self._module
+        # DDP decides in the forward pass whether the backward pass that follows adds up over ranks.
+        reduces_later = isinstance(module, DistributedDataParallel) and not is_last
+        with module.no_sync() if reduces_later else nullcontext():  # type: ignore[operator]
+            outputs: PolicyOutputs = module(batch, layout, temperature)
         return outputs
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        module = self._module
-        reduces_later = isinstance(module, DistributedDataParallel) and not is_last
-        with module.no_sync() if reduces_later else nullcontext():  # type: ignore[operator]
-            # DDP averages gradients over ranks; the shares of the loss are meant to be summed.
-            (loss * self._ranks.world_size).backward()
+        # DDP averages gradients over ranks; the shares of the loss are meant to be summed.
+        (loss * self._ranks.world_size).backward()
 
     def step(self, learning_rate_factor: float) -> float:
         gradients = [parameter.grad for _, parameter in self._named if parameter.grad is not None]

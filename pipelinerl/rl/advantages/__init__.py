@@ -19,6 +19,8 @@ from pipelinerl.rl.advantages.reinforce_baseline import reinforce_baseline
 from pipelinerl.rl.advantages.rloo import rloo
 from pipelinerl.rl.advantages.step_rewards import discounted_returns
 
+GROUP_BASELINES = ("rloo", "grpo", "dr_grpo", "reinforce_baseline")
+
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "rloo": rloo,
     "grpo": grpo,
@@ -32,6 +34,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 def group_advantages(rewards: GroupRewards, estimator: str, divide_advantage_by_std: bool = False) -> Advantages:
     """Advantages of one group: `[rollout][sample]` like `rewards`.
 
+    Without a baseline from the group nothing is divided: a group of equal rewards has no spread to divide by.
+
     Raises:
         ValueError: unknown estimator, or a rollout without samples.
     """
@@ -42,13 +46,14 @@ def group_advantages(rewards: GroupRewards, estimator: str, divide_advantage_by_
     if not all(rewards):
         raise ValueError("group_advantages: got a rollout without samples, expected at least one reward each")
     advantages = ADVANTAGES[estimator](rewards)
-    if divide_advantage_by_std and estimator != "grpo":
+    if divide_advantage_by_std and estimator in GROUP_BASELINES and estimator != "grpo":
         return divide_by_std(advantages, rewards)
     return advantages
 
 
 __all__ = [
     "ADVANTAGES",
+    "GROUP_BASELINES",
     "AdvantageFunction",
     "Advantages",
     "GroupRewards",

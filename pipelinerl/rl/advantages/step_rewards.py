@@ -3,7 +3,8 @@
     G_k = r_k + gamma * r_{k+1} + gamma^2 * r_{k+2} + ...        gamma = finetune.rl.gamma
 
 A domain that rewards single turns marks its samples with `metadata["step_reward"] = True`; their rewards then become
-returns before any baseline. The group's baseline compares whole rollouts: R_i is the return of the first turn.
+returns before any baseline. The group's baseline compares whole rollouts: R_i is the mean return of its turns
+(`base.rollout_rewards`).
 """
 
 from __future__ import annotations

@@ -20,6 +20,10 @@ CASES = {
         ["finetune.rl.aggregation=constant_length"],
         "Set it to llm.parameters.max_tokens, which is 8192.",
     ),
+    "group_options": (
+        ["finetune.rl.advantage_estimator=reinforce", "finetune.rl.filter_zero_advantage_groups=true"],
+        "finetune.rl.filter_zero_advantage_groups: got True, expected false with finetune.rl.advantage_estimator=rein",
+    ),
     "overlong_limit": (
         ["finetune.rl.overlong_buffer_tokens=10"],
         "finetune.rl.overlong_limit_tokens: got None, expected a number of tokens",
@@ -105,6 +109,7 @@ def test_the_rule_refuses(name: str) -> None:
         ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1"],
         ["finetune.rl.final_kl_coef=0.1", "world.num_preprocessor_llms=1"],
         ["finetune=ppo"],
+        ["finetune.rl.divide_advantage_by_std=true"],
         ["finetune.rl.overlong_buffer_tokens=10", "finetune.rl.overlong_limit_tokens=10"],
         ["finetune.rl.aggregation=constant_length", "finetune.rl.constant_length_tokens=100"],
         ["finetune.seq_packing=false", "world.num_finetune_ranks=4"],

@@ -24,7 +24,7 @@ def test_layout_by_hand():
 
 @pytest.mark.parametrize("attention", ["pipelinerl_segments", "sdpa", "eager"])
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_packed_equals_alone(kit, family, attention):
+def test_m3_packed_equals_alone(kit, family, attention):
     policy = kit.policy(family, attention=attention)
     assert forward_difference(policy) < 1e-5
     assert packing_difference(policy) < 1e-5
@@ -55,7 +55,7 @@ def test_a_sliding_window_is_kept_inside_samples():
     torch.testing.assert_close(results["pipelinerl_segments"], results["eager"], atol=1e-5, rtol=0)
 
 
-def test_no_gradient_crosses_a_border(kit):
+def test_m3_no_gradient_crosses_a_border(kit):
     """The log-probs of the second sample do not depend on the embeddings of the first."""
     policy = kit.policy()
     batch = token_batch([[1, 2, 3], [4, 5, 6, 7]], torch.device("cpu"))

@@ -72,7 +72,7 @@ def gradient_on_one_rank(kit, samples, plan=None, **config_changes):
         pytest.param("fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_train_as_one(kit, tmp_path, backend):
+def test_m2_two_ranks_train_as_one(kit, tmp_path, backend):
     run_ranks(backend, tmp_path)
     results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2)]
     for rank in range(2):
@@ -111,7 +111,7 @@ def test_two_ranks_train_as_one(kit, tmp_path, backend):
         ),
     ],
 )
-def test_the_gradient_is_the_same_however_the_batch_is_packed_split_and_spread(kit, tmp_path, backend, world_size):
+def test_m2_the_gradient_is_the_same_however_the_batch_is_packed_split_and_spread(kit, tmp_path, backend, world_size):
     """64 uneven samples, 8 of them fully masked, against the same samples one by one in rows of their own."""
     run_ranks(backend, tmp_path, world_size, script=MATRIX_SCRIPT)
     alone = [[[k] for k in range(64)]]

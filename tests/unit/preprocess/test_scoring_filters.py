@@ -15,7 +15,7 @@ def advantages(samples, rl=None, extra=()):
     return [item.advantages[0] for item in score_group(samples, list(extra), rl or RLConfig())]
 
 
-def test_turns_of_a_rollout_share_its_advantage_and_count_once():
+def test_m5_turns_of_a_rollout_share_its_advantage_and_count_once():
     # Rollout 0: three turns with reward 1; rollouts 1 and 2: one turn with 0 and 0.5.
     samples = [sample(f"g/r0/s{k}", 1.0) for k in range(3)] + [sample("g/r1/s0", 0.0), sample("g/r2/s0", 0.5)]
     assert advantages(samples) == pytest.approx([0.75, 0.75, 0.75, -0.75, 0.0])
@@ -56,6 +56,13 @@ def test_rewards_in_place_of_advantages_and_relu():
     samples = [sample("g/r0/s0", 1.0), sample("g/r1/s0", -2.0)]
     assert advantages(samples, RLConfig(use_advantages=False)) == [1.0, -2.0]
     assert advantages(samples, RLConfig(relu_log_p_weights=True)) == [3.0, 0.0]
+
+
+def test_negative_weights_are_cut_behind_the_normalisation():
+    # Advantages 0.5 and -0.5 of equal length: normalised 1 and -1. Cut before, they would come out as 1 and -1 again.
+    rl = RLConfig(advantage_estimator="reinforce_baseline", relu_log_p_weights=True)
+    scored = score_group([sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0)], [], rl)
+    assert [s.advantages[0] for s in normalize_step(scored, rl)] == pytest.approx([1.0, 0.0])
 
 
 def test_batch_normalisation_only_where_asked():

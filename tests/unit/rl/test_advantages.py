@@ -30,7 +30,7 @@ def single(rewards):
         ("reinforce_baseline", [0.75, -0.25, -0.25, -0.25]),
     ],
 )
-def test_one_success_in_four(name, expected):
+def test_m1_one_success_in_four(name, expected):
     got = group_advantages(single([1, 0, 0, 0]), name)
     assert [row[0] for row in got] == pytest.approx(expected)
 
@@ -40,13 +40,19 @@ def test_one_success_in_four(name, expected):
 @pytest.mark.parametrize(
     "rewards", [[0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], [1.0] * 5, [0.0] * 3, [-1.7] * 7, [1e-9, 1e-9], [0.7]]
 )
-def test_equal_rewards_give_exactly_zero(name, divide, rewards):
+def test_m1_equal_rewards_give_exactly_zero(name, divide, rewards):
     assert group_advantages(single(rewards), name, divide) == [[0.0]] * len(rewards)
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gae"])
+def test_m1_without_a_baseline_nothing_is_divided_by_the_spread(name):
+    # Equal rewards have a standard deviation of 0: dividing by it (+ 1e-4) would make advantages of 10,000.
+    assert group_advantages(single([1.0, 1.0, 1.0]), name, True) == [[1.0]] * 3
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3), min_size=1, max_size=9), st.booleans())
-def test_finite_and_bounded(name, rewards, divide):
+def test_m1_finite_and_bounded(name, rewards, divide):
     flat = [a for row in group_advantages(rewards, name, divide) for a in row]
     assert all(math.isfinite(a) for a in flat)
     span = max(abs(r) for row in rewards for r in row)
@@ -68,7 +74,7 @@ def test_rloo_is_dr_grpo_times_n_over_n_minus_1(rewards):
 
 
 @pytest.mark.parametrize("name", BASELINED)
-def test_a_rollout_counts_once_however_many_samples_it_has(name):
+def test_m5_a_rollout_counts_once_however_many_samples_it_has(name):
     one = group_advantages([[1.0], [0.0], [0.5]], name)
     many = group_advantages([[1.0] * 7, [0.0], [0.5] * 3], name)
     assert [row[0] for row in one] == pytest.approx([row[0] for row in many])

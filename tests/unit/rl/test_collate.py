@@ -15,7 +15,7 @@ A = scored(make_sample([1, 2], [3, 4], logprobs=[-0.1, -0.2], spans=[(3, 0, 1), 
 B = scored(make_sample([5], [6], logprobs=[-0.3], sample_id="0-1/r0/s0"), [-1.0])
 
 
-def test_packed_row():
+def test_m3_packed_row():
     mb = collate([A, B], [0, 1], scale=step_scale([A, B]), packed=True, pad_id=0)
     assert mb.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
     assert mb.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
@@ -31,7 +31,7 @@ def test_packed_row():
     assert (mb.num_segments, mb.step_tokens, mb.num_tokens) == (2, 3, 6)
 
 
-def test_padded_rows_hold_the_same_values():
+def test_m3_padded_rows_hold_the_same_values():
     mb = collate([A, B], [0, 1], scale=step_scale([A, B]), packed=False, pad_id=9)
     assert mb.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
     assert mb.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
