@@ -18,6 +18,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.domains.datasets import Problem, ProblemSets, load_problem_sets
 from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
 from pipelinerl.errors import DomainError
+from pipelinerl.servers.environment_target import check_environment
 
 MAX_VALIDATED = 200
 _NEARLY = 1 - 1e-6
@@ -41,6 +42,7 @@ def checked_problems(config: RunConfig) -> ProblemSets:
     check_config = domain_function(config, "check_config")
     if check_config is not None:
         check_config(config)
+    check_environment(config)
     return load_problem_sets(config)
 
 

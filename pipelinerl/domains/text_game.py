@@ -1,15 +1,14 @@
 """Plays any game that takes text and gives text with a model: the rollout of the adapters for environment packages.
 
-Called by the rollout functions of `gymnasium_text` and `textarena`. The game's own code runs in a thread, since it may
-block; waits for it and for the model, turn by turn.
+Called by the rollout functions of `gymnasium_text` and `textarena`, and by user code. The game's own code may block: it
+runs in an environment service of the run if there is one, otherwise in a thread. Waits for it and for the model, turn
+by turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import aiohttp
@@ -18,26 +17,20 @@ from omegaconf import DictConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.servers.environments import current_environments
+from pipelinerl.servers.game_messages import GameStep, TextGame, as_step, error_of, load_game, text_game
+
+__all__ = ["GameStep", "TextGame", "play", "seeded_problems", "text_game"]
 
 
-@dataclass(frozen=True)
-class GameStep:
-    """What came of an action: the next text for the model, the reward of this step, and whether the game is over."""
+class _Game(Protocol):
+    """A game in progress, wherever it runs."""
 
-    observation: str
-    reward: float
-    done: bool
-    valid: bool = True
+    async def start(self) -> str: ...
 
+    async def act(self, action: str) -> GameStep: ...
 
-class TextGame(Protocol):
-    """A game in progress."""
-
-    def start(self) -> str: ...
-
-    def act(self, action: str) -> GameStep: ...
-
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 async def play(
@@ -45,19 +38,23 @@ async def play(
     llm: TrainableLLM,
     problem: dict[str, Any],
     session: aiohttp.ClientSession,
-    make_game: Callable[[], TextGame],
+    game_class: str | type,
 ) -> RolloutResult:
     """Play one game of at most `problem["max_turns"]` turns; its reward is the sum over steps.
 
     A success is a reward of at least `problem["success_reward"]`. A game that outgrows the model's context ends there.
+
+    Args:
+        game_class: class of the game, called with the problem, or its dotted path. For an environment service it is
+            marked with `@text_game` and stands at the top of a module.
     """
     started = time.monotonic()
     system = cfg.actor.system_prompt
     chat = llm.chat(session, messages=[{"role": "system", "content": system}] if system else [])
-    game = await asyncio.to_thread(make_game)
+    game = await _begin(game_class, problem)
     reward, valid, done, overflow = 0.0, True, False, False
     try:
-        observation = await asyncio.to_thread(game.start)
+        observation = await game.start()
         for _ in range(int(problem["max_turns"])):
             try:
                 call = await chat.ask(observation)
@@ -66,14 +63,14 @@ async def play(
                     raise
                 overflow = True
                 break
-            step = await asyncio.to_thread(game.act, call.output.content or "")
+            step = await game.act(call.output.content or "")
             reward += step.reward
             valid = valid and step.valid
             observation, done = step.observation, step.done
             if done:
                 break
     finally:
-        await asyncio.to_thread(game.close)
+        await game.close()
     metrics = BaseMetrics(
         reward=reward,
         success=reward >= float(problem["success_reward"]),
@@ -87,6 +84,34 @@ async def play(
         latency=time.monotonic() - started,
         dataset_name=problem["dataset"],
     )
+
+
+async def _begin(game_class: str | type, problem: dict[str, Any]) -> _Game:
+    environments = current_environments()
+    if environments:
+        path = game_class if isinstance(game_class, str) else f"{game_class.__module__}.{game_class.__qualname__}"
+        return await environments.open_game(path, problem)
+    made = load_game(game_class, marked=False) if isinstance(game_class, str) else game_class
+    return _LocalGame(await asyncio.to_thread(made, problem))
+
+
+class _LocalGame:
+    """A game in threads of this process."""
+
+    def __init__(self, game: TextGame) -> None:
+        self._game = game
+
+    async def start(self) -> str:
+        return await asyncio.to_thread(self._game.start)
+
+    async def act(self, action: str) -> GameStep:
+        step = as_step(await asyncio.to_thread(self._game.act, action))
+        if isinstance(step, GameStep):
+            return step
+        raise error_of(step)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._game.close)
 
 
 def seeded_problems(

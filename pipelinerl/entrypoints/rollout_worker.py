@@ -23,7 +23,6 @@ from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
 if TYPE_CHECKING:
     from pipelinerl.config import RunConfig
     from pipelinerl.llm import TrainableLLM
-    from pipelinerl.world import WorldMap
 
 _MODEL_NAME = "actor"
 # Objects made before the collector looks at the young ones (default 700), and rounds before it looks at older ones.
@@ -83,6 +82,7 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
     from pipelinerl.domains.registry import load_rollout_function
     from pipelinerl.llm.tokenizer import load_tokenizer
     from pipelinerl.servers.client import open_verifier
+    from pipelinerl.servers.environments import open_environments
     from pipelinerl.supervise.context import TOKEN_KEY
     from pipelinerl.supervise.identity import read_identity
     from pipelinerl.supervise.run_dir import RunDir
@@ -98,23 +98,25 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
         await writer.drain()
         raise
     world = WorldMap.from_json(files.world_file.read_bytes())
+    plan_urls = [job.url for job in world.jobs_of("actor_llm") if job.url is not None]
     tokenizer = load_tokenizer(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
     worker = RolloutWorker(
         function=function,
         cfg=to_dictconfig(config),
-        training_llms=make_llms(config, world, tokenizer, evaluation=False),
-        evaluation_llms=make_llms(config, world, tokenizer, evaluation=True),
+        training_llms=make_llms(config, plan_urls, tokenizer, evaluation=False),
+        evaluation_llms=make_llms(config, plan_urls, tokenizer, evaluation=True),
         incarnation=read_identity(files.identity_file).incarnation,
         reader=reader,
         writer=writer,
         block_limit_s=block_limit_s,
     )
-    urls = [job.url for job in world.jobs_of("verifier") if job.url is not None]
-    async with open_verifier(config.verifier, urls, os.environ.get(TOKEN_KEY, "")):
+    token = os.environ.get(TOKEN_KEY, "")
+    urls = {kind: [job.url for job in world.jobs_of(kind) if job.url] for kind in ("verifier", "environment")}
+    async with open_verifier(config.verifier, urls["verifier"], token), open_environments(urls["environment"], token):
         await worker.run()
 
 
-def make_llms(config: RunConfig, world: WorldMap, tokenizer: Any, *, evaluation: bool) -> list[TrainableLLM]:
+def make_llms(config: RunConfig, urls: Sequence[str], tokenizer: Any, *, evaluation: bool) -> list[TrainableLLM]:
     """Return one handle per server. Evaluations do not train, so they ask for no log-probs, which cost the server."""
     from pipelinerl.llm import TrainableLLM
     from pipelinerl.llm.parameters import sampling_parameters
@@ -123,7 +125,7 @@ def make_llms(config: RunConfig, world: WorldMap, tokenizer: Any, *, evaluation:
     section = config.test_llm if evaluation else config.llm
     llms = [
         TrainableLLM(
-            base_url=job.url,
+            base_url=url,
             model_name=_MODEL_NAME,
             tokenizer=tokenizer,
             parameters=sampling_parameters(section.parameters),
@@ -132,8 +134,7 @@ def make_llms(config: RunConfig, world: WorldMap, tokenizer: Any, *, evaluation:
             request_timeout_s=config.actor.request_timeout_s,
             max_retries=config.actor.max_retries,
         )
-        for job in world.jobs_of("actor_llm")
-        if job.url is not None
+        for url in urls
     ]
     # One renderer for all: its cache serves every server.
     for llm in llms[1:]:

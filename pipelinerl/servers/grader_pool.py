@@ -7,11 +7,6 @@ answer. The event loop itself never grades.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,6 +15,7 @@ from typing import Self
 
 import msgspec
 
+from pipelinerl.servers.children import Child, start_child
 from pipelinerl.servers.messages import (
     Grade,
     GradeAnswer,
@@ -40,9 +36,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(eq=False)
 class _Process:
-    process: asyncio.subprocess.Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    child: Child
     loaded: set[str] = field(default_factory=set)
     num_graded: int = 0
 
@@ -146,8 +140,8 @@ class GraderPool:
     ) -> Grade | GradeFailed | Loaded:
         try:
             async with asyncio.timeout(timeout_s):
-                process.writer.write(frame(payload))
-                answer = await read_payload(process.reader)
+                process.child.writer.write(frame(payload))
+                answer = await read_payload(process.child.reader)
         except TimeoutError:
             return GradeFailed("grader_timeout", f"{what} took more than {timeout_s:g} s and was killed")
         except ConnectionError:
@@ -160,42 +154,12 @@ class GraderPool:
             return GradeFailed("grader_bad_result", f"{what}: not a grade: {error}")
 
     async def _start(self) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pipelinerl.servers.grader_process"),
-                *("--fd", str(theirs.fileno()), "--parent", str(os.getpid())),
-                *("--memory-bytes", str(self._memory_bytes)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**_without_secrets(os.environ), "OMP_NUM_THREADS": "1", "PYTHONPATH": _import_path()},
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        process = _Process(child, reader, writer)
+        process = _Process(await start_child("pipelinerl.servers.grader_process", self._memory_bytes))
         self._all.add(process)
         return process
 
     async def _end(self, process: _Process) -> None:
-        """Kill the process and all that it started, and wait until it is gone."""
         self._all.discard(process)
         if process in self._idle:
             self._idle.remove(process)
-        process.writer.close()
-        if process.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.process.pid, signal.SIGKILL)
-        await process.process.wait()
-
-
-def _without_secrets(environ: os._Environ[str]) -> dict[str, str]:
-    """Graders handle text from strangers: keys and tokens stay out of their reach."""
-    words = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL", "REDIS_URL", "DEATH_FD")
-    return {key: value for key, value in environ.items() if not any(word in key.upper() for word in words)}
-
-
-def _import_path() -> str:
-    """Graders are found where this process finds its modules."""
-    return os.pathsep.join(folder for folder in sys.path if folder)
+        await process.child.end()

@@ -1,26 +1,20 @@
 """One grader process: takes a request from its socket, grades, answers. Started by `GraderPool`, never by hand.
 
-A single thread, so that a deadline can interrupt a grader that spins in Python; one that blocks in an extension is
-killed by the pool a moment later. Waits for the next request. Ends when the socket or its parent is gone.
+Waits for the next request. Ends when the socket or its parent is gone.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import ctypes
 import os
-import resource
-import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from pipelinerl.errors import DomainError
+from pipelinerl.servers.child_main import DeadlineReached, deadline, run_child
 from pipelinerl.servers.marking import GraderFunction, load_grader
 from pipelinerl.servers.messages import (
     GradeAnswer,
@@ -34,8 +28,6 @@ from pipelinerl.servers.messages import (
     receive_payload,
 )
 
-_PR_SET_PDEATHSIG = 1
-_REPEAT_S = 0.05  # code that swallows the interruption meets it again
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _FORBIDDEN = (
     "subprocess.",
@@ -50,10 +42,6 @@ _FORBIDDEN = (
 )
 _FORBIDDEN_FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "shutil.")
 _TRACE_LINES = 3
-
-
-class DeadlineReached(BaseException):
-    """Raised inside the grader. Not an `Exception`, so that `except Exception` does not stop it."""
 
 
 class Confinement:
@@ -83,7 +71,6 @@ class GraderProcess:
 
     def serve(self) -> None:
         """Answer requests one by one."""
-        signal.signal(signal.SIGALRM, _interrupt)
         while (payload := receive_payload(self._connection)) is not None:
             message = self._decode(payload)
             answer = self._load(message.grader) if isinstance(message, Load) else self._grade(message)
@@ -105,7 +92,7 @@ class GraderProcess:
     def _grade_in_time(self, request: GradeRequest) -> GradeAnswer:
         function, confined = self._graders[request.grader]
         try:
-            with _deadline(request.timeout_s or 0.0):
+            with deadline(request.timeout_s or 0.0):
                 self._confinement.is_on = confined
                 return as_grade(function(request.text, request.problem, **request.params))
         except MemoryError:
@@ -117,42 +104,9 @@ class GraderProcess:
             self._confinement.is_on = False
 
 
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _interrupt(signum: int, stack: object) -> None:
-    raise DeadlineReached
-
-
-def _limit(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _end_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the pool")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the pool")
-    parser.add_argument("--memory-bytes", type=int, required=True)
-    arguments = parser.parse_args()
-    if sys.platform == "linux":
-        _end_with_parent(arguments.parent)
-    _limit(arguments.memory_bytes)
-    with socket.socket(fileno=arguments.fd) as connection:
-        GraderProcess(connection, Confinement()).serve()
-    return 0
+    confinement = Confinement()
+    return run_child(lambda connection: GraderProcess(connection, confinement).serve())
 
 
 if __name__ == "__main__":

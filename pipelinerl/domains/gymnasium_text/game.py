@@ -8,12 +8,13 @@ from typing import Any
 import gymnasium
 
 from pipelinerl.domains.answers import after_thinking, tagged_answer, whole_number
-from pipelinerl.domains.text_game import GameStep
 from pipelinerl.errors import DomainError
+from pipelinerl.servers.game_messages import GameStep, text_game
 
 _HELP = "Answer with <action>your action</action>."
 
 
+@text_game
 class GymnasiumGame:
     """An episode of `problem["env_id"]` with the seed of `problem`.
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import textarena
 
-from pipelinerl.domains.text_game import GameStep
 from pipelinerl.errors import DomainError
+from pipelinerl.servers.game_messages import GameStep, text_game
 
 
+@text_game
 class TextArenaGame:
     """A match of `problem["env_id"]` with the seed of `problem`.
 

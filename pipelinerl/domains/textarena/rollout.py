@@ -8,7 +8,6 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.domains.text_game import play
-from pipelinerl.domains.textarena.game import TextArenaGame
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
@@ -17,4 +16,4 @@ async def generate_textarena_rollout(
     cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
 ) -> RolloutResult:
     """Play one match; the reward is the one at its end."""
-    return await play(cfg, llm, problem, session, lambda: TextArenaGame(problem))
+    return await play(cfg, llm, problem, session, "pipelinerl.domains.textarena.game.TextArenaGame")

@@ -127,7 +127,7 @@ async def test_a_process_is_replaced_after_its_uses(monkeypatch: pytest.MonkeyPa
         pids = set()
         for _ in range(4):
             await grade(pool, "exact", "4")
-            pids.update(process.process.pid for process in pool._all)
+            pids.update(process.child.process.pid for process in pool._all)
         assert len(pids) == 2
 
 
