@@ -5,9 +5,12 @@ Imported by user code, also inside game processes: the client of the servers is 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.servers.game_messages import GameStep, TextGame, text_game
+
+if TYPE_CHECKING:
+    from pipelinerl.domains.text_game import play
 
 __all__ = ["GameStep", "TextGame", "play", "text_game"]
 
