@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 import torch
@@ -58,7 +59,8 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
         torch.set_num_threads(max(context.job.cores, 1))
     torch.manual_seed(config.finetune.seed)
     with ExitStack() as stack:
-        ranks = start_ranks(environ, context.world.device, config.supervise.progress_timeout_s)
+        timeout_s = config.supervise.progress_timeout_s
+        ranks = start_ranks(environ, context.world.device, timeout_s, meeting_file(context))
         stack.callback(ranks.close)
         policy = load_policy(config, ranks.device)
         # Before the backend: it may shard or wrap the policy.
@@ -154,6 +156,13 @@ def drain_of(context: RoleContext, stop: StopRequest, stack: ExitStack) -> Drain
 def turns_of(config: RunConfig, ranks: Ranks, drain: Drain | None) -> Turns:
     """How this rank keeps out of the way of generation."""
     return DrainedUpdates(drain, agree=lambda answer: bool(ranks.broadcast(int(answer))))
+
+
+def meeting_file(context: RoleContext) -> Path | None:
+    """Where the ranks of one machine meet in this start of the run; None if there are several machines."""
+    if context.world.world_size > 1:
+        return None
+    return context.run_dir.finetune / f".ranks-{context.run_id}-{context.incarnation}"
 
 
 def checkpoint_store(context: RoleContext, ranks: Ranks) -> CheckpointStore:

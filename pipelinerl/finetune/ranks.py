@@ -1,8 +1,10 @@
 """The trainer's process group and device: who this rank is, and the few collectives that the parts need.
 
-Called once by the entry point; the parts receive the `Ranks`. Accelerate sets up gloo (CPU) or NCCL (GPU) from the
-environment that the launcher prepared (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). A collective waits for
-the other ranks, at most `timeout_s`.
+Called once by the entry point; the parts receive the `Ranks`. The launcher prepared the environment (RANK, WORLD_SIZE,
+LOCAL_RANK). Ranks of one machine meet through a file: the first one listens at a port that the system picks, and
+writes it there when it listens. A port that is chosen before could be taken meanwhile, and a rank that connects to a
+port nobody listens at can even reach itself. Ranks of several machines meet at MASTER_ADDR and MASTER_PORT,
+with Accelerate. A collective waits for the other ranks, at most `timeout_s`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from pipelinerl.errors import ConfigError
+
+_LOOPBACK = "127.0.0.1"
+_PORT_KEY = "port"
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,14 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float) -> Ranks:
+def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeting_file: Path | None = None) -> Ranks:
     """Join the process group that `environ` describes and pick this rank's device.
 
     Args:
         device: `cpu` or `cuda`.
         timeout_s: longest wait of one collective.
+        meeting_file: where ranks of one machine meet; no other start may ever use the same path. None: at MASTER_ADDR
+            and MASTER_PORT.
 
     Raises:
         ConfigError: `cuda` was asked for and this process sees no GPU.
@@ -87,10 +95,35 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float) -> Ra
             torch.cuda.set_device(0)
         return Ranks(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
 
-    from accelerate import PartialState
+    timeout = timedelta(seconds=timeout_s)
+    if meeting_file is None:
+        from accelerate import PartialState
 
-    state = PartialState(cpu=device == "cpu", timeout=timedelta(seconds=timeout_s))
-    return Ranks(state.process_index, state.num_processes, state.device)
+        state = PartialState(cpu=device == "cpu", timeout=timeout)
+        return Ranks(state.process_index, state.num_processes, state.device)
+    rank = int(environ["RANK"])
+    own_device = torch.device("cpu")
+    if device == "cuda":
+        # A process may see the cards of all ranks of the machine, or its own alone.
+        own_device = torch.device("cuda", int(environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(own_device)
+    store = _meet(meeting_file, rank, world_size, timeout)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return Ranks(rank, world_size, own_device)
+
+
+def _meet(file: Path, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store of the process group. Waits until the first rank listens; `file` is gone when all have read it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    notice = dist.FileStore(str(file), world_size)
+    notice.set_timeout(timeout)
+    if rank == 0:
+        store = dist.TCPStore(_LOOPBACK, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        notice.set(_PORT_KEY, str(store.port))
+        return store
+    port = int(notice.get(_PORT_KEY))
+    return dist.TCPStore(_LOOPBACK, port, world_size, is_master=False, timeout=timeout)
 
 
 def ensure_process_group(ranks: Ranks) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from fakes.rank_group import run_ranks
 from safetensors.torch import load_file
 
 from pipelinerl.config import RunConfig
@@ -80,20 +78,9 @@ def test_bf16_products_give_almost_the_fp32_gradient(helpers: ModuleType, tmp_pa
 def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend: str) -> None:
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = {**os.environ, **{key: str(value) for key, value in group.items()}}
-        # One card is visible to each process, as the launcher arranges it.
-        env["CUDA_VISIBLE_DEVICES"] = str(rank)
-        command = [sys.executable, str(FOLDER / "rank_process.py"), backend, str(tmp_path), "cuda"]
-        log = (tmp_path / f"log_{rank}.txt").open("w")
-        processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    codes = [process.wait(240) for process in processes]
-    assert codes == [0, 0], (tmp_path / "log_0.txt").read_text()[-3000:]
+    # One card is visible to each process.
+    cards = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    run_ranks(FOLDER / "rank_process.py", [backend, str(tmp_path), "cuda"], tmp_path, environments=cards)
     kit = helpers.Kit()
     expected = gradient(kit, kit.policy(), torch.device("cpu"))
     found = load_file(tmp_path / "gradients_1.safetensors")

@@ -1,4 +1,4 @@
-"""One of two trainer ranks with adapters: `python lora_rank_process.py FOLDER`, RANK and the like set."""
+"""One of two trainer ranks with adapters: `python lora_rank_process.py FOLDER`, started by `fakes/rank_group.py`."""
 
 import importlib.util
 import os
@@ -47,6 +47,6 @@ def train(kit, ranks):
 
 
 if __name__ == "__main__":
-    ranks = start_ranks(os.environ, "cpu", 60)
+    ranks = start_ranks(os.environ, "cpu", 120, Path(os.environ["TEST_MEETING_FILE"]))
     write_tensors(Path(sys.argv[1]) / f"weights_{ranks.rank}.safetensors", train(kit_module().Kit(), ranks))
     ranks.close()

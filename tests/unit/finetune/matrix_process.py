@@ -1,21 +1,19 @@
 """One trainer rank that takes the gradient of one batch in every way it can be packed and split, with one backend.
 
-Usage: `python matrix_process.py BACKEND FOLDER DEVICE`, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set. Writes
+Usage: `python matrix_process.py BACKEND FOLDER DEVICE`, started by `fakes/rank_group.py`. Writes
 `<packing>-<split>_<rank>.safetensors` for every case.
 """
 
-import os
 import sys
 from pathlib import Path
 
 import torch
-from rank_process import CHOICES, gradients, kit_module
+from rank_process import CHOICES, gradients, join, kit_module
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import start_ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.rl.packing import make_plan
 
@@ -35,7 +33,7 @@ def plans(lengths, world_size, packed):
 def main(name, folder, device):
     torch.set_num_threads(1)
     kit = kit_module().Kit()
-    ranks = start_ranks(os.environ, device, 60)
+    ranks = join(device)
     samples = kit.samples(SAMPLES, masked_every=9)
     lengths = [len(scored.sample.input_ids) for scored in samples]
     for packed in (True, False):

@@ -1,6 +1,6 @@
 """One trainer rank of the tests with several processes: trains on fixed batches and writes down what it got.
 
-Usage: `python rank_process.py BACKEND FOLDER DEVICE`, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set.
+Usage: `python rank_process.py BACKEND FOLDER DEVICE`, started by `fakes/rank_group.py`.
 """
 
 import importlib.util
@@ -41,6 +41,10 @@ def kit_module():
     return module
 
 
+def join(device, timeout_s=120):
+    return start_ranks(os.environ, device, timeout_s, Path(os.environ["TEST_MEETING_FILE"]))
+
+
 def gradients(name, backend):
     """The step's gradient of every parameter, whole, before the update."""
     named = list(backend.policy.named_parameters())
@@ -54,7 +58,7 @@ def gradients(name, backend):
 def main(name, folder, device):
     torch.set_num_threads(1)
     kit = kit_module().Kit()
-    ranks = start_ranks(os.environ, device, 60)
+    ranks = join(device)
     config = RunConfig(
         output_dir=str(folder),
         finetune=dict(

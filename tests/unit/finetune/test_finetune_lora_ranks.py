@@ -1,13 +1,10 @@
 """Adapters on two ranks (DDP over gloo) train as on one, with a KL term against the model without them."""
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from fakes.rank_group import run_ranks
 from safetensors.torch import load_file
 
 from pipelinerl.finetune.ranks import Ranks
@@ -20,25 +17,7 @@ def test_two_ranks_train_the_adapters_of_one(kit, tmp_path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     expected = module.train(kit, Ranks())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
+    run_ranks(SCRIPT, [str(tmp_path)], tmp_path)
     found = [load_file(tmp_path / f"weights_{rank}.safetensors") for rank in (0, 1)]
     initial = dict(kit.model().named_parameters())
     assert max((expected[name] - initial[name]).abs().max().item() for name in expected) > 1e-4

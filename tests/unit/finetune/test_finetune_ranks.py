@@ -1,14 +1,11 @@
 """Two processes over gloo, every backend: gradients as on one rank, weights delivered whole, exact resume."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fakes.rank_group import run_ranks
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -20,38 +17,6 @@ from pipelinerl.finetune.step import StepRunner
 SCRIPT = Path(__file__).with_name("rank_process.py")
 MATRIX_SCRIPT = Path(__file__).with_name("matrix_process.py")
 CASES = [f"{packing}-{split}" for packing in ("packed", "padded") for split in ("1x64", "4x16", "token_budget")]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run_ranks(backend, folder, world_size=2, limit_s=240, script=SCRIPT):
-    """Run `script` on every rank to its end; any other exit than 0 fails with the logs."""
-    port = free_port()
-    processes = []
-    for rank in range(world_size):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        log = (folder / f"log_{rank}.txt").open("w")
-        command = [sys.executable, str(script), backend, str(folder), "cpu"]
-        processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(limit_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((folder / f"log_{rank}.txt").read_text()[-3000:] for rank in range(world_size))
-    assert codes == [0] * world_size, logs
 
 
 def gradient_on_one_rank(kit, samples, plan=None, **config_changes):
@@ -73,7 +38,7 @@ def gradient_on_one_rank(kit, samples, plan=None, **config_changes):
     ],
 )
 def test_m2_two_ranks_train_as_one(kit, tmp_path, backend):
-    run_ranks(backend, tmp_path)
+    run_ranks(SCRIPT, [backend, str(tmp_path), "cpu"], tmp_path)
     results = [json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2)]
     for rank in range(2):
         found = read_tensors(tmp_path / f"gradients_{rank}.safetensors")
@@ -113,7 +78,7 @@ def test_m2_two_ranks_train_as_one(kit, tmp_path, backend):
 )
 def test_m2_the_gradient_is_the_same_however_the_batch_is_packed_split_and_spread(kit, tmp_path, backend, world_size):
     """64 uneven samples, 8 of them fully masked, against the same samples one by one in rows of their own."""
-    run_ranks(backend, tmp_path, world_size, script=MATRIX_SCRIPT)
+    run_ranks(MATRIX_SCRIPT, [backend, str(tmp_path), "cpu"], tmp_path, world_size)
     alone = [[[k] for k in range(64)]]
     expected = gradient_on_one_rank(kit, kit.samples(64, masked_every=9), alone, seq_packing=False)
     for case in CASES:
