@@ -4,7 +4,8 @@ Called by the trainer: `StepDiagnostics.of(inputs, clamp)` per micro-batch, `+` 
 of `sums` and one (max) of `maxima`, then `values()`. No host synchronisation before `values()`.
 
 Effective sample size, with w = new / old by token (arXiv 2509.19128): ESS = (sum w)^2 / (N * sum w^2), 1 if on-policy.
-It is reported before clamping (the truth) and after (what the gradient sees). Quantiles come from a fixed histogram of
+It is reported before clamping (the truth) and after (what the gradient sees). Entropy is estimated from the sampled
+tokens, which costs nothing: sum(w * -log new) / sum(w), whose expectation is the policy's entropy. Quantiles come from a fixed histogram of
 log-ratios, exact to one bin.
 """
 
@@ -19,7 +20,7 @@ from pipelinerl.rl.losses.base import LossInputs
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
-_SCALARS = ("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag")
+_SCALARS = ("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class StepDiagnostics:
                 (w - log_ratio - 1).sum(),
                 (w > clamp).double().sum(),
                 lag.double().sum(),
+                -(w * inputs.new_logprobs.detach().double()[mask]).sum(),
             ]
         )
         place = ((log_ratio + RATIO_RANGE) * (RATIO_BINS / (2 * RATIO_RANGE))).long().clamp(0, RATIO_BINS - 1)
@@ -81,6 +83,7 @@ class StepDiagnostics:
             "rl/logprob_abs_diff_mean": s["abs_diff"] / count,
             "rl/logprob_abs_diff_max": float(self.maxima[0]),
             "rl/logprob_abs_diff_p99": _abs_quantile(ratios, 0.99),
+            "rl/entropy_estimate": s["surprise"] / s["w"] if s["w"] else 0.0,
             "rl/lag_mean_versions": s["lag"] / count,
             "rl/lag_max_versions": float(self.maxima[2]),
         }

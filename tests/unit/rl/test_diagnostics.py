@@ -41,6 +41,24 @@ def test_differences_and_kl():
     assert values["rl/kl_sampler_trainer"] == pytest.approx(k3, rel=1e-5)
 
 
+def test_entropy_from_the_sampled_tokens():
+    # Log-probs -6 and -6 + log 3, sampled by a policy that gave both e^-6: weights 1 and 3.
+    values = StepDiagnostics.of(inputs_for([0.0, math.log(3)]), clamp=5.0).values()
+    assert values["rl/entropy_estimate"] == pytest.approx((6.0 + 3 * (6.0 - math.log(3))) / 4, rel=1e-5)
+
+
+def test_entropy_estimate_is_the_entropy_of_the_policy_in_training():
+    """Tokens drawn by another policy: the weights make up for it."""
+    g = torch.Generator().manual_seed(0)
+    sampler, policy = (torch.randn(6, generator=g).log_softmax(-1) for _ in range(2))
+    drawn = torch.multinomial(sampler.exp(), 50_000, replacement=True, generator=g)
+    sample = scored(make_sample([1], [2] * len(drawn), logprobs=sampler[drawn].tolist()))
+    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    inputs = LossInputs.of(batch, torch.cat([policy[drawn], torch.zeros(1)])[None])
+    expected = -(policy.exp() * policy).sum().item()
+    assert StepDiagnostics.of(inputs, clamp=5.0).values()["rl/entropy_estimate"] == pytest.approx(expected, rel=0.02)
+
+
 def test_quantiles_within_one_bin():
     ratios = [k / 100 - 0.5 for k in range(100)]
     values = StepDiagnostics.of(inputs_for(ratios), clamp=5.0).values()
