@@ -5,8 +5,8 @@ of `sums` and one (max) of `maxima`, then `values()`. No host synchronisation be
 
 Effective sample size, with w = new / old by token (arXiv 2509.19128): ESS = (sum w)^2 / (N * sum w^2), 1 if on-policy.
 It is reported before clamping (the truth) and after (what the gradient sees). Entropy is estimated from the sampled
-tokens, which costs nothing: sum(w * -log new) / sum(w), whose expectation is the policy's entropy. Quantiles come from a fixed histogram of
-log-ratios, exact to one bin.
+tokens, which costs nothing: sum(w * -log new) / sum(w), whose expectation is the policy's entropy. Quantiles come
+from a fixed histogram of log-ratios, exact to one bin.
 """
 
 from __future__ import annotations
