@@ -53,6 +53,10 @@ class SampleBudget:
     def running_groups(self) -> int:
         return sum(account.published is None for account in self._accounts.values())
 
+    @property
+    def unsettled_groups(self) -> int:
+        return len(self._accounts)
+
     def can_admit(self) -> bool:
         """Return whether another group may be started now."""
         if self.limit is None:
@@ -100,6 +104,12 @@ class SampleBudget:
     def settle_group(self, group_id: str) -> None:
         """Free a whole group (trained, or failed without a sample). Unknown groups are ignored."""
         self._accounts.pop(group_id, None)
+
+    def note_trained(self, step: int, num_samples: int) -> None:
+        """Hear that a step (of any incarnation) trained so many samples. Only rounds need to know."""
+
+    def stand_at(self, steps_done: int) -> None:
+        """Hear behind which step the trainer stands. Only rounds need to know."""
 
     def _charge(self, account: _Account) -> int:
         if account.published is not None:

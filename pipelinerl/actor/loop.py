@@ -11,7 +11,7 @@ Called by `entrypoints.actor`.
 | `_evaluate_when_due` | a version at which an evaluation is due | trainer's messages |
 | `_report` | the next version, at most a few seconds | trainer's messages, the clock |
 | `WorkerPool._follow` | a worker's next message | the worker, or its end |
-| feeds `trainer`, `fates` (threads) | the next record | trainer and preprocessor |
+| feeds `trainer`, `fates`, `turns` (threads) | the next record | trainer and preprocessor |
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 
+from pipelinerl.actor.drain_requests import follow_drain_requests
 from pipelinerl.actor.parts import ActorParts, assemble
 from pipelinerl.actor.pool import WorkerPool
 from pipelinerl.actor.resume import (
@@ -58,7 +61,14 @@ async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPoo
                 if not broken.done():
                     broken.set_exception(error)
 
-            with follow_trainer(context.streams, parts.trainer, context.heartbeat.progress, on_failure):
+            with ExitStack() as feeds:
+                feeds.enter_context(
+                    follow_trainer(context.streams, parts.trainer, context.heartbeat.progress, on_failure)
+                )
+                if parts.gate is not None:
+                    feeds.enter_context(
+                        follow_drain_requests(context.streams, parts.gate, context.incarnation, on_failure)
+                    )
                 try:
                     await pool.start(background)
                     report = background.create_task(_report(parts))
@@ -71,6 +81,8 @@ async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPoo
         raise root_cause(errors) from errors
     finally:
         parts.publisher.close()
+        if parts.answers is not None:
+            parts.answers.close()
 
 
 async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> None:
@@ -137,7 +149,8 @@ async def _evaluate_when_due(parts: ActorParts) -> None:
 async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, concurrency: int) -> None:
     if not parts.evaluator.problems:
         return
-    results = await parts.evaluator.run(due_version, lambda: parts.trainer.current_version, is_final, concurrency)
+    async with _evaluation_turn(parts):
+        results = await parts.evaluator.run(due_version, lambda: parts.trainer.current_version, is_final, concurrency)
     if not results:
         logger.error("the evaluation due at version %d failed: no rollout came to an end", due_version)
     parts.publisher.publish_evaluation(results)
@@ -152,6 +165,18 @@ async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, conc
             result.num_failed,
             result.seconds,
         )
+
+
+@asynccontextmanager
+async def _evaluation_turn(parts: ActorParts) -> AsyncIterator[None]:
+    """On shared devices an evaluation is a whole: the trainer waits for its end, and none starts while it trains."""
+    if parts.gate is None or not parts.evaluations_pass_gate:
+        yield
+        return
+    while not parts.gate.is_open:
+        await parts.gate.wait_open()
+    with parts.gate.passing():
+        yield
 
 
 async def _report(parts: ActorParts) -> None:

@@ -7,13 +7,16 @@ import time
 from dataclasses import dataclass
 
 from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.drain_requests import drain_answers
 from pipelinerl.actor.evaluation import EvaluationSchedule, Evaluator
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded
+from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.groups import Answer
 from pipelinerl.actor.pool import WorkerPool
 from pipelinerl.actor.problems import ProblemOrder, evaluation_problems
 from pipelinerl.actor.publish import Publisher
+from pipelinerl.actor.round_budget import RoundBudget
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
@@ -21,7 +24,16 @@ from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.domains.datasets import Problem, ProblemSets
 from pipelinerl.records import EvaluationResult, FateRecord, Group, MetricRecord
-from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC
+from pipelinerl.records.turns import Drained
+from pipelinerl.schedules.rounds import rounds_of, takes_turns
+from pipelinerl.streams.base import (
+    ACTOR_TOPIC,
+    EVALUATION_TOPIC,
+    FATES_TOPIC,
+    METRICS_TOPIC,
+    TURNS_TOPIC,
+    StreamWriter,
+)
 from pipelinerl.supervise.context import RoleContext
 
 logger = logging.getLogger(__name__)
@@ -48,6 +60,9 @@ class ActorParts:
     failures: FailureLimit
     publisher: Publisher
     report_interval_s: float
+    gate: RolloutGate | None
+    answers: StreamWriter[Drained] | None
+    evaluations_pass_gate: bool
 
     def report(self) -> None:
         """Write one metric record with everything since the last one."""
@@ -70,14 +85,21 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     config, incarnation = context.config, context.incarnation
     name = context.job.name
     urls = [job.url for job in context.world.jobs_of("actor_llm") if job.url is not None]
-    budget = SampleBudget(config.finetune.samples_per_step, config.max_lag, config.attempts)
-    trainer = TrainerState(budget, incarnation)
+    hub = context.streams
+    rounds = rounds_of(config)
+    budget = (
+        SampleBudget(config.finetune.samples_per_step, config.max_lag, config.attempts)
+        if rounds is None
+        else RoundBudget(rounds, config.attempts)
+    )
+    answers = hub.writer(TURNS_TOPIC, name, Drained) if takes_turns(config) else None
+    gate = None if answers is None else RolloutGate(drain_answers(answers, incarnation))
+    trainer = TrainerState(budget, incarnation, gate)
     slots = ServerSlots(len(urls), config.actor.llm_max_rollouts, on_idle=trainer.notify)
-    scheduler = Scheduler(slots, pool, config.actor.rollout_timeout_s, config.actor.max_retries)
+    scheduler = Scheduler(slots, pool, config.actor.rollout_timeout_s, config.actor.max_retries, gate)
     throughput = ThroughputWindow(config.actor.throughput_window_size * config.attempts, time.monotonic)
     averages = RolloutAverages()
     failures = FailureLimit(config.actor.max_failure_rate, config.actor.min_rollouts_for_failure_rate)
-    hub = context.streams
     publisher = Publisher(
         source=name,
         incarnation=incarnation,
@@ -134,4 +156,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         failures=failures,
         publisher=publisher,
         report_interval_s=config.actor.log_each_n_secs,
+        gate=gate,
+        answers=answers,
+        evaluations_pass_gate=config.world.placement == "colocated",
     )

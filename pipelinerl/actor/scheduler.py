@@ -1,14 +1,17 @@
 """Runs one rollout to its end: a slot, a worker, a deadline, and further attempts after passing failures.
 
-Called for every rollout of a group and of an evaluation; waits for a free slot and for the worker's answer.
+Called for every rollout of a group and of an evaluation; waits for a free slot, for the worker's answer and, unless
+schedule=pipeline, for new weights that are on their way.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
 
@@ -38,9 +41,18 @@ class Scheduler:
         runner: the worker pool.
         timeout_s: deadline of one try; a rollout that never returns has failed with `rollout_timeout`.
         max_retries: tries after the first one when the failure was a passing one, on another server if there is one.
+        gate: what rollouts of training pass before each try; None: nothing holds them.
     """
 
-    def __init__(self, slots: ServerSlots, runner: RolloutRunner, timeout_s: float, max_retries: int) -> None:
+    def __init__(
+        self,
+        slots: ServerSlots,
+        runner: RolloutRunner,
+        timeout_s: float,
+        max_retries: int,
+        gate: RolloutGate | None = None,
+    ) -> None:
+        self._gate = gate
         self._slots = slots
         self._runner = runner
         self._timeout_s = timeout_s
@@ -53,9 +65,11 @@ class Scheduler:
         tries = 0
         server: int | None = None
         while True:
-            server = await self._slots.acquire(avoid=server)
+            gate = None if attempt.evaluation else self._gate
+            server = await self._place(gate, avoid=server)
             try:
-                answer = await self._runner.run(_start(attempt, server), self._timeout_s)
+                with gate.passing() if gate is not None else nullcontext():
+                    answer = await self._runner.run(_start(attempt, server), self._timeout_s)
             finally:
                 self._slots.release(server)
             self.requests += answer.requests
@@ -64,6 +78,16 @@ class Scheduler:
                 return answer
             tries += 1
             self.retries += 1
+
+    async def _place(self, gate: RolloutGate | None, avoid: int | None) -> int:
+        """A slot, taken while `gate` is open: nobody holds a slot and waits at the gate."""
+        while True:
+            if gate is not None:
+                await gate.wait_open()
+            server = await self._slots.acquire(avoid=avoid)
+            if gate is None or gate.is_open:
+                return server
+            self._slots.release(server)
 
 
 def _start(attempt: Attempt, server: int) -> StartRollout:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.records import (
     FateRecord,
     StepDone,
@@ -34,10 +35,12 @@ class TrainerState:
     Args:
         budget: told of every settled group and sample.
         incarnation: updates of other incarnations say nothing about the servers of this one.
+        gate: told of every version that the servers have.
     """
 
-    def __init__(self, budget: SampleBudget, incarnation: int) -> None:
+    def __init__(self, budget: SampleBudget, incarnation: int, gate: RolloutGate | None = None) -> None:
         self._budget = budget
+        self._gate = gate
         self._incarnation = incarnation
         self._subscribers: list[asyncio.Event] = []
         self.version: int | None = None
@@ -71,11 +74,14 @@ class TrainerState:
         match message:
             case WeightUpdateSuccess() if message.incarnation == self._incarnation:
                 self.version = message.version
+                if self._gate is not None:
+                    self._gate.served(message.version)
             case TrainerStarted() if message.incarnation == self._incarnation:
-                self.steps_done = message.step
+                self._stand_at(message.step)
             case StepDone():
+                self._budget.note_trained(message.step, message.num_samples)
                 if message.incarnation == self._incarnation:
-                    self.steps_done = message.step
+                    self._stand_at(message.step)
                 for group_id in message.group_ids:
                     self._budget.settle_group(group_id)
             case TrainingDone() if message.incarnation == self._incarnation:
@@ -87,6 +93,10 @@ class TrainerState:
         """Take one fate that the preprocessor decided."""
         self._budget.settle_samples(fate.group_id, fate.sample_ids)
         self.notify()
+
+    def _stand_at(self, step: int) -> None:
+        self.steps_done = step
+        self._budget.stand_at(step)
 
     def notify(self) -> None:
         """Wake everyone who waits for a change."""

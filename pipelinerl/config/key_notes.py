@@ -39,7 +39,6 @@ NO_EFFECT: dict[str, str] = {
 
 #: Keys whose default is the one value that is taken: what they ask for is not there.
 REFUSED: dict[str, str] = {
-    "schedule": "use max_lag=0 for sample, train, sample",
     "finetune.seq_parallel": "use gradient checkpointing or ZeRO-3",
     "finetune.lora.base_model_8bit": "the servers sample from unquantised weights",
     "finetune.lora.base_model_4bit": "the servers sample from unquantised weights",
@@ -67,8 +66,12 @@ HONOURED: dict[str, str] = {
     "model_path": "Hugging Face name or folder of the model",
     "seed": "order of problems, request seeds, random state of the trainer",
     "attempts": "rollouts per problem; the same setting as finetune.attempts",
-    "max_lag": "samples in flight beyond the batch being collected; 0 is on-policy, null unbounded",
+    "max_lag": "samples in flight beyond the batch being collected; 0 is on-policy, null unbounded; "
+    "not used with schedule=conventional",
     "pop_old_data": "with an unbounded lag, new groups replace the oldest ready ones",
+    "schedule": "pipeline: weights reach sequences in flight; concurrent: running rollouts end before an update; "
+    "conventional: generate, then train steps_per_generation steps",
+    "steps_per_generation": "optimizer steps for each generated batch with schedule=conventional; lag is 0 to one less",
     "force_restart": "start again in an output_dir that holds this run",
     "eval_every_n_versions": "versions between evaluations; 0: only before and after training",
     "train_subset": "{begin, end}: a part of the training problems",

@@ -43,6 +43,11 @@ def advice(config: RunConfig) -> list[str]:
             f"actor.llm_max_rollouts={config.actor.llm_max_rollouts} is above the servers' max-num-seqs={slots}: "
             "the rest waits inside the server"
         )
+    if config.schedule == "conventional" and config.max_lag is not None:
+        remarks.append(
+            f"max_lag={config.max_lag} is not used with schedule=conventional: the lag is at most "
+            f"steps_per_generation - 1 = {config.steps_per_generation - 1} versions"
+        )
     for key, reason in NO_EFFECT.items():
         if _value(config, key) != default_of(key):
             remarks.append(f"{key} does nothing here: {reason}")

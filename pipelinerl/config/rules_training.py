@@ -190,14 +190,36 @@ def adapters(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def one_schedule(config: RunConfig) -> ConfigError | None:
-    """Sampling and training always overlap; `max_lag` says how far."""
-    if config.schedule != "pipeline":
+def generation_steps(config: RunConfig) -> ConfigError | None:
+    """Only rounds of generate-then-train have steps per generation."""
+    if config.steps_per_generation > 1 and config.schedule != "conventional":
         return ConfigError(
-            "schedule",
-            config.schedule,
-            "pipeline; how far sampling runs ahead is set by max_lag",
-            "Use max_lag=0 to sample, train and sample again.",
+            "steps_per_generation",
+            config.steps_per_generation,
+            f"1 with schedule={config.schedule}",
+            "Add schedule=conventional; the other schedules bound the lag with max_lag.",
+        )
+    return None
+
+
+def round_updates(config: RunConfig) -> ConfigError | None:
+    """Rounds of generate-then-train say themselves when weights are sent and how old samples get."""
+    finetune, steps = config.finetune, config.steps_per_generation
+    if config.schedule != "conventional":
+        return None
+    if finetune.weight_update_interval > 1:
+        return ConfigError(
+            "finetune.weight_update_interval",
+            finetune.weight_update_interval,
+            "1 with schedule=conventional, which sends weights after each round",
+            f"Use steps_per_generation={finetune.weight_update_interval} instead.",
+        )
+    if finetune.max_version_lag is not None and finetune.max_version_lag < steps - 1:
+        return ConfigError(
+            "finetune.max_version_lag",
+            finetune.max_version_lag,
+            f"at least steps_per_generation - 1 = {steps - 1} with schedule=conventional",
+            "Leave it out: the lag is bounded by steps_per_generation.",
         )
     return None
 
@@ -264,7 +286,8 @@ RULES = (
     seq_parallel,
     quantised_base,
     adapters,
-    one_schedule,
+    generation_steps,
+    round_updates,
     one_backend,
     interrupt_step,
     steps_to_save,

@@ -39,6 +39,7 @@ class RunConfig(Section):
     eval_every_n_versions: int = Field(default=78000, ge=0, description="0: only before and after training")
     train_subset: dict[str, int] | None = None
     schedule: Literal["pipeline", "concurrent", "conventional"] = "pipeline"
+    steps_per_generation: int = Field(default=1, ge=1)
     fp32_lm_head: bool = True
     dataset_loader: str | None = None
     dataset_loader_params: dict[str, Any] = {}

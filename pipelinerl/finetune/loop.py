@@ -6,6 +6,7 @@ Called by the entry point, which builds the parts. Waits only inside its parts:
 |-------------|------------------------------------|-----------------------------------------|
 | feed        | the next `TrainingBatch`           | the preprocessor's write to the stream  |
 | steps       | the other ranks                    | their last backward                     |
+| turns       | running rollouts (not `pipeline`)  | the actor's answer on stream `turns`    |
 | weights     | the servers                        | their answers, or the sync time-out     |
 | checkpoints | the other ranks, the disk          | their shards                            |
 """
@@ -32,6 +33,7 @@ from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
 from pipelinerl.finetune.stop_request import StopRequest
 from pipelinerl.finetune.weights_feed import Delivery, WeightsFeed
 from pipelinerl.records import TrainingBatch
+from pipelinerl.schedules.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class TrainingLoop:
     first_probe_tokens: list[list[int]]
     delivery_deadline_s: float | None = None
     stop: StopRequest | None = None
+    turns: Turns | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def run(self, state: TrainerState) -> TrainerState:
@@ -69,16 +72,20 @@ class TrainingLoop:
         while state.step < last:
             start = self.clock()
             batch = self.feed.next(state.step + 1)
-            if batch is None or (self.stop is not None and self.stop.agreed()):
+            if batch is None or (self.stop is not None and self.stop.agreed()) or not self._may_train(state.step):
                 return self._stop(state, saved_step)
             fetched = self.clock()
             result = self.steps.run(batch)
             trained = self.clock()
             state = state.after(batch, self.feed.offset)
+            is_stopped = False
             if state.step % self.config.weight_update_interval == 0 or state.step == last:
                 probed = is_first_step or state.step == last
-                self._deliver(state.step, batch_tokens(batch.samples) if probed else [])
-                is_first_step = False
+                if is_stopped := not self._may_update(state.step):
+                    logger.info("asked to stop while rollouts ended: version %d is not sent", state.step)
+                else:
+                    self._deliver(state.step, batch_tokens(batch.samples) if probed else [])
+                    is_first_step = False
             delivered = self.clock()
             if result.skipped:
                 logger.warning("step %d: the gradient is not finite; the weights stay as they are", state.step)
@@ -86,6 +93,8 @@ class TrainingLoop:
             self._report(
                 batch, state, step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
             )
+            if is_stopped:
+                return self._stop(state, saved_step)
             if self._save_is_due(state.step) and state.step < last:
                 self._save(state)
                 saved_step = state.step
@@ -100,6 +109,12 @@ class TrainingLoop:
             self.checkpoints.save(state, self.backend)
         logger.info("stopped on request behind step %d; its training state is saved", state.step)
         return state
+
+    def _may_train(self, steps_done: int) -> bool:
+        return self.turns is None or self.turns.before_training(steps_done)
+
+    def _may_update(self, version: int) -> bool:
+        return self.turns is None or self.turns.before_update(version)
 
     def _deliver(self, version: int, probe_tokens: list[list[int]]) -> Delivery | None:
         if self.weights is None:

@@ -7,10 +7,12 @@ the order in which they came. What is dropped comes back as rejections, which th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipelinerl.preprocess.filters import Rejection, reject_stale
 from pipelinerl.records import ScoredSample
+from pipelinerl.schedules.rounds import Rounds
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Batcher:
         drop_oldest: what `add` does when the queue is full: drop from its old end (True), or nothing; then the caller
             stops reading while `is_full`.
         max_version_lag: `finetune.max_version_lag`.
+        rounds: with rounds, a step closes only when the samples of its whole round are here.
+        step_samples: samples by step of the batches that were closed before a restart.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class Batcher:
         capacity_samples: int | None = None,
         drop_oldest: bool = False,
         max_version_lag: int | None = None,
+        rounds: Rounds | None = None,
+        step_samples: Mapping[int, int] | None = None,
     ) -> None:
         if samples_per_step < 1:
             raise ValueError(f"samples_per_step: got {samples_per_step}, expected at least 1")
@@ -59,6 +65,8 @@ class Batcher:
         self._capacity = None if capacity_samples is None else max(capacity_samples, samples_per_step)
         self._drop_oldest = drop_oldest
         self._max_version_lag = max_version_lag
+        self._rounds = rounds
+        self._step_samples = dict(step_samples or {})
         self._groups: deque[ReadyGroup] = deque()
         self._num_samples = 0
 
@@ -109,6 +117,8 @@ class Batcher:
 
     def close_step(self, step: int) -> ClosedStep | None:
         """Take whole groups for `step` if there are enough samples, else None. Call `purge_stale(step)` before."""
+        if self._rounds is not None:
+            return self._close_step_of_round(step, self._rounds)
         if self._num_samples < self._samples_per_step:
             return None
         taken: list[ReadyGroup] = []
@@ -116,6 +126,24 @@ class Batcher:
         while count < self._samples_per_step:
             taken.append(self._pop())
             count += len(taken[-1].samples)
+        return ClosedStep(step, tuple(taken))
+
+    def _close_step_of_round(self, step: int, rounds: Rounds) -> ClosedStep | None:
+        """Share the groups of a complete round among its steps: evenly, whole groups, at least one for each step."""
+        steps_left = rounds.steps_left(step - 1)
+        if not steps_left:
+            return None
+        closed = sum(self._step_samples.get(before, 0) for before in range(rounds.start_of(step - 1) + 1, step))
+        target = rounds.target_samples(step - 1)
+        if closed + self._num_samples < target or len(self._groups) < steps_left:
+            return None
+        due = target - (steps_left - 1) * self._samples_per_step - closed
+        taken = [self._pop()]
+        count = len(taken[0].samples)
+        while count < due and len(self._groups) >= steps_left:
+            taken.append(self._pop())
+            count += len(taken[-1].samples)
+        self._step_samples = {step: count, **{s: n for s, n in self._step_samples.items() if step - s < rounds.steps}}
         return ClosedStep(step, tuple(taken))
 
     def _pop(self) -> ReadyGroup:

@@ -21,7 +21,8 @@ from pipelinerl.preprocess.intake import Intake, ReferenceScorer
 from pipelinerl.preprocess.outputs import Outputs
 from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.records import Group, TrainerMessage
-from pipelinerl.streams.base import ACTOR_TOPIC, TRAINER_TOPIC, Entry
+from pipelinerl.schedules.rounds import rounds_of
+from pipelinerl.streams.base import ACTOR_TOPIC, PREPROCESSOR_CONSUMER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.supervise.context import RoleContext
 
@@ -58,17 +59,23 @@ class PreprocessLoop:
         self._intake = Intake(config.finetune, resume, add_reference)
         samples_per_step = config.finetune.samples_per_step
         # With max_lag the actor bounds what is in flight; without it the queue is a ring.
-        unbounded = config.max_lag is None
+        rounds = rounds_of(config)
+        unbounded = config.max_lag is None and rounds is None
         self._batcher = Batcher(
             samples_per_step,
             capacity_samples=config.preprocess.ring_buffer_size * samples_per_step if unbounded else None,
             drop_oldest=unbounded and config.pop_old_data,
-            max_version_lag=config.finetune.max_version_lag,
+            # What a round has too many is never trained in another one.
+            max_version_lag=config.finetune.max_version_lag if rounds is None else rounds.steps - 1,
+            rounds=rounds,
+            step_samples=resume.step_samples,
         )
         self._outputs = Outputs(
             context.streams, context.job.name, context.incarnation, config.finetune, max(trainer_ranks, 1)
         )
-        self._groups = context.streams.reader(ACTOR_TOPIC, ACTOR_INSTANCE, Group, resume.actor_offset)
+        self._groups = context.streams.reader(
+            ACTOR_TOPIC, ACTOR_INSTANCE, Group, resume.actor_offset, consumer=PREPROCESSOR_CONSUMER
+        )
         self._feed: Feed[TrainerMessage] = Feed(
             context.streams.reader(TRAINER_TOPIC, TRAINER_INSTANCE, TrainerMessage),
             self._on_trainer_message,

@@ -24,8 +24,14 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group_ids: list[str]
     actor_offset: int
+    plan: list[list[list[int]]] = []
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
+
+    @property
+    def num_samples(self) -> int:
+        """Each sample is in the plan once."""
+        return sum(len(micro_batch) for share in self.plan for micro_batch in share)
 
 
 class FateHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +44,7 @@ class FateHead(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ResumePoint:
-    """`next_step` to dispatch, `actor_offset` to read from, and what is settled behind that offset.
+    """`next_step` to dispatch, `actor_offset` to read from, what is settled behind that offset, samples by step.
 
     `first_steps[i]` is the first step that incarnation i made a batch for. A version from there on that an older
     incarnation sampled with came from a batch that is not in the stream any more (the machine lost it), so it is
@@ -50,6 +56,7 @@ class ResumePoint:
     first_steps: dict[int, int] = field(default_factory=dict)
     dispatched_groups: set[str] = field(default_factory=set)
     settled_samples: set[str] = field(default_factory=set)
+    step_samples: dict[int, int] = field(default_factory=dict)
 
     def is_rolled_back(self, sample: Sample) -> bool:
         """Whether `sample` holds a token of a version that no longer exists."""
@@ -64,6 +71,7 @@ def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -
         point.next_step = max(point.next_step, head.step + 1)
         point.actor_offset = max(point.actor_offset, head.actor_offset)
         point.dispatched_groups.update(head.group_ids)
+        point.step_samples[head.step] = head.num_samples
         point.first_steps.setdefault(head.incarnation, head.step)
     point.first_steps.setdefault(incarnation, point.next_step)
     for fate in _all(streams, FATES_TOPIC, job_name, FateHead):

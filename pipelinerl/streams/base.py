@@ -20,6 +20,7 @@ TRAINER_TOPIC = "trainer"
 FATES_TOPIC = "fates"
 METRICS_TOPIC = "metrics"
 EVALUATION_TOPIC = "evaluation"
+TURNS_TOPIC = "turns"
 
 
 class StreamSpec(msgspec.Struct, frozen=True):

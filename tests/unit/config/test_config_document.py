@@ -30,7 +30,6 @@ IN_CONFIG_ONLY = re.compile(
 )
 # Values that each refused key does not take. Those with None are refused by the launcher, which still plans them.
 REFUSED_WORDS: dict[str, str | None] = {
-    "schedule": "concurrent",
     "finetune.seq_parallel": "2",
     "finetune.lora.base_model_8bit": "true",
     "finetune.lora.base_model_4bit": "true",

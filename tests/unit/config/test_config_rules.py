@@ -83,7 +83,14 @@ CASES = {
         ["finetune.lora.enabled=true", "use_deepspeed=true"],
         "finetune.lora.enabled: got True, expected false with use_deepspeed=true",
     ),
-    "one_schedule": (["schedule=conventional"], "schedule: got 'conventional', expected pipeline"),
+    "generation_steps": (
+        ["schedule=concurrent", "steps_per_generation=4"],
+        "steps_per_generation: got 4, expected 1 with schedule=concurrent",
+    ),
+    "round_updates": (
+        ["schedule=conventional", "steps_per_generation=8", "finetune.max_version_lag=6"],
+        "finetune.max_version_lag: got 6, expected at least steps_per_generation - 1 = 7",
+    ),
 }
 # The composition already makes these agree.
 NEEDS_NO_CASE = {"linked_keys"}
@@ -125,6 +132,8 @@ def test_the_rule_refuses(name: str) -> None:
         ["world.finetune_fraction=0", "debug.mode=actor"],
         ["streams=redis", "streams.url=redis://localhost:1/0"],
         ["train_subset={begin:0,end:5}"],
+        ["schedule=concurrent", "finetune.weight_update_interval=2"],
+        ["schedule=conventional", "steps_per_generation=8", "finetune.max_version_lag=7"],
     ],
     ids=" ".join,
 )

@@ -1,0 +1,281 @@
+"""Rounds of generate-then-train: the arithmetic, and that actor and preprocessor never wait for each other (L7)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.round_budget import RoundBudget
+from pipelinerl.actor.trainer_state import TrainerState
+from pipelinerl.config import RunConfig
+from pipelinerl.preprocess.batcher import Batcher, ClosedStep, ReadyGroup
+from pipelinerl.records import Sample, ScoredSample, StepDone, TrainerStarted, VersionSpan, WeightUpdateSuccess
+from pipelinerl.schedules.rounds import Rounds, next_update, rounds_of, takes_turns, update_interval
+
+
+def test_rounds_of_three_steps_that_end_in_the_middle_of_one() -> None:
+    rounds = Rounds(steps=3, samples_per_step=10, last_step=8)
+    assert [rounds.start_of(done) for done in range(9)] == [0, 0, 0, 3, 3, 3, 6, 6, 6]
+    assert [rounds.steps_left(done) for done in range(9)] == [3, 2, 1, 3, 2, 1, 2, 1, 0]
+    assert [rounds.target_samples(done) for done in range(9)] == [30, 30, 30, 30, 30, 30, 20, 20, 20]
+
+
+def test_what_the_configuration_asks_for() -> None:
+    finetune = {"train_batch_size": 2, "gradient_accumulation_passes": 8, "max_train_steps": 10}
+    config = RunConfig(output_dir="x", schedule="conventional", steps_per_generation=4, finetune=finetune)
+    assert rounds_of(config) == Rounds(4, 16, 10)
+    assert update_interval(config) == 4 and takes_turns(config)
+    assert [next_update(config, done) for done in (0, 3, 4, 8, 9)] == [4, 4, 8, 10, 10]
+    config = RunConfig(output_dir="x", schedule="concurrent", finetune={**finetune, "weight_update_interval": 2})
+    assert rounds_of(config) is None and update_interval(config) == 2 and takes_turns(config)
+    assert not takes_turns(RunConfig(output_dir="x"))
+
+
+def scored(sample_id: str, version: int) -> ScoredSample:
+    group, rollout, _ = sample_id.split("/")
+    sample = Sample(
+        id=sample_id,
+        group_id=group,
+        rollout_id=f"{group}/{rollout}",
+        input_ids=[1, 2],
+        labels=[-100, 2],
+        logprobs=[-0.5],
+        reward=1.0,
+        finished=True,
+        finish_reason="stop",
+        prompt_tokens=1,
+        output_tokens=1,
+        version_spans=[VersionSpan(version, 0, 1)],
+    )
+    return ScoredSample(sample=sample, advantages=[1.0])
+
+
+def ready(group_id: str, count: int, version: int = 0, offset: int = 0) -> ReadyGroup:
+    samples = tuple(scored(f"{group_id}/r{index}/s0", version) for index in range(count))
+    return ReadyGroup(group_id, offset, samples)
+
+
+def sizes(closed: ClosedStep | None) -> list[int]:
+    assert closed is not None
+    return [len(group.samples) for group in closed.groups]
+
+
+def test_no_step_closes_before_the_whole_round_is_there() -> None:
+    """Three steps of 4: eleven samples are not enough, and the twelfth closes all three."""
+    batcher = Batcher(4, rounds=Rounds(3, 4, 30))
+    for index in range(5):
+        batcher.add(ready(f"g{index}", 2))
+    batcher.add(ready("g5", 1))
+    assert batcher.close_step(1) is None
+    batcher.add(ready("g6", 1))
+    assert [sizes(batcher.close_step(step)) for step in (1, 2, 3)] == [[2, 2], [2, 2], [2, 1, 1]]
+    assert batcher.num_samples == 0 and batcher.close_step(4) is None
+
+
+def test_groups_larger_than_a_step_are_shared_out_one_for_each_step() -> None:
+    """Two steps of 4 have their 8 samples with one group of 10, but a step needs a group of its own."""
+    batcher = Batcher(4, rounds=Rounds(2, 4, 30))
+    batcher.add(ready("a", 10))
+    assert batcher.close_step(1) is None
+    batcher.add(ready("b", 10))
+    assert [sizes(batcher.close_step(step)) for step in (1, 2)] == [[10], [10]]
+
+
+def test_what_an_early_step_takes_too_much_a_later_one_has_less() -> None:
+    """Groups of 3 in steps of 4: 6, 3, 3 and not three times 6, so the round needs no more than its 12 samples."""
+    batcher = Batcher(4, rounds=Rounds(3, 4, 30))
+    for index in range(4):
+        batcher.add(ready(f"g{index}", 3))
+    assert [sum(sizes(batcher.close_step(step))) for step in (1, 2, 3)] == [6, 3, 3]
+
+
+def test_a_restart_in_the_middle_of_a_round_counts_the_batches_that_are_written() -> None:
+    batcher = Batcher(4, rounds=Rounds(3, 4, 30), step_samples={1: 6})
+    batcher.add(ready("a", 3))
+    assert batcher.close_step(2) is None
+    batcher.add(ready("b", 3))
+    assert [sizes(batcher.close_step(step)) for step in (2, 3)] == [[3], [3]]
+
+
+def known(rounds: Rounds, attempts: int) -> RoundBudget:
+    budget = RoundBudget(rounds, attempts)
+    budget.observe_rollout(1)
+    return budget
+
+
+def publish(budget: SampleBudget, group_id: str, count: int) -> None:
+    budget.publish(group_id, [f"{group_id}/r{index}/s0" for index in range(count)])
+
+
+def admit_all(budget: SampleBudget, first: int = 0) -> list[str]:
+    names = []
+    while budget.can_admit():
+        names.append(f"g{first + len(names)}")
+        budget.admit(names[-1])
+    return names
+
+
+def test_nothing_is_admitted_before_the_round_is_trained() -> None:
+    budget = known(Rounds(2, 4, 30), attempts=2)
+    names = admit_all(budget)
+    assert len(names) == 4
+    for name in names:
+        publish(budget, name, 2)
+    trainer = TrainerState(budget, 0)
+    trainer.apply_message(StepDone(step=1, time=0, group_ids=names[:2], num_samples=4, samples_processed=4))
+    assert budget.charged_samples == 4 and not budget.can_admit()
+    trainer.apply_message(StepDone(step=2, time=0, group_ids=names[2:], num_samples=4, samples_processed=8))
+    assert len(admit_all(budget, first=4)) == 4
+
+
+def test_a_filtered_group_is_replaced_in_the_same_round() -> None:
+    budget = known(Rounds(2, 4, 30), attempts=2)
+    names = admit_all(budget)
+    for name in names:
+        publish(budget, name, 2)
+    budget.settle_samples("g1", ["g1/r0/s0", "g1/r1/s0"])
+    assert admit_all(budget, first=4) == ["g4"]
+
+
+def test_the_last_round_is_as_short_as_training_is() -> None:
+    budget = known(Rounds(4, 4, 6), attempts=2)
+    budget.stand_at(4)
+    assert len(admit_all(budget)) == 4
+    budget.stand_at(6)
+    assert not budget.can_admit()
+
+
+@dataclass
+class Simulation:
+    """Actor, preprocessor and trainer with the real budget and batcher, one event at a time in a random order."""
+
+    rounds: Rounds
+    attempts: int
+    rng: random.Random
+    keep: float
+    largest_rollout: int
+    incarnation: int = 0
+    steps_done: int = 0
+    version: int = 0
+    started: int = 0
+    published: list[tuple[ReadyGroup, int]] = field(default_factory=list)
+    batches: dict[int, ClosedStep] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    lags: list[int] = field(default_factory=list)
+
+    def start(self, steps_done: int) -> None:
+        """A (re)start of everything from a training state behind `steps_done`, as each process does it."""
+        self.steps_done = self.version = steps_done
+        self.budget = RoundBudget(self.rounds, self.attempts)
+        self.budget.observe_rollout(self.largest_rollout)
+        self.trainer = TrainerState(self.budget, self.incarnation)
+        for step, closed in self.batches.items():
+            self.budget.note_trained(step, len(closed.samples))
+        self.trainer.apply_message(TrainerStarted(step=steps_done, data_offset=0, time=0, incarnation=self.incarnation))
+        batched = {group.group_id for closed in self.batches.values() for group in closed.groups}
+        trained = {g.group_id for step, c in self.batches.items() if step <= steps_done for g in c.groups}
+        counts = {step: len(closed.samples) for step, closed in self.batches.items()}
+        steps = self.rounds.steps
+        self.batcher = Batcher(self.rounds.samples_per_step, None, False, steps - 1, self.rounds, counts)
+        for group, _ in self.published:
+            ids = [item.sample.id for item in group.samples if item.sample.id not in self.dropped]
+            if ids and group.group_id not in trained:
+                self.budget.publish(group.group_id, ids)
+            if ids and group.group_id not in batched:
+                self.batcher.add(group)
+        self.running: list[str] = []
+
+    def moves(self) -> list[str]:
+        moves = []
+        if self.budget.can_admit():
+            moves.append("admit")
+        if self.running:
+            moves.append("end")
+        if self.steps_done + 1 in self.batches:
+            moves.append("train")
+        if (closed := self.batcher.close_step(max(self.batches, default=0) + 1)) is not None:
+            self.batches[closed.step] = closed
+            moves.append("train")
+        return moves
+
+    def run(self, until: int) -> None:
+        while self.steps_done < until:
+            moves = self.moves()
+            assert moves, "everybody waits for somebody else"
+            getattr(self, self.rng.choice(moves))()
+
+    def admit(self) -> None:
+        name = f"g{self.started}"
+        self.started += 1
+        self.budget.admit(name)
+        self.running.append(name)
+
+    def end(self) -> None:
+        name = self.running.pop(self.rng.randrange(len(self.running)))
+        counts = [self.rng.randint(0, self.largest_rollout) for _ in range(self.attempts)]
+        for count in counts:
+            self.budget.end_rollout(name, count)
+        group = ready(name, sum(counts), self.version)
+        self.budget.publish(name, [item.sample.id for item in group.samples])
+        kept = tuple(item for item in group.samples if self.rng.random() < self.keep)
+        gone = {item.sample.id for item in group.samples} - {item.sample.id for item in kept}
+        self.dropped |= gone
+        self.budget.settle_samples(name, gone)
+        self.published.append((ReadyGroup(name, len(self.published), kept), self.version))
+        self.batcher.add(self.published[-1][0])
+
+    def train(self) -> None:
+        step = self.steps_done + 1
+        if step not in self.batches:
+            return
+        closed = self.batches[step]
+        versions = {item.sample.min_version for item in closed.samples}
+        assert len(versions) == 1
+        self.lags.append(step - 1 - versions.pop())
+        self.steps_done = step
+        if step % self.rounds.steps == 0:
+            self.version = step
+            self.trainer.apply_message(
+                WeightUpdateSuccess(version=step, time=0, seconds={}, num_servers=1, incarnation=self.incarnation)
+            )
+        self.trainer.apply_message(
+            StepDone(
+                step=step,
+                time=0,
+                group_ids=[group.group_id for group in closed.groups],
+                num_samples=len(closed.samples),
+                samples_processed=0,
+                incarnation=self.incarnation,
+            )
+        )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_l7_rounds_end_whatever_the_groups_are_and_the_lag_is_that_of_the_step(seed: int) -> None:
+    rng = random.Random(seed)
+    rounds = Rounds(rng.randint(1, 5), rng.randint(1, 12), rng.randint(6, 17))
+    simulation = Simulation(rounds, rng.randint(1, 6), rng, rng.choice([0.4, 1.0]), rng.randint(1, 3))
+    simulation.start(0)
+    simulation.run(until=rounds.last_step)
+    assert simulation.lags == [step % rounds.steps for step in range(rounds.last_step)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_l7_a_restart_from_any_training_state_ends_too(seed: int) -> None:
+    """Killed anywhere and taken up from an older state: recorded batches are trained again, then rounds go on."""
+    rng = random.Random(1000 + seed)
+    rounds = Rounds(rng.randint(1, 5), rng.randint(1, 12), rng.randint(8, 17))
+    simulation = Simulation(rounds, rng.randint(1, 6), rng, rng.choice([0.4, 1.0]), rng.randint(1, 3))
+    simulation.start(0)
+    killed_at = rng.randint(1, rounds.last_step - 1)
+    simulation.run(until=killed_at)
+    for _ in range(rng.randint(0, 6)):
+        if moves := simulation.moves():
+            getattr(simulation, rng.choice(moves))()
+    simulation.incarnation = 1
+    simulation.start(rng.randint(0, simulation.steps_done))
+    simulation.run(until=rounds.last_step)
+    assert max(simulation.lags) <= rounds.steps - 1
