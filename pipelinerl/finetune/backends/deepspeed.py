@@ -22,7 +22,14 @@ from pipelinerl.finetune.attention import SegmentLayout
 from pipelinerl.finetune.optimizer import parameter_groups
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
-from pipelinerl.finetune.weight_names import checkpoint_name, export_name, in_buckets, sent_parameters, tensor_metas
+from pipelinerl.finetune.weight_names import (
+    BUCKET_BYTES,
+    checkpoint_name,
+    export_name,
+    in_buckets,
+    sent_parameters,
+    tensor_metas,
+)
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, ModuleSource, WeightSource
 
@@ -32,6 +39,9 @@ _TAG = "state"
 
 class DeepSpeedBackend:
     """See `Backend`. Master weights are fp32 inside ZeRO; the module is in the policy's compute dtype."""
+
+    #: How much of a sharded model is whole at once while it is sent.
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self, policy: PolicyModel, config: RunConfig, ranks: Ranks) -> None:
         if ranks.device.type == "cpu":
@@ -100,7 +110,7 @@ class DeepSpeedBackend:
         parameters = sent_parameters(self.policy, with_value_head)
 
         def gather() -> Iterator[Bucket]:
-            for part in in_buckets(parameters, dtype):
+            for part in in_buckets(parameters, dtype, self.bucket_bytes):
                 with self._zero.GatheredParameters([parameter for _, parameter in part]):
                     bucket = [(name, parameter.detach().to(dtype)) for name, parameter in part]
                     yield bucket if self._ranks.is_first else []

@@ -28,7 +28,7 @@ from pipelinerl.finetune.backends.tensor_files import (
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
-from pipelinerl.finetune.weight_names import NamedParameter, in_buckets, sent_parameters, tensor_metas
+from pipelinerl.finetune.weight_names import BUCKET_BYTES, NamedParameter, in_buckets, sent_parameters, tensor_metas
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
 
@@ -37,6 +37,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 class FSDPBackend:
     """See `Backend`. Master weights are fp32; `fsdp.param_dtype` is the dtype in which they are gathered."""
+
+    #: How much of the model is whole at once while it is sent.
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self, policy: PolicyModel, config: RunConfig, ranks: Ranks) -> None:
         ensure_process_group(ranks)
@@ -93,7 +96,7 @@ class FSDPBackend:
         parameters = sent_parameters(self.policy, with_value_head)
 
         def gather() -> Iterator[Bucket]:
-            for part in in_buckets(parameters, dtype):
+            for part in in_buckets(parameters, dtype, self.bucket_bytes):
                 yield self._gathered(part, dtype)
 
         return CollectiveSource(

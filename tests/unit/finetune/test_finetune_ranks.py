@@ -16,6 +16,7 @@ from pipelinerl.finetune.step import StepRunner
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 MATRIX_SCRIPT = Path(__file__).with_name("matrix_process.py")
+SENDER_SCRIPT = Path(__file__).with_name("sender_process.py")
 CASES = [f"{packing}-{split}" for packing in ("packed", "padded") for split in ("1x64", "4x16", "token_budget")]
 
 
@@ -90,3 +91,18 @@ def test_m2_the_gradient_is_the_same_however_the_batch_is_packed_split_and_sprea
                 torch.testing.assert_close(
                     found[name], gradient, rtol=0, atol=1e-5 * scale, msg=lambda text, at=(case, name): f"{at}: {text}"
                 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["zero3", "fsdp"])
+def test_w2_a_sharded_model_is_never_whole_while_it_is_sent(tmp_path, backend):
+    """Peak memory of every rank while 200 MB travel in buckets of 8 MB, and in one as the control."""
+    # Large blocks go back to the system when they are freed, so that the peak of a pass shows.
+    environment = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+    run_ranks(SENDER_SCRIPT, [backend, str(tmp_path)], tmp_path, environments=[environment] * 2)
+    found = [json.loads((tmp_path / f"memory_{rank}.json").read_text()) for rank in range(2)]
+    whole = found[0]["buckets"]["sent"]
+    assert whole > 190 and found[0]["at_once"]["sent"] == whole
+    assert found[0]["at_once"]["peak"] > 0.8 * whole
+    assert found[0]["buckets"]["largest"] < 20
+    assert [rank["buckets"]["peak"] < 0.4 * whole for rank in found] == [True, True], found
