@@ -21,6 +21,19 @@ CASES: dict[str, dict[str, Any]] = {
     "fn_calling": {**FEW, "num_tools": 2, "max_calls": 1},
     "coding": {"num_train": 20, "num_test": 4},
     **{f"logic {family}": {**FEW, "families": [family]} for family in FAMILIES},
+    "guessing": {"n": 16, "max_turns": 3, "num_train": 40, "num_test": 8},
+    "gymnasium_text": {
+        **FEW,
+        "env_id": "FrozenLake-v1",
+        "env_kwargs": {"is_slippery": False},
+        "action_names": ["left", "down", "right", "up"],
+        "max_turns": 3,
+    },
+    "textarena": {**FEW, "env_id": "GuessTheNumber-v0", "max_turns": 3},
+    "verifiers": {
+        "env_id": "verifiers.envs.integrations.reasoninggym_env.ReasoningGymEnv",
+        "env_args": {"gym": "leg_counting", "num_train_examples": 40, "num_eval_examples": 8},
+    },
     "multi": {"domains": {"counting": {"weight": 3, "params": FEW}, "math": {"weight": 1, "params": FEW}}},
 }
 CPU_SETTINGS = """
@@ -62,11 +75,11 @@ def check_finished(run: WholeRun, result: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps(case: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, case)
-    check_finished(run, run.run(timeout_s=400))
+    check_finished(run, run.run(timeout_s=1200))
     evaluations = run.records("evaluation")
     assert evaluations and all(record["num_failed"] == 0 for record in evaluations)
     if case == "multi":
@@ -76,9 +89,24 @@ def test_three_steps(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(1300)
+def test_an_environment_service_plays_the_games_of_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "gymnasium_text")
+    result = run.run(
+        "environment={_target_: pipelinerl.servers.game_app.create_app, processes: 1}",
+        "world.env_replicas=1",
+        timeout_s=1200,
+    )
+    check_finished(run, result)
+    assert (run.output_dir / "environment_0" / "stderr.log").exists()
+    metrics = [summary["metrics"] for group in run.records("actor") for summary in group["rollouts"]]
+    assert metrics and all("turns" in each for each in metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_a_verifier_service_grades_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, "math")
-    result = run.run("world.verifier_replicas=1", "verifier.processes=1", timeout_s=400)
+    result = run.run("world.verifier_replicas=1", "verifier.processes=1", timeout_s=1200)
     check_finished(run, result)
     assert (run.output_dir / "verifier_0" / "stderr.log").exists()
