@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -33,13 +34,31 @@ def test_every_metric_is_explained():
     assert not [name for name in names if f"`{_RENAMED.get(name, name)}`" not in text]
 
 
-def test_every_method_has_a_section():
+def test_every_method_has_a_section_with_equation_source_code_and_use():
     text = (DOCS / "algorithms.md").read_text()
+    sections = [(part.split()[0], part) for part in re.split(r"\n###? ", text)[1:]]
     for name in (*ADVANTAGES, *POLICY_LOSSES):
-        assert f"\n### {name}" in text, name
+        # `reinforce` is an estimator and a loss.
+        parts = [part for title, part in sections if title == name]
+        assert len(parts) == (name in ADVANTAGES) + (name in POLICY_LOSSES)
+        for part in parts:
+            words = " ".join(part.split())
+            assert re.search(r"\n    \S", part), f"{name}: no equation"
+            assert "Paper" in words and "Code: `" in words and "Use it when" in words, name
     corrections = get_args(RLConfig.model_fields["importance_correction"].annotation)
-    for name in (*AGGREGATIONS, *(c for c in corrections if c != "none")):
+    estimators = get_args(RLConfig.model_fields["kl_estimator"].annotation)
+    for name in (*AGGREGATIONS, *(c for c in corrections if c != "none"), *estimators):
         assert f"| `{name}`" in text, name
+
+
+def test_code_and_metrics_that_the_page_names_exist():
+    text = (DOCS / "algorithms.md").read_text()
+    metrics = (DOCS / "metrics.md").read_text()
+    for name in re.findall(r"`((?:rl|finetune|preprocessor)/[a-z_0-9]+)`", text):
+        assert name == "finetune/current" or f"`{name}`" in metrics, name
+    package = Path(filters.__file__).parents[1]
+    for file in re.findall(r"`([a-z_/]+\.py)`", text):
+        assert list(package.glob(f"**/{file}")) or (DOCS.parent / file).exists(), file
 
 
 def test_config_names_are_the_registered_ones():
