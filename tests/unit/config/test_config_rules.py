@@ -160,6 +160,13 @@ def test_m4_a_kl_term_that_needs_servers_is_refused_without_them(overrides: list
         compose([*KEEP, *overrides])
 
 
+@pytest.mark.parametrize("override", ["llm.parameters.top_p=0.99", "llm.parameters.top_k=1000"])
+def test_t4_sampling_from_a_cut_distribution_is_refused_in_training_with_the_reason(override: str) -> None:
+    with pytest.raises(ConfigError, match="a cut distribution would bias the policy silently"):
+        compose([*KEEP, override])
+    assert compose([*KEEP, f"test_{override}"]).config is not None
+
+
 @pytest.mark.parametrize("key", ["max_lag", "finetune.max_version_lag"])
 def test_a_lag_is_not_negative(key: str) -> None:
     with pytest.raises(ConfigError, match="expected at least 0"):

@@ -82,7 +82,7 @@ def test_a_merged_matrix_by_hand(kit):
     torch.testing.assert_close(merged["model.layers.0.self_attn.q_proj.weight"], expected, atol=1e-6, rtol=0)
 
 
-def test_only_adapters_are_trained_and_merging_holds_one_tensor_at_a_time(kit):
+def test_w2_only_adapters_are_trained_and_merging_holds_one_tensor_at_a_time(kit):
     policy = adapted(kit)
     frozen = {n: p.detach().clone() for n, p in policy.named_parameters() if not p.requires_grad}
     backend = train(kit, policy)

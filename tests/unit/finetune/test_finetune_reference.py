@@ -81,7 +81,7 @@ def test_log_probs_are_those_of_the_initial_model_at_the_sampling_temperature(ki
         assert not micro_batch.ref_logprobs.requires_grad
 
 
-def test_the_kl_term_pulls_the_policy_back(kit, load):
+def test_m4_the_kl_term_pulls_the_policy_back(kit, load):
     distances = []
     for coefficient in (1e-9, 5.0):
         config, policy, reference = load(rl={"kl_coef": coefficient}, gradient_clipping_threshold=None)

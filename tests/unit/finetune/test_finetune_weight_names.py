@@ -29,7 +29,7 @@ def test_an_export_has_the_value_head_too(kit):
     assert names - {name for name, _ in sent_parameters(policy)} == {"value_head.weight", "value_head.bias"}
 
 
-def test_buckets_are_bounded_and_complete(kit):
+def test_w2_buckets_are_bounded_and_complete(kit):
     parameters = sent_parameters(kit.policy())
     limit = 4096
     buckets = list(in_buckets(parameters, torch.float32, limit))

@@ -15,7 +15,7 @@ cases = st.tuples(
 
 @settings(max_examples=200, deadline=None)
 @given(cases, st.booleans())
-def test_every_sample_once_and_within_capacity(case, packed):
+def test_m5_every_sample_once_and_within_capacity(case, packed):
     lengths, ranks, seq_length, rows = case
     plan = make_plan(lengths, ranks, seq_length, packed, rows)
     assert len(plan) == ranks

@@ -50,7 +50,7 @@ def test_kl_and_entropy_by_hand():
     assert out.metrics["rl/entropy"].value.item() == pytest.approx(0.7)
 
 
-def test_kl_without_reference_and_entropy_without_entropy_are_refused():
+def test_m4_kl_without_reference_and_entropy_without_entropy_are_refused():
     with pytest.raises(ValueError, match="kl_coef"):
         run(one_sample([-1.0]), [-1.0], coefficients=Coefficients(kl=0.1, entropy=0.0))
     with pytest.raises(ValueError, match="entropy"):
@@ -92,7 +92,7 @@ def test_finite_and_masked_tokens_have_no_gradient(name, tokens):
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_a_sentinel_contributes_exactly_zero(name):
+def test_m2_a_sentinel_contributes_exactly_zero(name):
     logprobs = torch.full((1, 2), float("nan"), requires_grad=True)
     entropy = torch.full((1, 2), float("nan"))
     batch = sentinel(pad_id=0, step_tokens=10, with_reference=True)
@@ -106,7 +106,7 @@ def test_a_sentinel_contributes_exactly_zero(name):
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 @pytest.mark.parametrize("aggregation", ["sample", "sample_mean", "token", "group", "constant_length"])
-def test_loss_and_gradient_do_not_depend_on_micro_batches(name, aggregation):
+def test_m2_loss_and_gradient_do_not_depend_on_micro_batches(name, aggregation):
     g = torch.Generator().manual_seed(1)
     samples = []
     for k, length in enumerate([3, 1, 5, 2, 4, 7, 1, 6]):
