@@ -228,6 +228,7 @@ HONOURED: dict[str, str] = {
     "streams.url": "address of a Redis server of yours; null: the launcher starts one",
     "streams.byte_budget": "memory that streams may take in Redis",
     "rewards.name": "name of the reward table",
+    "streams.backpressure_timeout_s": "how long a writer waits when a stream in Redis is full and nobody reads",
     "rewards.correct_answer_finished": "reward, in tasks that judge answers",
     "rewards.correct_answer_not_finished": "reward, in tasks that judge answers",
     "rewards.wrong_answer_finished": "reward, in tasks that judge answers",

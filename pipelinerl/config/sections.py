@@ -106,6 +106,7 @@ class StreamsConfig(Section):
     url: str | None = None
     byte_budget: int = Field(default=2 * 2**30, ge=1)
 
+    backpressure_timeout_s: float = Field(default=600, gt=0)
 
 class WandbConfig(Section):
     use_wandb: bool = True

@@ -36,7 +36,14 @@ from pipelinerl.records.turns import Drained, DrainRequest
 from pipelinerl.schedules.drain import Drain
 from pipelinerl.schedules.rounds import takes_turns, update_interval
 from pipelinerl.schedules.turns import DrainedUpdates, Turns
-from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC, TURNS_TOPIC
+from pipelinerl.streams.base import (
+    FATES_TOPIC,
+    METRICS_TOPIC,
+    TRAINER_CONSUMER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+    TURNS_TOPIC,
+)
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.weights.publisher import WeightPublisher
@@ -89,7 +96,13 @@ def build_loop(
     dtype = backend.policy.compute_dtype
     tokenizer = load_tokenizer(config.model_path, trust_remote_code=finetune.trust_remote_code)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    reader = context.streams.reader(TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch, offset=state.data_offset)
+    reader = context.streams.reader(
+        TRAINING_DATA_TOPIC,
+        PREPROCESSOR,
+        TrainingBatch,
+        offset=state.data_offset,
+        consumer=TRAINER_CONSUMER if ranks.is_first else None,  # all ranks take the same steps
+    )
     stack.callback(reader.close)
     stop = StopRequest(ranks)
     reporter = None

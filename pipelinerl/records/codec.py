@@ -1,16 +1,19 @@
-"""Records to bytes and back: one line of JSON a record, checked for its schema and for finite numbers.
+"""Records to bytes and back, checked for their schema and for finite numbers.
 
-Called by both stream backends and by nothing else. Pure: no I/O, waits for nothing.
+Called by both stream backends and by nothing else. Pure: no I/O, waits for nothing. There are two formats: one line of
+JSON (files, readable by eye), and msgpack with arrays of numbers as bytes (`packed`, for Redis; see `records.packed`).
+The first byte of a record tells them apart, so every reader reads both.
 
 JSON has no NaN and no infinity. The encoder writes them as `null`, which a reader would take for "no value", so a
-record that holds one is refused here, with the path to the number.
+record that holds one is refused here, in both formats, with the path to the number.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
 import msgspec
@@ -21,6 +24,12 @@ from pipelinerl.records.sample import SCHEMA_VERSION
 T = TypeVar("T")
 
 _SCHEMA_SUFFIX = b'"schema":%d}' % SCHEMA_VERSION
+_PACKED_SUFFIX = b"\xa6schema" + msgspec.msgpack.encode(SCHEMA_VERSION)
+_JSON_START = ord("{")
+# The first bytes of a msgpack map.
+_MAP_STARTS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
+# What a float64 that is no finite number looks like in msgpack.
+_MAYBE_NON_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
 _SHOWN_BYTES = 120
 
 
@@ -29,17 +38,25 @@ class _SchemaProbe(msgspec.Struct):
 
 
 class RecordCodec(Generic[T]):
-    """Encodes and decodes records of one type (a msgspec struct with a field `schema`, or a union of such)."""
+    """Encodes and decodes records of one type (a msgspec struct with a field `schema`, or a union of such).
 
-    def __init__(self, record_type: Any) -> None:
+    Args:
+        record_type: of all records.
+        packed: what `encode` writes: msgpack with arrays as bytes, or one line of JSON. `decode` reads both.
+    """
+
+    def __init__(self, record_type: Any, packed: bool = False) -> None:
         self._types = _struct_types(record_type)
+        self._record_type = record_type
         self._name = " | ".join(struct.__name__ for struct in self._types)
         self._decoder = msgspec.json.Decoder(record_type)
         self._encoder = msgspec.json.Encoder()
         self._probe = msgspec.json.Decoder(_SchemaProbe)
+        self._packed = packed
+        self._packer: _Packer | None = None
 
     def encode(self, record: T) -> bytes:
-        """Return the record as one line of JSON, without the newline.
+        """Return the record as one line of JSON without the newline, or packed.
 
         Raises:
             StreamError: wrong type, a value that JSON cannot hold, NaN or infinity, or a foreign `schema`.
@@ -50,24 +67,23 @@ class RecordCodec(Generic[T]):
         if schema != SCHEMA_VERSION:
             raise StreamError(f"cannot write a record with schema {schema!r}: this version writes {SCHEMA_VERSION}")
         try:
-            line = self._encoder.encode(record)
-        except (TypeError, ValueError, OverflowError) as error:
+            data = self._packing.encode(record) if self._packed else self._encoder.encode(record)
+        except (TypeError, ValueError, OverflowError, StreamError) as error:
+            _refuse_non_finite(record)
             raise StreamError(f"cannot write a {type(record).__name__}: {error}") from error
-        # Every non-finite number becomes `null`, so a line without that word needs no walk over its numbers.
-        if b"null" in line:
-            for path, value in _non_finite(record, ""):
-                raise StreamError(
-                    f"cannot write a {type(record).__name__}: {path} is {value}; numbers on a stream must be finite. "
-                    "Reject the sample, or leave the metric out, where the number is made"
-                )
-        return line
+        # In JSON every non-finite number becomes `null`, so a line without that word needs no walk over its numbers.
+        if _MAYBE_NON_FINITE.search(data) is not None if self._packed else b"null" in data:
+            _refuse_non_finite(record)
+        return data
 
     def decode(self, data: bytes) -> T:
-        """Return the record of one line.
+        """Return the record of one line, or of one packed message.
 
         Raises:
-            StreamError: not JSON, not of this type, or written with another `schema`; the message says why.
+            StreamError: neither of them, not of this type, or written with another `schema`; the message says why.
         """
+        if data and data[0] in _MAP_STARTS:
+            return self._decode_packed(data)
         # The encoder writes `schema` last, so its own lines need no second look.
         if not data.endswith(_SCHEMA_SUFFIX):
             self._check_schema(data)
@@ -79,18 +95,59 @@ class RecordCodec(Generic[T]):
             raise StreamError(f"not UTF-8: {error}; {_shown(data)}") from error
         return record
 
+    def _decode_packed(self, data: bytes) -> T:
+        if not data.endswith(_PACKED_SUFFIX):
+            try:
+                _refuse_schema(msgspec.msgpack.decode(data, type=_SchemaProbe).schema)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise StreamError(f"not a packed record: {error}; {_shown(data)}") from error
+        try:
+            record: T = self._packing.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise StreamError(f"not a {self._name}: {error}; {_shown(data)}") from error
+        _refuse_schema(getattr(record, "schema", None))
+        return record
+
+    @property
+    def _packing(self) -> _Packer:
+        if self._packer is None:
+            self._packer = _Packer(self._record_type)
+        return self._packer
+
     def _check_schema(self, data: bytes) -> None:
         try:
             schema = self._probe.decode(data).schema
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise StreamError(f"not a JSON record: {error}; {_shown(data)}") from error
-        if schema == SCHEMA_VERSION:
-            return
-        found = "no schema" if schema is None else f"schema {schema}"
-        raise StreamError(
-            f"the record has {found}, this version reads schema {SCHEMA_VERSION}. Read the run with the version of "
-            "pipelinerl that wrote it, or start a new run in another output_dir"
-        )
+        _refuse_schema(schema)
+
+
+class _Packer:
+    """The packed format of one record type. Made when it is first needed: it loads NumPy."""
+
+    def __init__(self, record_type: Any) -> None:
+        from pipelinerl.records.packed import twins_of
+
+        wire_type, self._twins = twins_of(record_type)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(wire_type)
+
+    def encode(self, record: Any) -> bytes:
+        return self._encoder.encode(self._twins[type(record)].pack(record))
+
+    def decode(self, data: bytes) -> Any:
+        wire = self._decoder.decode(data)
+        return self._twins[type(wire)].unpack(wire)
+
+
+def _refuse_schema(schema: int | None) -> None:
+    if schema == SCHEMA_VERSION:
+        return
+    found = "no schema" if schema is None else f"schema {schema}"
+    raise StreamError(
+        f"the record has {found}, this version reads schema {SCHEMA_VERSION}. Read the run with the version of "
+        "pipelinerl that wrote it, or start a new run in another output_dir"
+    )
 
 
 def encode(record: Any) -> bytes:
@@ -113,6 +170,14 @@ def _struct_types(record_type: Any) -> tuple[type[msgspec.Struct], ...]:
     return tuple(members)
 
 
+def _refuse_non_finite(record: Any) -> None:
+    for path, value in _non_finite(record, ""):
+        raise StreamError(
+            f"cannot write a {type(record).__name__}: {path} is {value}; numbers on a stream must be finite. "
+            "Reject the sample, or leave the metric out, where the number is made"
+        )
+
+
 def _non_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
     """Yield (path, number) of every NaN or infinity inside `value`."""
     if isinstance(value, float):
@@ -125,8 +190,18 @@ def _non_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
         for key, item in value.items():
             yield from _non_finite(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple | set | frozenset):
+        if _all_finite(value):
+            return
         for index, item in enumerate(value):
             yield from _non_finite(item, f"{path}[{index}]")
+
+
+def _all_finite(values: Collection[Any]) -> bool:
+    """Whether these are numbers and all of them finite; a quick look that spares the walk."""
+    try:
+        return all(map(math.isfinite, values))
+    except (TypeError, OverflowError):
+        return False
 
 
 def _shown(data: bytes) -> str:

@@ -21,6 +21,20 @@ FATES_TOPIC = "fates"
 METRICS_TOPIC = "metrics"
 EVALUATION_TOPIC = "evaluation"
 TURNS_TOPIC = "turns"
+POOL_TOPIC = "pool"
+
+#: The launcher as a writer of streams.
+LAUNCHER = "launch"
+
+
+# Who reads a stream to the end and then no more: a record that they have taken need not stay in Redis. What is in no
+# such stream is small.
+PREPROCESSOR_CONSUMER = "preprocessor"
+TRAINER_CONSUMER = "finetune"
+CONSUMERS: dict[str, tuple[str, ...]] = {
+    ACTOR_TOPIC: (PREPROCESSOR_CONSUMER,),
+    TRAINING_DATA_TOPIC: (TRAINER_CONSUMER,),
+}
 
 
 class StreamSpec(msgspec.Struct, frozen=True):

@@ -22,9 +22,10 @@ from pipelinerl.streams.waiting import DirectoryWatch
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 1 << 20
-# One read returns about this much at most: large records, decoded by the hundred, would fall out of every cache.
-BATCH_BYTES = 1 << 18
+# Both are small for the sake of the processor's caches. One read returns about BATCH_BYTES at most: large records,
+# decoded by the hundred, would have been pushed out again before anybody looks at them.
+CHUNK_BYTES = 1 << 18
+BATCH_BYTES = 1 << 16
 
 
 class FileReader(Generic[T]):

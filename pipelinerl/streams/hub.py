@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
-from pipelinerl.streams.base import StreamReader, StreamSpec, StreamWriter
+from pipelinerl.streams.base import CONSUMERS, StreamReader, StreamSpec, StreamWriter
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.layout import check_spec, partition_dir
@@ -21,6 +21,9 @@ from pipelinerl.supervise.run_dir import RunDir
 
 OWNER_FILE = "run_id"
 REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
+ARCHIVE_FOLDER = "archive"
+# Of `byte_budget`: what a stream with consumers may hold (there are two), and what each of the small ones may.
+LARGE_SHARE, SMALL_SHARE = 3 / 8, 1 / 32
 
 
 class StreamHub:
@@ -51,24 +54,53 @@ class StreamHub:
         spec = StreamSpec(topic, instance, partition)
         directory = self._directory(spec)
         if self._redis_url is not None:
+            from pipelinerl.streams.redis_budget import Archive, Budget
             from pipelinerl.streams.redis_client import connect, stream_keys
             from pipelinerl.streams.redis_writer import RedisWriter
 
-            keys = stream_keys(self.run_id, spec)
-            return RedisWriter[Any](connect(self._redis_url), keys, record_type, directory, self._config.fsync)
+            config, consumers = self._config, CONSUMERS.get(topic, ())
+            return RedisWriter[Any](
+                connect(self._redis_url),
+                stream_keys(self.run_id, spec),
+                record_type,
+                directory,
+                config.fsync,
+                Budget(
+                    int(config.byte_budget * (LARGE_SHARE if consumers else SMALL_SHARE)),
+                    consumers,
+                    config.backpressure_timeout_s,
+                ),
+                Archive(directory / ARCHIVE_FOLDER, record_type, config.shard_bytes, config.fsync),
+            )
         return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync)
 
     def reader(
-        self, topic: str, instance: str, record_type: Any, offset: int = 0, partition: int = 0
+        self,
+        topic: str,
+        instance: str,
+        record_type: Any,
+        offset: int = 0,
+        partition: int = 0,
+        consumer: str | None = None,
     ) -> StreamReader[Any]:
-        """Open a stream for reading from `offset`; see `FileReader`. It need not have been written yet."""
+        """Open a stream for reading from `offset`; see `FileReader`. It need not have been written yet.
+
+        `consumer` is one of `CONSUMERS[topic]`, for the one reader that the writer must not run too far ahead of.
+        """
         spec = StreamSpec(topic, instance, partition)
         directory = self._directory(spec)
         if self._redis_url is not None:
             from pipelinerl.streams.redis_client import connect, stream_keys
             from pipelinerl.streams.redis_reader import RedisReader
 
-            return RedisReader[Any](connect(self._redis_url), stream_keys(self.run_id, spec)[0], record_type, offset)
+            return RedisReader[Any](
+                connect(self._redis_url),
+                stream_keys(self.run_id, spec),
+                record_type,
+                offset,
+                directory / ARCHIVE_FOLDER,
+                consumer,
+            )
         return FileReader[Any](directory, record_type, offset)
 
     def _directory(self, spec: StreamSpec) -> Path:

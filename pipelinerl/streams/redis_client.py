@@ -6,6 +6,7 @@ attempts with growing pauses (about half a minute), so that a server that is res
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import redis
@@ -65,11 +66,21 @@ def check_server(client: redis.Redis, url: str) -> None:
         )
 
 
-def stream_keys(run_id: str, spec: StreamSpec) -> tuple[str, str]:
-    """(key of the log, key of its number of records). The run id keeps runs on one server apart; the braces keep both
-    keys on one node of a cluster."""
+class StreamKeys(NamedTuple):
+    """Keys of one stream: the log, the number of records ever written, the bytes in the log now, a hash with the next
+    offset of each consumer, and a stream of one entry that is renewed when a consumer moves on."""
+
+    log: str
+    written: str
+    size: str
+    consumed: str
+    notice: str
+
+
+def stream_keys(run_id: str, spec: StreamSpec) -> StreamKeys:
+    """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
     base = f"{{pipelinerl:{run_id}:{spec.topic}:{spec.instance}:{spec.partition}}}"
-    return f"{base}:log", f"{base}:count"
+    return StreamKeys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed", "notice")))
 
 
 def shown(url: str) -> str:

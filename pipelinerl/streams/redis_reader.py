@@ -1,13 +1,16 @@
 """Reads the records of one Redis stream in order, and waits for new ones.
 
 Called through `StreamHub.reader`. Waits in a blocking XREAD; the wait is cut into slices so that `wake` is noticed.
+Records that have left Redis are read from the archive. A consumer also tells the writer how far it has come.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import redis
@@ -15,13 +18,18 @@ import redis
 from pipelinerl.errors import StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.streams.base import Entry
-from pipelinerl.streams.redis_writer import FIELD
+from pipelinerl.streams.file_reader import FileReader
+from pipelinerl.streams.layout import list_shards
+from pipelinerl.streams.redis_budget import FIELD
+from pipelinerl.streams.redis_client import StreamKeys
 
 T = TypeVar("T")
 
 SLICE_S = 0.5
 # One reply is meant to be about this large; the size of the last records says how many that is.
-BATCH_BYTES = 1 << 18
+FETCH_BYTES = 1 << 18
+# One read returns about this much at most: large records, decoded by the hundred, would fall out of every cache.
+BATCH_BYTES = 1 << 14
 _FIELD = FIELD.encode("ascii")
 
 
@@ -30,18 +38,32 @@ class RedisReader(Generic[T]):
 
     Args:
         client: connection of this reader alone; closed with it.
-        key: of the log.
+        keys: of the stream.
         record_type: struct, or union of structs, that the stream holds.
         offset: first record to return. It may lie in the future.
+        archive: folder of the records that have left Redis.
+        consumer: name of the reader that records are kept for; what it has returned may leave Redis at its next read.
     """
 
-    def __init__(self, client: redis.Redis, key: str, record_type: Any, offset: int = 0) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: StreamKeys,
+        record_type: Any,
+        offset: int = 0,
+        archive: Path | None = None,
+        consumer: str | None = None,
+    ) -> None:
         if offset < 0:
-            raise StreamError(f"stream {key}: cannot read from offset {offset}, offsets count from 0")
-        self._client, self._key = client, key
+            raise StreamError(f"stream {keys.log}: cannot read from offset {offset}, offsets count from 0")
+        self._client, self._keys, self._key = client, keys, keys.log
+        self._record_type, self._archive, self._consumer = record_type, archive, consumer
+        self._archived: FileReader[T] | None = None
+        self._told = -1
         self._codec = RecordCodec[T](record_type)
         self._next = offset
-        self._record_bytes = BATCH_BYTES // 16
+        self._record_bytes = FETCH_BYTES // 16
+        self._rows: deque[tuple[bytes, dict[bytes, bytes]]] = deque()
         self._woken = threading.Event()
         self._closed = False
 
@@ -59,17 +81,19 @@ class RedisReader(Generic[T]):
         if self._closed:
             raise self._error("the reader is closed")
         deadline = time.monotonic() + timeout_s
-        count = max(1, min(max_records, BATCH_BYTES // max(1, self._record_bytes)))
         block_s = 0.0
-        while True:
-            rows = self._fetch(count, block_s)
+        while not self._rows:
+            if entries := self._from_archive(max_records):
+                return entries
+            self._fetch(block_s)
             rest = deadline - time.monotonic()
-            if rows:
-                return self._decode(rows)
-            if rest <= 0 or self._woken.is_set():
+            if not self._rows and (rest <= 0 or self._woken.is_set()):
                 self._woken.clear()
                 return []
-            block_s = min(rest, SLICE_S)
+            block_s = max(0.0, min(rest, SLICE_S))
+        if self._is_behind_a_gap() and (entries := self._open_archive(max_records)):
+            return entries
+        return self._take(max_records)
 
     def wake(self) -> None:
         self._woken.set()
@@ -77,19 +101,60 @@ class RedisReader(Generic[T]):
     def close(self) -> None:
         """Free the connection. May be called twice."""
         self._closed = True
+        if self._archived is not None:
+            self._archived.close()
         self._client.close()
 
-    def _fetch(self, count: int, block_s: float) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    def _fetch(self, block_s: float) -> None:
+        """Load raw entries, waiting up to `block_s` for the first."""
+        count = max(1, FETCH_BYTES // max(1, self._record_bytes))
         block_ms = int(block_s * 1000) + 1 if block_s > 0 else None
         try:
+            self._tell()
             reply: Any = self._client.xread({self._key: f"{self._next}-0"}, count=count, block=block_ms)
         except redis.RedisError as error:
             raise self._error(f"the server does not answer: {error}") from error
-        return list(reply[0][1]) if reply else []
+        if reply:
+            self._rows.extend(reply[0][1])
 
-    def _decode(self, rows: list[tuple[bytes, dict[bytes, bytes]]]) -> list[Entry[T]]:
+    def _tell(self) -> None:
+        """Let the writer know that everything before the next record was taken."""
+        if self._consumer is None or self._told == self._next:
+            return
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.hset(self._keys.consumed, self._consumer, self._next)
+            pipe.xadd(self._keys.notice, {self._consumer: self._next}, maxlen=1, approximate=False)
+            pipe.execute()
+        self._told = self._next
+
+    def _is_behind_a_gap(self) -> bool:
+        """Whether the next record has left Redis. The log's last entry never leaves, so this always shows."""
+        return self._rows[0][0] != b"%d-0" % (self._next + 1)
+
+    def _open_archive(self, max_records: int) -> list[Entry[T]]:
+        if self._archive is None or not list_shards(self._archive):
+            return []
+        self._archived = FileReader[T](self._archive, self._record_type, self._next)
+        if entries := self._from_archive(max_records):
+            self._rows.clear()
+        return entries
+
+    def _from_archive(self, max_records: int) -> list[Entry[T]]:
+        if self._archived is None:
+            return []
+        entries = list(self._archived.read(0, max_records))
+        if entries:
+            self._next = entries[-1].offset + 1
+        else:
+            self._archived.close()
+            self._archived = None
+        return entries
+
+    def _take(self, max_records: int) -> list[Entry[T]]:
         entries: list[Entry[T]] = []
-        for row_id, fields in rows:
+        taken_bytes = 0
+        while self._rows and len(entries) < max_records and taken_bytes < BATCH_BYTES:
+            row_id, fields = self._rows[0]
             try:
                 if row_id != b"%d-0" % (self._next + 1):
                     raise StreamError(f"the record is gone, the next one there has the id {row_id.decode()}")
@@ -99,9 +164,12 @@ class RedisReader(Generic[T]):
             except StreamError as error:
                 if entries:
                     break
+                self._rows.clear()  # the next call asks the server again
                 raise self._error(str(error)) from error
+            self._rows.popleft()
             entries.append(Entry(self._next, record))
             self._record_bytes = len(fields[_FIELD])
+            taken_bytes += self._record_bytes
             self._next += 1
         return entries
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 MAX_RESTARTS = 3
+# For the server itself and for what it is just sending.
+HEADROOM_BYTES = 32 * 2**20
 _PORT_TRIES = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +43,7 @@ class RedisServer:
     Args:
         directory: where the server keeps its append-only file and log; a server that is started there again has the
             records of the one before.
-        config: section `streams`: `fsync` and `byte_budget` (the server refuses writes beyond it).
+        config: section `streams`: `fsync` and `byte_budget` (for writers; the server refuses what is far beyond).
 
     Raises:
         ConfigError: there is no server program.
@@ -167,7 +169,7 @@ def _settings(directory: Path, config: StreamsConfig, port: int, password: str) 
             "appendonly yes",
             f"appendfsync {'always' if config.fsync == 'always' else 'everysec'}",
             'save ""',
-            f"maxmemory {config.byte_budget}",
+            f"maxmemory {config.byte_budget * 5 // 4 + HEADROOM_BYTES}",
             "maxmemory-policy noeviction",
             "stop-writes-on-bgsave-error no",
             "",

@@ -11,8 +11,10 @@ from pipelinerl.records import (
     MetricRecord,
     RolloutSummary,
     Sample,
+    ScoredSample,
     StepDone,
     TrainerMessage,
+    TrainingBatch,
     TrainingDone,
     VersionSpan,
     WeightUpdateSuccess,
@@ -112,6 +114,122 @@ def test_a_line_that_cannot_be_read_says_why(line: bytes, reason: str) -> None:
 def test_fields_in_another_order_are_read() -> None:
     line = b'{"schema":1,"values":{"a":2.0},"time":0.0,"step":1,"source":"s"}'
     assert decode(line, MetricRecord).values == {"a": 2.0}
+
+
+def arrays(**changed: object) -> Sample:
+    return msgspec.structs.replace(group().samples[0], **changed)
+
+
+PACKED = RecordCodec[Group](Group, packed=True)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        arrays(),
+        arrays(labels=[-100, 9, 7]),  # says more than which tokens are trained
+        arrays(labels=[-100, -100, -100], logprobs=[], version_spans=[]),
+        arrays(labels=[5, -100, 7]),
+        arrays(labels=[5, 6]),
+        arrays(input_ids=[], labels=[]),
+        arrays(input_ids=[2**31, -(2**40), 0], labels=[-100, -100, 0]),
+        arrays(logprobs=[-0.1, -1e-300], ref_logprobs=[0.5, -0.0]),
+        arrays(logprobs=[-1e39, 0.0]),
+        arrays(metadata={"bytes": "\xff", "null": None, "deep": [{"a": [1.5]}]}),
+    ],
+)
+def test_a_packed_record_is_equal_in_every_bit(sample: Sample) -> None:
+    record = msgspec.structs.replace(group(), samples=[sample, group().samples[0]])
+    data = PACKED.encode(record)
+    for codec in (PACKED, RecordCodec[Group](Group)):
+        assert codec.decode(data) == record
+        assert encode(codec.decode(data)) == encode(record)
+        assert codec.decode(encode(record)) == record
+
+
+def test_a_packed_record_holds_arrays_as_bytes() -> None:
+    ids = list(range(1000, 5096))
+    sample = arrays(input_ids=ids, labels=[-100] * 96 + ids[96:], logprobs=[-0.5] * 4000)
+    raw = msgspec.msgpack.decode(PACKED.encode(msgspec.structs.replace(group(), samples=[sample])))
+    assert raw["schema"] == 1
+    assert raw["samples"][0]["labels"] == b"m" + (96).to_bytes(4, "little") + (4096).to_bytes(4, "little")
+    assert len(raw["samples"][0]["input_ids"]) == 1 + 4 * 4096
+    assert len(raw["samples"][0]["logprobs"]) == 1 + 4 * 4000
+
+
+class SampleHead(msgspec.Struct):
+    id: str
+    input_ids: list[int]
+
+
+class GroupHead(msgspec.Struct, kw_only=True):
+    samples: list[SampleHead]
+    schema: int = 1
+
+
+def test_fields_of_a_packed_record_can_be_left_out() -> None:
+    head = decode(PACKED.encode(group()), GroupHead)
+    assert head == GroupHead(samples=[SampleHead("0-1/r0/s0", [5, 6, 7])])
+
+
+def test_a_packed_union_and_a_packed_batch() -> None:
+    codec = RecordCodec[TrainerMessage](TrainerMessage, packed=True)
+    message = StepDone(step=1, time=2.0, group_ids=["g"], num_samples=8, samples_processed=8)
+    assert codec.decode(codec.encode(message)) == message
+    batch = TrainingBatch(
+        id="b",
+        step=1,
+        samples=[ScoredSample(sample=arrays(), advantages=[0.1])],
+        group_ids=["0-1"],
+        plan=[[[0]]],
+        actor_offset=3,
+    )
+    batches = RecordCodec[TrainingBatch](TrainingBatch, packed=True)
+    assert batches.decode(batches.encode(batch)) == batch
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_numbers_are_refused_in_packed_records_too(bad: float) -> None:
+    with pytest.raises(StreamError, match=r"samples\[0\]\.logprobs\[0\] is"):
+        PACKED.encode(group(logprob=bad))
+    with pytest.raises(StreamError, match=r"samples\[0\]\.reward is"):
+        PACKED.encode(msgspec.structs.replace(group(), samples=[arrays(reward=bad)]))
+    with pytest.raises(StreamError, match=r"values\['loss'\] is"):
+        RecordCodec(MetricRecord, packed=True).encode(metric(loss=bad))
+
+
+def test_what_is_no_number_is_refused_in_packed_records() -> None:
+    with pytest.raises(StreamError, match=r"cannot write a Group: Sample\.input_ids"):
+        PACKED.encode(msgspec.structs.replace(group(), samples=[arrays(input_ids=["a"])]))
+    with pytest.raises(StreamError, match=r"cannot write a Group: Sample\.input_ids"):
+        PACKED.encode(msgspec.structs.replace(group(), samples=[arrays(input_ids=[2**70])]))
+
+
+def _packed(**changed: object) -> bytes:
+    raw = msgspec.msgpack.decode(PACKED.encode(group()))
+    for key, value in changed.items():
+        raw["samples"][0][key] = value
+    return msgspec.msgpack.encode(raw)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (msgspec.msgpack.encode({"id": "g"}), "no schema.*reads schema 1"),
+        (msgspec.msgpack.encode({"id": "g", "schema": 7}), "schema 7.*version of pipelinerl that wrote"),
+        (msgspec.msgpack.encode({"schema": 7, "x": {"schema": 1}}), "schema 7|not a Group"),
+        (PACKED.encode(group())[:-3], "not a packed record"),
+        (b"\x80", "no schema"),
+        (_packed(input_ids=b"x1234"), "bytes that are no array"),
+        (_packed(input_ids=b"i123"), "bytes that are no array"),
+        (_packed(input_ids=[5, 6, 7]), "not a Group"),
+        (_packed(labels=b"m" + bytes([2, 0, 0, 0, 9, 0, 0, 0])), r"trained tokens \[2, 9\) of 3"),
+        (_packed(labels=b"m" + bytes([2, 0, 0, 0])), "bytes that are no array"),
+    ],
+)
+def test_a_packed_record_that_cannot_be_read_says_why(data: bytes, reason: str) -> None:
+    with pytest.raises(StreamError, match=reason):
+        PACKED.decode(data)
 
 
 class NoSchema(msgspec.Struct):

@@ -1,0 +1,204 @@
+"""Streams in Redis within a byte budget: back-pressure, what moves to files, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.records import MetricRecord
+from pipelinerl.records.codec import encode
+from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, PREPROCESSOR_CONSUMER, StreamSpec
+from pipelinerl.streams.hub import ARCHIVE_FOLDER, LARGE_SHARE, REDIS_URL_KEY, SMALL_SHARE, StreamHub
+from pipelinerl.streams.layout import list_shards, partition_dir
+from pipelinerl.streams.redis_budget import FIELD, OVERHEAD_BYTES
+from pipelinerl.streams.redis_client import connect, stream_keys
+from pipelinerl.supervise.redis_server import RedisServer
+from pipelinerl.supervise.run_dir import RunDir
+
+BUDGET = 8 * 2**20
+RECORD_BYTES = 100_000
+LIMIT_S = 60.0
+SPEC = StreamSpec(ACTOR_TOPIC, "actor_0")
+KEYS = stream_keys("run", SPEC)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), StreamsConfig(backend="redis", byte_budget=BUDGET)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Any:
+    client = connect(server.url)
+    client.flushall()
+    return client
+
+
+def open_hub(server: RedisServer, tmp_path: Path, **config: Any) -> StreamHub:
+    section = StreamsConfig(backend="redis", **{"byte_budget": BUDGET, "shard_bytes": 10**6, **config})
+    return StreamHub(section, RunDir(tmp_path), "run", {REDIS_URL_KEY: server.url})
+
+
+def record(n: int, size: int = RECORD_BYTES) -> MetricRecord:
+    return MetricRecord(source="x" * size, step=n, time=0.0, values={})
+
+
+def read_steps(reader: Any, count: int, seen: Callable[[], None] = lambda: None) -> list[int]:
+    steps: list[int] = []
+    while len(steps) < count and (entries := reader.read(LIMIT_S)):
+        steps += [entry.record.step for entry in entries]
+        assert [entry.offset for entry in entries] == [entry.record.step for entry in entries]
+        seen()
+    return steps
+
+
+def test_d6_memory_stays_within_the_budget_while_a_consumer_is_paused(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    total, empty = 200, client.info("memory")["used_memory"]
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    consumer = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    waits = threading.Event()
+    make_room = writer._mover.make_room  # type: ignore[attr-defined]
+
+    def noticed(count: int, stopped: Callable[[], bool]) -> None:
+        waits.set()
+        make_room(count, stopped)
+
+    writer._mover.make_room = noticed  # type: ignore[attr-defined]
+    thread = threading.Thread(target=lambda: [writer.write(record(n)) for n in range(total)], daemon=True)
+    thread.start()
+    assert waits.wait(LIMIT_S)
+    fits = int(BUDGET * LARGE_SHARE) // (RECORD_BYTES + OVERHEAD_BYTES)
+    assert 0.9 * fits <= int(client.get(KEYS.written)) <= fits < total
+    peaks = [client.info("memory")["used_memory"]]
+
+    def look() -> None:
+        peaks.append(client.info("memory")["used_memory"])
+
+    assert read_steps(consumer, total, look) == list(range(total))
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert max(peaks) - empty < BUDGET
+    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), total) == list(range(total))
+    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, 7), total - 7) == list(range(7, total))
+
+
+def test_d6_a_stream_that_stays_full_ends_with_the_name_of_the_reader(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    hub = open_hub(server, tmp_path, backpressure_timeout_s=0.1)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    with pytest.raises(StreamError, match=r"is full .* nobody took a record: preprocessor has not come yet"):
+        for n in range(100):
+            writer.write(record(n))
+    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    reader.read(LIMIT_S, max_records=1)
+    written = int(client.get(KEYS.written))
+    with pytest.raises(StreamError, match="preprocessor is at offset 0"):
+        writer.write(record(written))
+    read_steps(reader, written - 1)
+    reader.read(0)
+    assert writer.write(record(written)) == written
+    assert read_steps(reader, 1) == [written]
+
+
+def test_closing_a_writer_ends_its_wait_for_room(server: RedisServer, client: Any, tmp_path: Path) -> None:
+    writer = open_hub(server, tmp_path).writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    waits, errors = threading.Event(), []
+    wait_for_consumers = writer._mover._mark  # type: ignore[attr-defined]
+
+    def mark() -> str:
+        waits.set()
+        return str(wait_for_consumers())
+
+    writer._mover._mark = mark  # type: ignore[attr-defined]
+
+    def write() -> None:
+        try:
+            for n in range(100):
+                writer.write(record(n))
+        except StreamError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    assert waits.wait(LIMIT_S)
+    writer.close()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive() and "is closed" in errors[0]
+
+
+def test_small_streams_move_their_older_half_and_stay_whole(server: RedisServer, client: Any, tmp_path: Path) -> None:
+    hub, size, total = open_hub(server, tmp_path), 1000, 1000
+    writer = hub.writer(FATES_TOPIC, "actor_0", MetricRecord)
+    for n in range(total):
+        assert writer.write(record(n, size)) == n
+    keys = stream_keys("run", StreamSpec(FATES_TOPIC, "actor_0"))
+    assert int(client.get(keys.size)) <= BUDGET * SMALL_SHARE < total * size
+    assert client.xlen(keys.log) < total
+    assert read_steps(hub.reader(FATES_TOPIC, "actor_0", MetricRecord), total) == list(range(total))
+    writer.close()
+    assert hub.writer(FATES_TOPIC, "actor_0", MetricRecord).write(record(total, size)) == total
+
+
+def test_a_record_larger_than_the_budget_still_passes(server: RedisServer, client: Any, tmp_path: Path) -> None:
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    for n in range(4):
+        writer.write(record(n, size=BUDGET))
+        assert read_steps(reader, 1) == [n]
+        reader.read(0)
+    assert client.xlen(KEYS.log) <= 2
+
+
+def test_d6_a_server_that_came_back_without_what_was_moved_is_refused(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(FATES_TOPIC, "actor_0", MetricRecord)
+    for n in range(500):
+        writer.write(record(n, 1000))
+    writer.close()
+    client.flushall()
+    with pytest.raises(StreamError, match=r"the server has 0 records, but \d+ have been there"):
+        hub.writer(FATES_TOPIC, "actor_0", MetricRecord)
+
+
+def test_a_crash_between_copy_and_removal_doubles_nothing(server: RedisServer, client: Any, tmp_path: Path) -> None:
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    for n in range(6):
+        writer.write(record(n, 10))
+    writer._mover._trim = lambda **_: 0  # type: ignore[attr-defined]  # the crash
+    writer._mover.budget = writer._mover.budget._replace(limit_bytes=1)  # type: ignore[attr-defined]
+    assert writer._mover.move(3) > 0  # type: ignore[attr-defined]
+    writer.close()
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    assert client.xlen(KEYS.log) == 6
+    while writer._mover.move(5):  # type: ignore[attr-defined]
+        pass
+    assert client.xlen(KEYS.log) == 1
+    assert int(client.get(KEYS.size)) == len(client.xrange(KEYS.log)[0][1][FIELD.encode()]) + OVERHEAD_BYTES
+    assert list_shards(partition_dir(RunDir(tmp_path).streams, SPEC) / ARCHIVE_FOLDER) == [0]
+    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), 6) == list(range(6))
+
+
+def test_a_stream_of_json_records_without_sizes_is_read_and_continued(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    for n in range(3):
+        client.xadd(KEYS.log, {FIELD: encode(record(n, 10))}, id=f"{n + 1}-0")
+    client.set(KEYS.written, 3)
+    hub = open_hub(server, tmp_path)
+    assert hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord).write(record(3, 10)) == 3
+    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), 4) == [0, 1, 2, 3]
