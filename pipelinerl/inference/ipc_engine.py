@@ -1,11 +1,88 @@
-"""vLLM's CUDA-IPC transfer with our checks around it, for a trainer on the same GPU."""
+"""Weight transfer into a server that shares the trainer's device: the server's half of `weights.ipc_transport`.
+
+vLLM's own CUDA IPC engine takes pickled handles over HTTP; here handles are plain data and come over a connection of
+their own that needs a secret. A buffer is copied before it is acknowledged: loading layer by layer keeps tensors longer
+than the trainer keeps the buffer.
+"""
 
 from __future__ import annotations
 
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
 from pipelinerl.inference.reload import CheckedReload
+from pipelinerl.weights.handle_channel import HandleReceiver
+from pipelinerl.weights.handles import copy_of_buffer
+from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
 
 
-class CheckedIPCWeightTransferEngine(CheckedReload, IPCWeightTransferEngine):
-    """Receives as vLLM does; refuses incomplete updates and survives failed ones."""
+@dataclass
+class IPCInitInfo(WeightTransferInitInfo):
+    """Where the trainer offers handles, and the secret that a worker shows there."""
+
+    port: int
+    secret: str
+    timeout_s: float
+    chunk_bytes: int
+
+
+@dataclass
+class IPCUpdateInfo(WeightTransferUpdateInfo):
+    """What the trainer is about to offer, in order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, IPCUpdateInfo]):
+    """Copies offered buffers and loads them. Refuses incomplete updates and survives failed ones."""
+
+    init_info_cls = IPCInitInfo
+    update_info_cls = IPCUpdateInfo
+    may_load_in_place = True
+    _channel: HandleReceiver | None = None
+    _chunk_bytes: int = 0
+
+    def init_transfer_engine(self, init_info: IPCInitInfo) -> None:
+        """Connect with the trainer, leaving an earlier one (that is gone) first."""
+        self.shutdown()
+        self._chunk_bytes = init_info.chunk_bytes
+        self._channel = HandleReceiver(init_info.port, init_info.secret, init_info.timeout_s)
+
+    def receive_weights(self, update_info: IPCUpdateInfo) -> None:
+        """Copy and load every buffer of the update. Raises RuntimeError if the trainer goes away or is too slow."""
+        channel = self._channel
+        if channel is None:
+            raise RuntimeError("ipc weight transfer is not initialized; call /init_weight_transfer_engine first")
+        self.expect(update_info.names, update_info.shapes)
+        metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
+        # vLLM types its models as plain modules.
+        model: Any = self.model
+        for chunk in plan_chunks(metas, self._chunk_bytes):
+            handle = channel.take()
+            try:
+                buffer = copy_of_buffer(handle, self.device)
+            except (RuntimeError, ValueError, KeyError) as error:
+                channel.fail(f"{type(error).__name__}: {error}")
+                raise
+            channel.done()
+            model.load_weights(unpack(buffer, chunk))
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """As the base class; waits for the device only where there is one."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def shutdown(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

@@ -11,7 +11,7 @@ from pipelinerl.inference.arguments import ENGINE_NAMES
 _ENGINES = {
     "gloo": ("pipelinerl.inference.gloo_engine", "GlooWeightTransferEngine"),
     "nccl": ("pipelinerl.inference.nccl_engine", "CheckedNCCLWeightTransferEngine"),
-    "ipc": ("pipelinerl.inference.ipc_engine", "CheckedIPCWeightTransferEngine"),
+    "ipc": ("pipelinerl.inference.ipc_engine", "IPCWeightTransferEngine"),
 }
 
 

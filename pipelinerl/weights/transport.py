@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-TransportName = Literal["gloo", "nccl"]
+TransportName = Literal["gloo", "nccl", "ipc"]
 
 
 class Transport(Protocol):
@@ -46,12 +46,12 @@ def create_transport(
     """A transport of the given kind.
 
     Args:
-        name: `gloo` for servers on CPUs, `nccl` for servers on other GPUs.
+        name: `gloo` for servers on CPUs, `nccl` for servers on other GPUs, `ipc` for a server on the trainer's device.
         address: address of this machine at which the workers reach the trainer.
         port: TCP port of the rendezvous; None lets the system choose.
         timeout_s: limit of one operation, where the transport can enforce it.
         chunk_bytes: size of the packed buffers.
-        device_index: the GPU that `nccl` sends from; None for the current one of the calling thread.
+        device_index: the GPU that `nccl` and `ipc` send from; None for the current one of the calling thread.
     """
     if name == "gloo":
         from pipelinerl.weights.gloo_transport import GlooTransport
@@ -61,4 +61,8 @@ def create_transport(
         from pipelinerl.weights.nccl_transport import NCCLTransport
 
         return NCCLTransport(address, port, timeout_s, chunk_bytes, device_index)
-    raise ValueError(f"transport: got {name!r}, expected 'gloo' or 'nccl'")
+    if name == "ipc":
+        from pipelinerl.weights.ipc_transport import IPCTransport
+
+        return IPCTransport(port, timeout_s, chunk_bytes, device_index)
+    raise ValueError(f"transport: got {name!r}, expected 'gloo', 'nccl' or 'ipc'")
