@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 _SCHEMA_SUFFIX = b'"schema":%d}' % SCHEMA_VERSION
 _PACKED_SUFFIX = b"\xa6schema" + msgspec.msgpack.encode(SCHEMA_VERSION)
-_JSON_START = ord("{")
 # The first bytes of a msgpack map.
 _MAP_STARTS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 # What a float64 that is no finite number looks like in msgpack.

@@ -175,7 +175,7 @@ def test_partitions_and_instances_do_not_mix(open_hub: OpenHub) -> None:
     assert steps(hub.reader("metrics", "a", MetricRecord, 0, 0).read(5)) == [(0, 0)]
 
 
-def test_two_runs_do_not_see_each_other(open_hub: OpenHub) -> None:
+def test_d4_two_runs_do_not_see_each_other(open_hub: OpenHub) -> None:
     one, two = open_hub("run-a", "a"), open_hub("run-b", "b")
     one.writer("metrics", "a", MetricRecord).write(record(1))
     two.writer("metrics", "a", MetricRecord).write(record(2))

@@ -34,7 +34,7 @@ def edited_task(body: str) -> str:
     return TASK.replace(marker, body + marker)
 
 
-def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, model: Path) -> None:
+def test_l3_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, model: Path) -> None:
     with FakeServer(token_delay_s=0.05) as server:
         run = ActorRun(tmp_path, model, [server.url], server.token)
         with run.started(), CountingTrainer(run, steps=10_000, on_version=follow_version(server)):
@@ -50,7 +50,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, model: Path) 
     assert f"rollout worker 0 (pid {worker.pid}) ended by signal SIGKILL" in run.stderr
 
 
-def test_a_rollout_that_never_returns_costs_only_itself(tmp_path: Path, model: Path) -> None:
+def test_l4_a_rollout_that_never_returns_costs_only_itself(tmp_path: Path, model: Path) -> None:
     task = edited_task(
         "    if problem['dataset'] == 'train' and llm.seed % 4 == 0:\n        await asyncio.Event().wait()\n"
     )
@@ -67,7 +67,7 @@ def test_a_rollout_that_never_returns_costs_only_itself(tmp_path: Path, model: P
     assert len(run.evaluations) == 2
 
 
-def test_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(tmp_path: Path, model: Path) -> None:
+def test_l4_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(tmp_path: Path, model: Path) -> None:
     flag = tmp_path / "blocked"
     task = edited_task(
         f"    import pathlib, time\n    flag = pathlib.Path({str(flag)!r})\n"
@@ -92,7 +92,7 @@ def test_a_rollout_that_returns_nothing_is_a_user_error(tmp_path: Path, model: P
     assert "Traceback" not in run.stderr
 
 
-def test_evaluations_that_fail_do_not_end_training_and_grader_errors_cost_their_rollout(
+def test_o2_evaluations_that_fail_do_not_end_training_and_grader_errors_cost_their_rollout(
     tmp_path: Path, model: Path
 ) -> None:
     task = edited_task(
@@ -148,7 +148,7 @@ def test_evaluations_beside_training_and_two_servers(tmp_path: Path, model: Path
     assert len(set(seeds)) > len(seeds) / 2
 
 
-def test_a_corrupt_message_of_the_trainer_ends_the_run_with_its_place(tmp_path: Path, model: Path) -> None:
+def test_l3_a_corrupt_message_of_the_trainer_ends_the_run_with_its_place(tmp_path: Path, model: Path) -> None:
     with FakeServer(token_delay_s=0.05) as server:
         run = ActorRun(tmp_path, model, [server.url], server.token)
         shard = run.files.streams / "trainer" / "finetune_0" / "0"

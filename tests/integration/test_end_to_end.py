@@ -98,7 +98,7 @@ def test_nothing_is_left_running(finished: WholeRun) -> None:
     assert finished.living_processes() == []
 
 
-def test_no_secret_is_written(finished: WholeRun) -> None:
+def test_o5_no_secret_is_written(finished: WholeRun) -> None:
     """The servers' token travels by environment only; nothing in the run directory names it."""
     for path in finished.output_dir.rglob("*"):
         if path.is_file() and path.suffix in {".sh", ".json", ".yaml", ".log"}:

@@ -41,9 +41,9 @@ def _still_running(processes: list[psutil.Process], timeout_s: float) -> list[ps
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", ["actor_0", "preprocessor_0", "finetune_0", "actor_llm_0"])
-def test_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
+def test_l5_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
-    launcher = run.start("finetune.max_train_steps=1000")
+    launcher = run.start("finetune.max_train_steps=1000", "supervise.max_server_restarts=0")
     try:
         _wait_for_training(run, launcher)
         psutil.Process(_pid_of(run, job)).kill()
@@ -61,7 +61,7 @@ def test_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
+def test_l9_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
     launcher = run.start("finetune.max_train_steps=1000")
     _wait_for_training(run, launcher)
@@ -73,7 +73,7 @@ def test_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_terminated_launcher_ends_everything(tmp_path: Path) -> None:
+def test_l5_a_terminated_launcher_ends_everything(tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
     launcher = run.start("finetune.max_train_steps=1000")
     _wait_for_training(run, launcher)

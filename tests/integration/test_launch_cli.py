@@ -87,7 +87,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_plans_for_the_gpus_in_the_environment(tmp_path: Path) -> None:
+def test_o4_a_dry_run_plans_for_the_gpus_in_the_environment(tmp_path: Path) -> None:
     done = launch("output_dir=out", "dry_run=true", cwd=tmp_path, CUDA_VISIBLE_DEVICES="7,6,5,4,3,2,1,0")
     assert "4 actor server(s), 0 reference server(s), 4 trainer rank(s)" in done.stdout
     assert "CUDA_VISIBLE_DEVICES=3,2,1,0" in done.stdout

@@ -20,12 +20,12 @@ def test_every_pass_has_all_problems_in_another_order() -> None:
     assert len({tuple(each) for each in passes}) > 1
 
 
-def test_the_order_follows_from_the_seed() -> None:
+def test_o3_the_order_follows_from_the_seed() -> None:
     assert ids("1") == ids("1")
     assert ids("1") != ids("2")
 
 
-def test_the_order_goes_on_from_any_place() -> None:
+def test_o3_the_order_goes_on_from_any_place() -> None:
     order = ProblemOrder(PROBLEMS, "1")
     assert [order[number].id for number in (13, 2, 14)] == [ids("1")[number] for number in (13, 2, 14)]
 
@@ -39,7 +39,7 @@ def test_evaluations_take_the_same_problems_every_time() -> None:
     assert evaluation_problems([], 12, "1") == []
 
 
-def test_rollout_seeds_differ_by_every_part() -> None:
+def test_o3_rollout_seeds_differ_by_every_part() -> None:
     seeds = {
         rollout_seed(seed, "train", f"0-{group}", index) for seed in (1, 2) for group in (1, 11) for index in (1, 0)
     }

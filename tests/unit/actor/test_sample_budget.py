@@ -113,7 +113,7 @@ def test_filtered_and_failed_samples_give_their_budget_back() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("samples_per_step", "max_lag"), [(8, 0), (8, 5), (16, 40), (1, 0)])
-def test_random_runs_neither_starve_nor_overrun(seed: int, samples_per_step: int, max_lag: int) -> None:
+def test_l6_random_runs_neither_starve_nor_overrun(seed: int, samples_per_step: int, max_lag: int) -> None:
     """Rollouts of 0 to 4 samples, ending in any order: every batch fills, and with max_lag=0 nothing is left over."""
     rng = random.Random(seed)
     attempts = rng.choice([1, 2, 3])

@@ -142,7 +142,7 @@ async def test_a_group_keeps_its_good_attempts_in_order() -> None:
     assert (group.record.problem_id, group.record.dataset_name) == ("p", "train")
 
 
-def test_evaluations_are_due_once_also_when_versions_jump() -> None:
+def test_o2_evaluations_are_due_once_also_when_versions_jump() -> None:
     schedule = EvaluationSchedule(every_n_versions=10)
     due = [schedule.take_due(version) for version in (0, 9, 10, 11, 35, 36, 40)]
     assert due == [None, None, 10, None, 30, None, 40]

@@ -57,7 +57,7 @@ def full(**values: object) -> RunConfig:
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_odd_strings_reload_equal_and_reach_user_code(tmp_path: Path, text: str) -> None:
+def test_o3_odd_strings_reload_equal_and_reach_user_code(tmp_path: Path, text: str) -> None:
     config = full(
         model_path=text, custom={"value": text, "list": [text, None, {"deep": text}]}, train_dataset_names=[text]
     )
@@ -70,13 +70,13 @@ def test_odd_strings_reload_equal_and_reach_user_code(tmp_path: Path, text: str)
 
 
 @pytest.mark.parametrize("name", ["base", "guessing", "quickstart"])
-def test_composed_configurations_reload_equal(tmp_path: Path, name: str) -> None:
+def test_o3_composed_configurations_reload_equal(tmp_path: Path, name: str) -> None:
     config = compose(["--config-name", name, "output_dir=x", "finetune.gradient_clipping_threshold=null"]).config
     assert config is not None
     assert load_config(save_config(config, tmp_path / "exp.yaml")) == config
 
 
-def test_numbers_and_nulls_keep_their_types(tmp_path: Path) -> None:
+def test_o3_numbers_and_nulls_keep_their_types(tmp_path: Path) -> None:
     values = {
         "a": 1,
         "b": 1.0,
@@ -107,7 +107,7 @@ values = st.recursive(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(value=values)
-def test_any_plain_value_reloads_equal(tmp_path: Path, value: object) -> None:
+def test_o3_any_plain_value_reloads_equal(tmp_path: Path, value: object) -> None:
     config = full(custom={"value": value})
     assert load_config(save_config(config, tmp_path / "exp.yaml")) == config
 

@@ -50,7 +50,7 @@ def test_what_is_no_secret(data: dict[str, object]) -> None:
     refuse_secrets(data, {"PATH": "a/b", "SORT_KEY": "<pad>"})
 
 
-def test_the_command_line_and_saving_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_o5_the_command_line_and_saving_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no secret in the configuration"):
         compose(["output_dir=x", f"custom.api_key={SECRET}"])
     monkeypatch.setenv("JUDGE_API_KEY", SECRET)

@@ -136,7 +136,7 @@ def test_all_states_stay_by_default(tmp_path, backend):
     assert steps(tmp_path) == ["1", "2", "3", "4"]
 
 
-def test_a_failed_deletion_is_a_warning(tmp_path, backend, monkeypatch, caplog):
+def test_o1_a_failed_deletion_is_a_warning(tmp_path, backend, monkeypatch, caplog):
     keeper = store(tmp_path, keep_last=1)
     keeper.save(TrainerState(step=1), backend)
 

@@ -88,7 +88,7 @@ def test_nan_and_garbage_are_refused() -> None:
         ({"token_ids": []}, Fault.EMPTY),
     ],
 )
-def test_aborted_and_empty_answers_are_tried_again(changes: dict[str, Any], fault: Fault) -> None:
+def test_d9_aborted_and_empty_answers_are_tried_again(changes: dict[str, Any], fault: Fault) -> None:
     assert read(**changes) is fault
 
 
@@ -118,7 +118,7 @@ def test_seeds_of_requests_follow_from_the_rollouts_seed() -> None:
     assert seeds(None) == [None, None, None]
 
 
-def test_the_token_is_never_shown() -> None:
+def test_o5_the_token_is_never_shown() -> None:
     assert "secret-token" not in repr(make_llm())
 
 
@@ -212,7 +212,7 @@ async def test_time_out_and_refused_connection(ask: Any) -> None:
         await ask(make_llm(url, max_retries=0))
 
 
-async def test_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+async def test_o4_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)

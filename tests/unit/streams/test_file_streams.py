@@ -195,7 +195,7 @@ def test_a_negative_offset_is_refused(tmp_path: Path) -> None:
         open_reader(tmp_path, offset=-1)
 
 
-def test_a_full_disk_is_a_stream_error_and_leaves_no_half_record(
+def test_o1_a_full_disk_is_a_stream_error_and_leaves_no_half_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = open_writer(tmp_path)
@@ -219,7 +219,7 @@ def test_a_full_disk_is_a_stream_error_and_leaves_no_half_record(
     assert read_steps(open_reader(tmp_path)) == [0, 2]
 
 
-def test_a_failed_fsync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_o1_a_failed_fsync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer: FileWriter[MetricRecord] = FileWriter(tmp_path, MetricRecord, 10**6, "always")
 
     def fail(fd: int) -> None:
@@ -241,7 +241,7 @@ def test_the_interval_policy_syncs_without_another_write(tmp_path: Path, monkeyp
     writer.close()
 
 
-def test_a_folder_that_cannot_be_written_is_a_stream_error(tmp_path: Path) -> None:
+def test_o1_a_folder_that_cannot_be_written_is_a_stream_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StreamError, match="cannot be opened for writing"):
         open_writer(tmp_path / "file" / "x")

@@ -125,7 +125,7 @@ def test_corrupt_and_missing_records_are_reported_with_key_and_offset(server: Re
         reader.read(0)
 
 
-def test_a_full_server_is_a_stream_error(tmp_path: Path) -> None:
+def test_o1_a_full_server_is_a_stream_error(tmp_path: Path) -> None:
     config = StreamsConfig(backend="redis", byte_budget=3_000_000)
     with RedisServer(tmp_path / "redis", config) as server:
         writer = open_writer(server, tmp_path)

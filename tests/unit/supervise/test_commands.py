@@ -26,7 +26,7 @@ def world(jobs: list[Job], device: str = "cuda") -> WorldMap:
 RUN = RunDir(Path("/runs/a run"))
 
 
-def test_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() -> None:
+def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() -> None:
     ranks = [job("finetune", 0, ("6",)), job("finetune", 1, ("7",)), job("finetune", 2, ("0",), node=1, local_idx=0)]
     command = build_command(ranks[1], world(ranks), RUN, {}, python="/py")
     assert command.argv == (
@@ -74,13 +74,13 @@ def test_user_folders_are_on_the_path_of_those_who_import_user_code() -> None:
     assert "PYTHONPATH" not in build_command(jobs[1], world(jobs), RUN, {}, folders).env
 
 
-def test_a_proxy_is_bypassed_and_the_users_list_is_kept() -> None:
+def test_o4_a_proxy_is_bypassed_and_the_users_list_is_kept() -> None:
     jobs = [job("actor")]
     env = build_command(jobs[0], world(jobs), RUN, {"http_proxy": "http://p:1", "no_proxy": "my.host,::1"}).env
     assert env["NO_PROXY"] == env["no_proxy"] == "my.host,::1,127.0.0.1,localhost,10.0.0.0"
 
 
-def test_secrets_are_in_the_environment_only() -> None:
+def test_o5_secrets_are_in_the_environment_only() -> None:
     jobs = [job("actor")]
     environ = {"WANDB_API_KEY": "wandb-secret", "PATH": "/bin", "RANK": "5", "MASTER_ADDR": "node-0"}
     command = build_command(jobs[0], world(jobs), RUN, environ)

@@ -77,7 +77,7 @@ def test_it_beats_at_its_interval_until_stopped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_disk_that_refuses_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_o1_a_disk_that_refuses_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     heartbeat = Heartbeat(tmp_path / "file" / "heartbeat.json", 60)
     with caplog.at_level(logging.WARNING):

@@ -18,7 +18,7 @@ def test_a_port_is_handed_out_once_per_node() -> None:
     assert ports.take(1, 9000, "k") == 9000
 
 
-def test_taken_ports_are_passed_over_on_this_node_only() -> None:
+def test_d4_taken_ports_are_passed_over_on_this_node_only() -> None:
     ports = FreePorts(rank=0, probe=lambda port: port > 9004)
     assert ports.take(0, 9000, "k") == 9005
     assert ports.take(1, 9000, "k") == 9000
@@ -42,7 +42,7 @@ def test_d4_two_runs_at_the_same_moment_get_different_ports(tmp_path: Path) -> N
         assert third.take(0, 8080, "k") == 8080
 
 
-def test_a_chosen_port_that_is_taken_is_refused() -> None:
+def test_d4_a_chosen_port_that_is_taken_is_refused() -> None:
     config = RunConfig.model_validate({"output_dir": "x", "world": {"llm_start_port": 18080}})
     assert chosen_port_keys(config) == {"world.llm_start_port"}
     ports = FreePorts(chosen=chosen_port_keys(config), probe=lambda port: port != 18081)
@@ -51,7 +51,7 @@ def test_a_chosen_port_that_is_taken_is_refused() -> None:
         ports.take(0, 18081, "world.llm_start_port")
 
 
-def test_no_free_port_at_all() -> None:
+def test_d4_no_free_port_at_all() -> None:
     with pytest.raises(ConfigError, match="a free port from 65500 to 65535"):
         FreePorts(probe=lambda port: False).take(0, 65500, "k")
 

@@ -301,7 +301,7 @@ def test_a_program_that_cannot_be_started(start: Starter) -> None:
     assert code == 1 and "actor_0 could not be started" in stderr
 
 
-def test_secrets_are_not_in_the_run_directory(start: Starter) -> None:
+def test_o5_secrets_are_not_in_the_run_directory(start: Starter) -> None:
     run = start({"actor_llm_0": SLEEP, "actor_0": FOLLOWS, "finetune_0": FINISHES})
     run.end()
     for file in run.root.rglob("*"):

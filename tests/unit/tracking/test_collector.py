@@ -154,7 +154,7 @@ def test_a_corrupt_stream_is_raised_and_the_rest_is_still_summed_up(tmp_path: Pa
         run.collector.raise_if_failed()
 
 
-def test_a_broken_terminal_and_a_full_disk_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_o1_a_broken_terminal_and_a_full_disk_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.screen.close()
     run.dir.metrics_file.rename(tmp_path / "old")
@@ -218,7 +218,7 @@ def test_wandb_gets_config_numbers_and_summary(tmp_path: Path, monkeypatch: pyte
     assert fake.summary["run/steps"] == 1
 
 
-def test_wandb_that_raises_is_one_warning(
+def test_o1_wandb_that_raises_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(TimeoutError("no answer from the server")))
@@ -230,7 +230,7 @@ def test_wandb_that_raises_is_one_warning(
     assert caplog.text.count("W&B is off from now on: TimeoutError: no answer from the server") == 1
 
 
-def test_an_unreachable_wandb_is_never_started(
+def test_o1_an_unreachable_wandb_is_never_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = FakeWandb()

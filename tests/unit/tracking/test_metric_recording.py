@@ -79,7 +79,7 @@ class FullDisk:
         raise StreamError("no space left")
 
 
-def test_a_full_disk_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_o1_a_full_disk_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     recorder = MetricRecorder(FullDisk(), "a")
     with caplog.at_level(logging.WARNING):
         for step in range(5):

@@ -52,7 +52,7 @@ def test_jsonl_rows_are_flat_and_visible_at_once(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_o1_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     inner = ListSink(fail_at=2)
     sink = SafeSink("W&B", lambda: inner)
     with caplog.at_level(logging.WARNING):
@@ -65,7 +65,7 @@ def test_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-def test_a_sink_that_cannot_start_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_o1_a_sink_that_cannot_start_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for sink in (SafeSink("x", unreachable), BackgroundSink("y", unreachable)):
             sink.log(record(0))
@@ -107,7 +107,7 @@ def test_a_background_sink_that_hangs_is_left_alone(caplog: pytest.LogCaptureFix
     gate.set()
 
 
-def test_secrets_are_hidden() -> None:
+def test_o5_secrets_are_hidden() -> None:
     config = {
         "wandb": {"api_key": "abc", "tags": ["a"]},
         "streams": {"url": "redis://user:pass@host:1/0"},

@@ -142,7 +142,7 @@ def test_the_wrong_token_is_a_clear_error() -> None:
             publisher.connect([address])
 
 
-def test_proxies_of_the_environment_are_ignored(servers, model, monkeypatch) -> None:
+def test_o4_proxies_of_the_environment_are_ignored(servers, model, monkeypatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)

@@ -170,7 +170,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_who_gets_which_gpus(row: tuple[dict[str, Any], Any, Any, Any]) -> None:
+def test_o4_who_gets_which_gpus(row: tuple[dict[str, Any], Any, Any, Any]) -> None:
     arguments, actor_llms, preprocessor_llms, ranks = row
     world = plan(**arguments)
     assert gpus_of(world, "actor_llm") == actor_llms
@@ -204,7 +204,7 @@ def test_two_nodes_have_addresses_local_ranks_and_a_master_with_the_trainer() ->
     assert [job.name for job in world.local_jobs] == ["finetune_0", "finetune_1", "finetune_2", "finetune_3"]
 
 
-def test_ipv6_hosts_get_brackets() -> None:
+def test_o4_ipv6_hosts_get_brackets() -> None:
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "PIPELINERL_NODE_HOSTS": "fd00::1,[fd00::2]"}
     world = plan(gpus=1, env=env)
     assert world.job("actor_llm_0").url == "http://[fd00::1]:8080"
