@@ -19,5 +19,6 @@ def token_kl(new: torch.Tensor, ref: torch.Tensor, estimator: str = "k3", clamp:
     if estimator == "k2":
         return r.square() / 2
     if estimator == "k3":
-        return r.exp() - r - 1
+        # Near the reference e^r and 1 cancel: their difference in fp32 would be rounding, and often negative.
+        return torch.expm1(r) - r
     raise ValueError(f"finetune.rl.kl_estimator: got {estimator!r}, expected k1, k2 or k3")

@@ -166,6 +166,15 @@ def test_kl_estimators(name, expected):
     assert token_kl(new, ref, name).item() == pytest.approx(expected)
 
 
+def test_k3_is_right_where_e_to_the_r_and_1_cancel():
+    # r = 1e-5: r^2 / 2 = 5e-11. In fp32 e^r - r - 1 is a multiple of 6e-8, or of 1e-7 below 0.
+    new = torch.zeros(1, requires_grad=True)
+    value = token_kl(new, torch.tensor([1e-5]), "k3")
+    value.sum().backward()
+    assert value.item() == pytest.approx(5e-11, rel=0.05)
+    assert new.grad.item() == pytest.approx(-1e-5, rel=0.05)
+
+
 def test_m4_kl_is_zero_without_gradient_at_the_reference_and_bounded_far_from_it():
     new = torch.tensor([-1.0, -1e4], requires_grad=True)
     kl = token_kl(new, torch.tensor([-1.0, 0.0]), "k3")
