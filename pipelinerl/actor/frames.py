@@ -22,9 +22,11 @@ _READ_BYTES = 1 << 20
 
 
 class Servers(msgspec.Struct, tag="servers"):
-    """To a worker, before the first rollout: the longest sequence of each server, in tokens (None: unknown)."""
+    """To a worker, before the first rollout and whenever a server joined: the longest sequence of each server, in
+    tokens (None: unknown). `urls` are those of all servers, the ones of the plan first; empty: those of the plan."""
 
     max_model_lens: list[int | None]
+    urls: list[str] = []
 
 
 class StartRollout(msgspec.Struct, tag="start"):

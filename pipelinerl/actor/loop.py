@@ -11,7 +11,7 @@ Called by `entrypoints.actor`.
 | `_evaluate_when_due` | a version at which an evaluation is due | trainer's messages |
 | `_report` | the next version, at most a few seconds | trainer's messages, the clock |
 | `WorkerPool._follow` | a worker's next message | the worker, or its end |
-| feeds `trainer`, `fates`, `turns` (threads) | the next record | trainer and preprocessor |
+| feeds `trainer`, `fates`, `turns`, `pool` (threads) | the next record | trainer, preprocessor, launcher |
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 from pipelinerl.actor.drain_requests import follow_drain_requests
+from pipelinerl.actor.membership import follow_pool
 from pipelinerl.actor.parts import ActorParts, assemble
 from pipelinerl.actor.pool import WorkerPool
 from pipelinerl.actor.resume import (
@@ -65,6 +66,7 @@ async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPoo
                 feeds.enter_context(
                     follow_trainer(context.streams, parts.trainer, context.heartbeat.progress, on_failure)
                 )
+                feeds.enter_context(follow_pool(context.streams, parts.members, on_failure))
                 if parts.gate is not None:
                     feeds.enter_context(
                         follow_drain_requests(context.streams, parts.gate, context.incarnation, on_failure)
@@ -89,7 +91,9 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
     trainer = parts.trainer
     with context.heartbeat.waiting("the first weight update", context.config.vllm_config.start_timeout_s):
         await trainer.wait_for(lambda: trainer.version is not None)
-    await pool.wait_ready(await fetch_max_model_lens(parts.server_urls, context.token))
+    servers = await fetch_max_model_lens(parts.server_urls, context.token)
+    await pool.wait_ready(servers)
+    parts.members.begin(servers)
 
     first_version = trainer.current_version
     if context.incarnation > 0:

@@ -13,6 +13,7 @@ from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded
 from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.groups import Answer
+from pipelinerl.actor.membership import ServerMembership
 from pipelinerl.actor.pool import WorkerPool
 from pipelinerl.actor.problems import ProblemOrder, evaluation_problems
 from pipelinerl.actor.publish import Publisher
@@ -47,6 +48,7 @@ class ActorParts:
     """Everything that the actor's loops use."""
 
     server_urls: list[str]
+    members: ServerMembership
     budget: SampleBudget
     trainer: TrainerState
     slots: ServerSlots
@@ -84,7 +86,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     """Build the actor of this run."""
     config, incarnation = context.config, context.incarnation
     name = context.job.name
-    urls = [job.url for job in context.world.jobs_of("actor_llm") if job.url is not None]
+    urls = {job.name: job.url for job in context.world.jobs_of("actor_llm") if job.url is not None}
     hub = context.streams
     rounds = rounds_of(config)
     budget = (
@@ -142,7 +144,8 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         on_answer=on_evaluation_answer,
     )
     return ActorParts(
-        server_urls=urls,
+        server_urls=list(urls.values()),
+        members=ServerMembership(urls, slots, pool, context.token, incarnation),
         budget=budget,
         trainer=trainer,
         slots=slots,

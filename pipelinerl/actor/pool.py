@@ -42,6 +42,8 @@ START_TIMEOUT_S = 300.0
 _STOP_GRACE_S = 5.0
 
 Answer = RolloutEnded | RolloutFailed
+#: Why a rollout has failed whose server went away: it is run again elsewhere, and no try of its own is spent.
+SERVER_LOST = "server_lost"
 
 
 @dataclass(eq=False)
@@ -78,6 +80,8 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._servers: Servers | None = None
         self._next_ticket = 0
+        # Rollouts by the server that they are on: (worker, ticket).
+        self._on_server: dict[int, set[tuple[_Worker, int]]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._closing = False
         self.replaced_workers = 0
@@ -96,6 +100,23 @@ class WorkerPool:
         for worker in self._workers:
             await self._wait_ready(worker)
 
+    def set_servers(self, servers: Servers) -> None:
+        """Tell all workers that there are more servers now; they hear it before any rollout on one of them."""
+        self._servers = servers
+        for worker in self._workers:
+            worker.writer.write(servers)
+
+    def give_up_server(self, server: int) -> int:
+        """The server is gone: its rollouts fail with `server_lost` now; returns how many there were."""
+        lost = self._on_server.pop(server, set())
+        for worker, ticket in lost:
+            answer = worker.waiting.get(ticket)
+            if answer is None or answer.done():
+                continue
+            answer.set_result(RolloutFailed(ticket, SERVER_LOST, f"server {server} went away", transient=True))
+            self._cancel(worker, ticket)
+        return len(lost)
+
     async def run(self, start: StartRollout, timeout_s: float) -> Answer:
         """Run one rollout on the least busy worker; after `timeout_s` it has failed with `rollout_timeout`."""
         self._next_ticket += 1
@@ -105,6 +126,8 @@ class WorkerPool:
         answer: asyncio.Future[Answer | None] = loop.create_future()
         worker.waiting[start.ticket] = answer
         worker.writer.write(start)
+        place = (worker, start.ticket)
+        self._on_server.setdefault(start.server, set()).add(place)
         # A timer and a future rather than asyncio.timeout and shield: this is done for every rollout.
         timer = loop.call_later(timeout_s, _give_up, answer)
         try:
@@ -114,6 +137,7 @@ class WorkerPool:
             raise
         finally:
             timer.cancel()
+            self._on_server.get(start.server, set()).discard(place)
         if result is None:
             self._cancel(worker, start.ticket)
             return RolloutFailed(start.ticket, "rollout_timeout", f"{start.rollout_id} took more than {timeout_s:g} s")

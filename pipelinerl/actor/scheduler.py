@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.actor.gate import RolloutGate
+from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
 
@@ -74,10 +75,17 @@ class Scheduler:
                 self._slots.release(server)
             self.requests += answer.requests
             self.retries += answer.retries
+            if isinstance(answer, RolloutFailed) and self._lost_its_server(answer, server):
+                self.retries += 1
+                continue
             if isinstance(answer, RolloutEnded) or not answer.transient or tries >= self._max_retries:
                 return answer
             tries += 1
             self.retries += 1
+
+    def _lost_its_server(self, answer: RolloutFailed, server: int) -> bool:
+        """Whether the failure says nothing about the rollout: it costs none of its tries."""
+        return answer.reason == SERVER_LOST or (answer.transient and not self._slots.usable[server])
 
     async def _place(self, gate: RolloutGate | None, avoid: int | None) -> int:
         """A slot, taken while `gate` is open: nobody holds a slot and waits at the gate."""

@@ -1,4 +1,4 @@
-"""Asks the servers for what the actor has to know about them. Called once, when they have their first weights."""
+"""Asks the servers for what the actor has to know about them. Called when they have their first weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,26 @@ class _Models(msgspec.Struct):
 async def fetch_max_model_lens(urls: list[str], token: str) -> Servers:
     """Return the longest sequence of each server, in tokens; None where the server does not say.
 
+    A server that is just being started again does not answer: it is taken to be like the shortest of the others.
+
     Raises:
-        WorkerError: a server does not answer the question.
+        WorkerError: no server answers the question.
     """
+    lengths: list[int | None] = []
+    silent: dict[int, WorkerError] = {}
     async with open_session() as session:
-        return Servers([await _max_model_len(session, url, token) for url in urls])
+        for index, url in enumerate(urls):
+            try:
+                lengths.append(await _max_model_len(session, url, token))
+            except WorkerError as error:
+                lengths.append(None)
+                silent[index] = error
+    if silent and len(silent) == len(urls):
+        raise silent[0]
+    known = [length for length in lengths if length is not None]
+    for index in silent:
+        lengths[index] = min(known, default=None)
+    return Servers(lengths, list(urls))
 
 
 async def _max_model_len(session: aiohttp.ClientSession, url: str, token: str) -> int | None:

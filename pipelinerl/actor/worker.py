@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -35,7 +35,7 @@ from pipelinerl.actor.frames import (
     ToWorker,
 )
 from pipelinerl.domains.registry import RolloutFunction
-from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError
+from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError, WorkerError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.connections import Connections
@@ -58,6 +58,7 @@ class RolloutWorker:
         evaluation_llms: the same servers with the parameters of evaluations.
         incarnation: goes into samples.
         block_limit_s: if user code holds the event loop for longer, the process says where and ends.
+        make_llms: handles (training, evaluation) of a server that joined in mid run, from its URL.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RolloutWorker:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         block_limit_s: float,
+        make_llms: Callable[[str], tuple[TrainableLLM, TrainableLLM]] | None = None,
     ) -> None:
         self._function = function
         self._cfg = cfg
@@ -78,6 +80,8 @@ class RolloutWorker:
         self._reader = reader
         self._writer = FrameWriter(writer)
         self._block_limit_s = block_limit_s
+        self._make_llms = make_llms
+        self._connections: Connections | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seen: Counter[str] = Counter()
 
@@ -89,6 +93,7 @@ class RolloutWorker:
         """
         frames = FrameReader(self._reader, msgspec.msgpack.Decoder(ToWorker))
         async with open_session() as session, Connections() as connections:
+            self._connections = connections
             for llm in (*self._llms[False], *self._llms[True]):
                 llm.connections = connections
             self._send(Ready(pid=os.getpid()))
@@ -105,6 +110,7 @@ class RolloutWorker:
     def _take(self, message: ToWorker, rollouts: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
         match message:
             case Servers():
+                self._add_servers(message.urls)
                 for llms in self._llms.values():
                     for llm, max_model_len in zip(llms, message.max_model_lens, strict=True):
                         llm.max_model_len = max_model_len
@@ -117,6 +123,17 @@ class RolloutWorker:
                     self._running[message.ticket].cancel()
                 else:
                     self._send(RolloutFailed(message.ticket, "cancelled", ""))
+
+    def _add_servers(self, urls: Sequence[str]) -> None:
+        """Make handles of the servers that are new in `urls`."""
+        for url in urls[len(self._llms[False]) :]:
+            if self._make_llms is None:
+                raise WorkerError(f"a server joined ({url}), and this worker cannot make a handle of it")
+            for llms, llm in zip((self._llms[False], self._llms[True]), self._make_llms(url), strict=True):
+                llm.connections = self._connections
+                if llms:
+                    llm.share_renderer(llms[0])
+                llms.append(llm)
 
     def _forget(self, ticket: int, task: asyncio.Task[None]) -> None:
         del self._running[ticket]

@@ -140,6 +140,9 @@ class SuperviseConfig(Section):
     finish_timeout_s: float = Field(default=600, gt=0)
     weight_sync_timeout_s: float = Field(default=120, gt=0)
     max_restarts: int = Field(default=0, ge=0)
+    max_server_restarts: int = Field(default=3, ge=0, description="of one server, within server_restart_window_s")
+    server_restart_window_s: float = Field(default=3600, gt=0)
+    server_restart_backoff_s: float = Field(default=1, ge=0)
 
 
 class FSDPConfig(Section):

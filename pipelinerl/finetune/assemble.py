@@ -22,6 +22,7 @@ from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.pool_setup import open_pool
 from pipelinerl.finetune.probe_tokens import text_tokens
 from pipelinerl.finetune.ranks import Ranks, start_ranks
 from pipelinerl.finetune.reference import ReferenceModel, load_reference
@@ -46,8 +47,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.tracking.recorder import MetricRecorder
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,8 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
         torch.set_num_threads(max(context.job.cores, 1))
     torch.manual_seed(config.finetune.seed)
     with ExitStack() as stack:
-        timeout_s = config.supervise.progress_timeout_s
+        # Rank 0 waits for data, the others for rank 0: it reports first.
+        timeout_s = config.supervise.progress_timeout_s + 60
         ranks = start_ranks(environ, context.world.device, timeout_s, meeting_file(context))
         stack.callback(ranks.close)
         policy = load_policy(config, ranks.device)
@@ -107,6 +107,7 @@ def build_loop(
     stop = StopRequest(ranks)
     reporter = None
     publisher = None
+    pool = None
     if ranks.is_first:
         messages = context.streams.writer(TRAINER_TOPIC, context.job.name, TrainerMessage)
         fates = context.streams.writer(FATES_TOPIC, context.job.name, FateRecord)
@@ -117,7 +118,7 @@ def build_loop(
             stack.callback(writer.close)
         reporter = Reporter(messages, fates, metrics, context.incarnation)
         if finetune.send_weight_updates:
-            publisher = stack.enter_context(connect_servers(context))
+            publisher, pool = open_pool(context, stack, reader.wake)
     drain = drain_of(context, stop, stack) if ranks.is_first and takes_turns(config) else None
     turns = turns_of(config, ranks, drain) if takes_turns(config) else None
 
@@ -127,14 +128,26 @@ def build_loop(
             drain.wake()
 
     stack.enter_context(stop_on_sigterm(stop, wake))
+    first_tokens = text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size)
+    weights = None
+    if finetune.send_weight_updates:
+        start_timeout_s = config.vllm_config.start_timeout_s
+        weights = WeightsFeed(backend, ranks, publisher, dtype, pool, first_tokens, start_timeout_s)
     return TrainingLoop(
         config=finetune.model_copy(update={"weight_update_interval": update_interval(config)}),
         backend=backend,
-        feed=DataFeed(reader, context.heartbeat, config.supervise.progress_timeout_s, lambda: stop.requested),
+        feed=DataFeed(
+            reader,
+            context.heartbeat,
+            config.supervise.progress_timeout_s,
+            lambda: stop.requested,
+            ranks,
+            lambda: weights is not None and weights.has_fresh,
+        ),
         steps=StepRunner(
             backend, finetune, ranks, schedule_of(finetune), pad_id, reference, context.heartbeat.progress
         ),
-        weights=WeightsFeed(backend, ranks, publisher, dtype) if finetune.send_weight_updates else None,
+        weights=weights,
         checkpoints=checkpoints,
         exporter=ModelExporter(
             context.run_dir.finetune,
@@ -146,7 +159,7 @@ def build_loop(
         reporter=reporter,
         heartbeat=context.heartbeat,
         export_dtype=dtype,
-        first_probe_tokens=text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size),
+        first_probe_tokens=first_tokens,
         delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
         stop=stop,
         turns=turns,
@@ -186,25 +199,3 @@ def checkpoint_store(context: RoleContext, ranks: Ranks) -> CheckpointStore:
         finetune.keep_last_checkpoints,
         frozenset(finetune.also_save_steps),
     )
-
-
-def connect_servers(context: RoleContext) -> WeightPublisher:
-    """A publisher that is connected to every server of the pool `actor`, once they are up."""
-    config: RunConfig = context.config
-    addresses = [
-        ServerAddress(job.name, str(job.url), job.weight_group_port) for job in context.world.jobs_of("actor_llm")
-    ]
-    publisher = WeightPublisher(
-        token=context.token,
-        transport="nccl" if context.world.device == "cuda" else "gloo",
-        timeout_s=config.supervise.weight_sync_timeout_s,
-        kv_cache=config.vllm_config.kv_cache,
-        master_address=context.world.master_addr,
-    )
-    try:
-        with context.heartbeat.waiting("servers to start", deadline_s=config.vllm_config.start_timeout_s):
-            publisher.connect(addresses, config.vllm_config.start_timeout_s)
-    except BaseException:
-        publisher.close()
-        raise
-    return publisher

@@ -1,15 +1,19 @@
 """Reads the next `TrainingBatch`. Called by the loop of every rank; each rank reads the same records.
 
-Waits for the preprocessor, at most `timeout_s`, and says so in the heartbeat.
+Rank 0 waits for the preprocessor, at most `timeout_s`, and says so in the heartbeat; the others wait for rank 0. So all
+of them learn at the same place that the trainer is to stop, or that a server waits for weights.
 """
 
 from __future__ import annotations
 
+import enum
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from pipelinerl.errors import StreamError, WorkerError
+from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import TrainingBatch
 from pipelinerl.streams.base import StreamReader
 
@@ -22,6 +26,15 @@ class Waiter(Protocol):
     def progress(self, n: int = 1) -> None: ...
 
 
+class _News(enum.IntEnum):
+    """Why the wait of rank 0 ended."""
+
+    BATCH = 0
+    STOP = 1
+    SERVER = 2
+    TIMEOUT = 3
+
+
 class DataFeed:
     """Batches in the order of their steps.
 
@@ -31,6 +44,8 @@ class DataFeed:
     Args:
         reader: stream `training_data`, opened at the offset of the checkpoint.
         should_stop: asked before the wait and when it was woken: True ends it without a batch.
+        ranks: of the trainer.
+        server_waits: asked then, too: whether a server waits for weights.
     """
 
     def __init__(
@@ -39,8 +54,13 @@ class DataFeed:
         heartbeat: Waiter,
         timeout_s: float,
         should_stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
+        server_waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self._should_stop = should_stop
+        self._server_waits = server_waits
+        self._ranks = ranks or Ranks()
+        self._batch: TrainingBatch | None = None
         self._reader = reader
         self._heartbeat = heartbeat
         self._timeout_s = timeout_s
@@ -50,14 +70,18 @@ class DataFeed:
         """Offset behind the last batch that was handed out."""
         return self._reader.offset
 
-    def next(self, step: int) -> TrainingBatch | None:
+    def next(self, step: int, serve: Callable[[], None] = lambda: None) -> TrainingBatch | None:
         """The batch of `step`; None if the trainer is to stop.
+
+        Args:
+            step: the step that the batch must be of.
+            serve: called on every rank when a server waits for weights while there is no data.
 
         Raises:
             WorkerError: none came in time.
             StreamError: the next batch is of another step or is empty.
         """
-        batch = None if self._should_stop() else self._read()
+        batch = self._read(serve)
         if batch is None:
             return None
         if batch.step != step:
@@ -68,14 +92,49 @@ class DataFeed:
             raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
         return batch
 
-    def _read(self) -> TrainingBatch | None:
-        with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):
-            entries = self._reader.read(self._timeout_s, max_records=1)
-        if not entries and self._should_stop():
-            return None
-        if not entries:
-            raise WorkerError(
-                f"no training data for {self._timeout_s:g} s (supervise.progress_timeout_s): "
-                "the preprocessor or the actor made no progress"
-            )
-        return entries[0].record
+    def _read(self, serve: Callable[[], None]) -> TrainingBatch | None:
+        while True:
+            with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):
+                # Only rank 0's value counts.
+                news = self._ranks.broadcast(int(self._wait() if self._ranks.is_first else _News.BATCH))
+            if news == _News.STOP:
+                return None
+            if news == _News.BATCH:
+                return self._take()
+            if news == _News.TIMEOUT:
+                raise self._no_data()
+            serve()
+
+    def _wait(self) -> _News:
+        """Wait for the next batch, which is kept, or for something else to do."""
+        end = time.monotonic() + self._timeout_s
+        while True:
+            if self._should_stop():
+                return _News.STOP
+            if self._server_waits():
+                return _News.SERVER
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return _News.TIMEOUT
+            if self._fetch(left_s):
+                return _News.BATCH
+
+    def _take(self) -> TrainingBatch:
+        """The batch that rank 0 has and the others can read now."""
+        if self._batch is None and not self._fetch(self._timeout_s):
+            raise self._no_data()
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        return batch
+
+    def _fetch(self, timeout_s: float) -> bool:
+        entries = self._reader.read(timeout_s, max_records=1)
+        if entries:
+            self._batch = entries[0].record
+        return bool(entries)
+
+    def _no_data(self) -> WorkerError:
+        return WorkerError(
+            f"no training data for {self._timeout_s:g} s (supervise.progress_timeout_s): "
+            "the preprocessor or the actor made no progress"
+        )

@@ -71,7 +71,7 @@ class TrainingLoop:
         saved_step = state.step
         while state.step < last:
             start = self.clock()
-            batch = self.feed.next(state.step + 1)
+            batch = self.feed.next(state.step + 1, lambda step=state.step: self._serve_fresh(step))  # type: ignore[misc]
             if batch is None or (self.stop is not None and self.stop.agreed()) or not self._may_train(state.step):
                 return self._stop(state, saved_step)
             fetched = self.clock()
@@ -84,7 +84,7 @@ class TrainingLoop:
                 if is_stopped := not self._may_update(state.step):
                     logger.info("asked to stop while rollouts ended: version %d is not sent", state.step)
                 else:
-                    self._deliver(state.step, batch_tokens(batch.samples) if probed else [])
+                    self._deliver(state.step, batch_tokens(batch.samples) if probed else [], state.step == last)
                     is_first_step = False
             delivered = self.clock()
             if result.skipped:
@@ -116,14 +116,25 @@ class TrainingLoop:
     def _may_update(self, version: int) -> bool:
         return self.turns is None or self.turns.before_update(version)
 
-    def _deliver(self, version: int, probe_tokens: list[list[int]]) -> Delivery | None:
+    def _deliver(self, version: int, probe_tokens: list[list[int]], is_last: bool = False) -> Delivery | None:
         if self.weights is None:
             return None
-        with self.heartbeat.waiting("servers to take the weights", deadline_s=self.delivery_deadline_s):
-            delivery = self.weights.send(version, probe_tokens)
+        deadline_s = self.delivery_deadline_s
+        if is_last and deadline_s is not None:
+            # Somebody has to have the final weights: a server that is just being started again is waited for.
+            deadline_s += self.weights.return_timeout_s
+        with self.heartbeat.waiting("servers to take the weights", deadline_s=deadline_s):
+            delivery = self.weights.send(version, probe_tokens, required=is_last)
         if self.reporter:
             self.reporter.weights_delivered(delivery)
         return delivery
+
+    def _serve_fresh(self, version: int) -> None:
+        """Give a server that came (back) its weights while there is nothing to train on."""
+        if self.weights is None:
+            return
+        with self.heartbeat.waiting("a server to take the weights", deadline_s=self.delivery_deadline_s):
+            self.weights.send_to_fresh(version)
 
     def _report(self, batch: TrainingBatch, state: TrainerState, values: dict[str, float]) -> None:
         if self.reporter is None:

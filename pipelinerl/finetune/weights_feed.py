@@ -1,15 +1,15 @@
 """Hands a version of the weights to the servers and verifies it. Called by the loop of every rank after a step.
 
 Rank 0 publishes; the other ranks take part in gathering a sharded model and in the probe's forward pass. Waits for the
-servers (the publisher's time-outs). A server that could not be given the weights ends the run with its error: half of
-the fleet on old weights would train on data that nobody asked for.
+servers (the publisher's time-outs). A server that could not be given the weights is dropped, and the launcher told: it
+samples no more. Without a `ServerPool` (nobody would start it again) it ends the run with its error.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.weights.report import UpdateReport
 from pipelinerl.weights.source import CollectiveSource, WeightSource
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
@@ -32,9 +33,9 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 class Publisher(Protocol):
     """The part of `WeightPublisher` that the trainer uses (rank 0 only)."""
 
-    def publish(self, version: int, source: WeightSource) -> UpdateReport: ...
+    def publish(self, version: int, source: WeightSource, names: Collection[str] | None = None) -> UpdateReport: ...
 
-    def probe(self, sequences: Sequence[ProbeSequence]) -> ProbeResult: ...
+    def probe(self, sequences: Sequence[ProbeSequence], names: Collection[str] | None = None) -> ProbeResult: ...
 
 
 @dataclass(frozen=True)
@@ -49,28 +50,60 @@ class Delivery:
 
 
 class WeightsFeed:
-    """Sends versions and remembers which one the servers have.
+    """Sends versions of the weights.
 
     Args:
         publisher: connected to all servers; None on other ranks.
         wire_dtype: dtype in which weights travel (the servers' own).
+        pool: which servers come and go (rank 0); None: a server that fails ends the run.
+        join_tokens: tokens that a server is probed with which joins in mid run.
+        return_timeout_s: how long to wait for a server that takes the final weights.
     """
 
-    def __init__(self, backend: Backend, ranks: Ranks, publisher: Publisher | None, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        ranks: Ranks,
+        publisher: Publisher | None,
+        wire_dtype: torch.dtype,
+        pool: ServerPool | None = None,
+        join_tokens: Sequence[Sequence[int]] = (),
+        return_timeout_s: float = 0.0,
+    ) -> None:
         self._backend = backend
         self._ranks = ranks
         self._publisher = publisher
         self._wire_dtype = wire_dtype
+        self._pool = pool
+        self._join_tokens = join_tokens
+        self.return_timeout_s = return_timeout_s
 
-    def send(self, version: int, probe_tokens: Sequence[Sequence[int]] = ()) -> Delivery:
+    @property
+    def has_fresh(self) -> bool:
+        """Whether a server waits for its first weights (rank 0 knows)."""
+        return self._pool is not None and bool(self._pool.fresh)
+
+    def send(self, version: int, probe_tokens: Sequence[Sequence[int]] = (), required: bool = False) -> Delivery:
         """Give all servers the present weights as `version`; compare log-probs of `probe_tokens` if there are any.
 
+        Args:
+            version: the step behind the weights.
+            probe_tokens: tokens to compare with all servers.
+            required: a server has to have them in the end: wait until one is there.
+
         Raises:
-            WeightSyncError: a server could not be given the weights, or disagrees beyond the dtype's tolerance.
+            WeightSyncError: a server could not be given the weights and there is no pool; or it disagrees beyond the
+                dtype's tolerance; or none came back to take the final weights.
         """
         start = time.perf_counter()
+        generations = self._pool.generations() if self._pool else {}
         report = self._publish(version)
-        difference = self._probe(version, probe_tokens) if probe_tokens else None
+        while self._ranks.broadcast(int(required and self._pool is not None and not (report and report.updated))):
+            if self._pool is not None:
+                self._pool.wait_for_fresh(self.return_timeout_s)
+                generations = self._pool.generations()
+            report = self._publish(version)
+        difference = self._verify(version, report, generations, probe_tokens)
         return Delivery(
             version=version,
             seconds=report.seconds if report else {},
@@ -79,37 +112,94 @@ class WeightsFeed:
             total_s=time.perf_counter() - start,
         )
 
-    def _publish(self, version: int) -> UpdateReport | None:
+    def send_to_fresh(self, version: int) -> None:
+        """Give the servers that wait for their first weights the present ones; the others are left alone."""
+        pool = self._pool
+        generations = pool.generations() if pool else {}
+        report = self._publish(version, pool.fresh if pool else ())
+        self._verify(version, report, generations, ())
+
+    def _publish(self, version: int, names: Collection[str] | None = None) -> UpdateReport | None:
         source = self._backend.weight_source(self._wire_dtype)
         if self._publisher is None:
             if isinstance(source, CollectiveSource):
                 source.follow()
             return None
+        generations = self._pool.generations() if self._pool else {}
         try:
-            report = self._publisher.publish(version, source)
+            # Without a pool everybody is meant, always.
+            report = self._publisher.publish(version, source, *(() if names is None else (names,)))
         finally:
             if isinstance(source, CollectiveSource):
                 source.done()
         for server, error in report.failed.items():
-            raise WeightSyncError(server, f"could not be given version {version}: {error}")
-        if not report.updated:
+            if self._pool is None:
+                raise WeightSyncError(server, f"could not be given version {version}: {error}")
+            self._pool.drop(server, generations.get(server), f"could not be given version {version}: {error}")
+        if not report.updated and self._pool is None:
             raise WeightSyncError("all servers", f"no server took version {version}")
         return report
 
-    def _probe(self, version: int, tokens: Sequence[Sequence[int]]) -> float | None:
-        sequences = self._trainer_logprobs(tokens)
+    def _verify(
+        self,
+        version: int,
+        report: UpdateReport | None,
+        generations: dict[str, int],
+        probe_tokens: Sequence[Sequence[int]],
+    ) -> float | None:
+        """Probe all servers with `probe_tokens`, if any; else those that are fresh. All ranks call it."""
+        pool, fresh = self._pool, set[str]()
+        if pool is not None and report is not None:
+            fresh = {update.name for update in report.updated} & set(pool.fresh)
+        if not self._ranks.broadcast(int(bool(probe_tokens) or bool(fresh))):
+            return None
+        sequences = self._trainer_logprobs(probe_tokens or self._join_tokens)
         if self._publisher is None:
             return None
-        result = self._publisher.probe(sequences)
+        if pool is None:
+            whole = self._publisher.probe(sequences)
+            _log(version, whole)
+            return self._checked(version, whole)
+        names = [update.name for update in report.updated] if report and probe_tokens else sorted(fresh)
+        results = []
+        for name in names:
+            result = self._probe_one(version, name, generations, sequences, name in fresh)
+            if result is not None:
+                results.append(result)
+        tokens = sum(result.num_tokens for result in results)
+        return sum(result.mean_abs_diff * result.num_tokens for result in results) / tokens if tokens else None
+
+    def _probe_one(
+        self,
+        version: int,
+        name: str,
+        generations: dict[str, int],
+        sequences: Sequence[ProbeSequence],
+        is_fresh: bool,
+    ) -> ProbeResult | None:
+        """Compare with one server; None if it was dropped."""
+        assert self._pool is not None and self._publisher is not None
+        generation = generations.get(name)
+        try:
+            result = self._publisher.probe(sequences, [name])
+        except WeightSyncError as error:
+            self._pool.drop(name, generation, str(error))
+            return None
+        _log(version, result)
+        try:
+            mean = self._checked(version, result)
+        except WeightSyncError as error:
+            if not is_fresh or generation == 0:
+                raise
+            self._pool.drop(name, generation, str(error))
+            return None
+        if is_fresh and generation is not None:
+            self._pool.ready(name, generation, version, mean)
+        return result
+
+    def _checked(self, version: int, result: ProbeResult) -> float:
+        """The mean difference; WeightSyncError if a server's is beyond the tolerance."""
         tolerance = PROBE_TOLERANCE.get(self._backend.policy.compute_dtype, 0.1)
-        logger.info(
-            "version %d: trainer and %d servers differ by %.2g nats on average (%.2g at most, %d tokens)",
-            version,
-            len(result.per_server_mean),
-            result.mean_abs_diff,
-            result.max_abs_diff,
-            result.num_tokens,
-        )
         for server, mean in result.per_server_mean.items():
             if not mean <= tolerance:
                 raise WeightSyncError(
@@ -131,3 +221,14 @@ class WeightsFeed:
             sequences.append(ProbeSequence(list(ids), row[start : start + len(ids) - 1]))
             start += len(ids)
         return sequences
+
+
+def _log(version: int, result: ProbeResult) -> None:
+    logger.info(
+        "version %d: trainer and %d servers differ by %.2g nats on average (%.2g at most, %d tokens)",
+        version,
+        len(result.per_server_mean),
+        result.mean_abs_diff,
+        result.max_abs_diff,
+        result.num_tokens,
+    )

@@ -11,6 +11,7 @@ from pipelinerl.records.messages import (
     TrainingDone,
     WeightUpdateSuccess,
 )
+from pipelinerl.records.pool import PoolAnswer, PoolChange, ServerDropped, ServerReady
 from pipelinerl.records.sample import (
     IGNORED_LABEL,
     SCHEMA_VERSION,
@@ -30,9 +31,13 @@ __all__ = [
     "FateRecord",
     "Group",
     "MetricRecord",
+    "PoolAnswer",
+    "PoolChange",
     "RolloutSummary",
     "Sample",
     "ScoredSample",
+    "ServerDropped",
+    "ServerReady",
     "StepDone",
     "TrainerMessage",
     "TrainerStarted",

@@ -6,6 +6,7 @@ parent died stays below the launcher and is found.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -84,6 +85,23 @@ def wait_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
     finally:
         for pidfd in waiting:
             os.close(pidfd)
+
+
+def end_rest_of_job(pid: int, marker_key: str, name: str, kill_s: float = 3.0) -> None:
+    """SIGKILL to what is left of a job whose first process `pid` has ended: its session, and whoever carries its name
+    in the environment."""
+    rest = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if os.getsid(process.pid) == pid or process.environ().get(marker_key) == name:
+                rest.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            continue
+    send_signal(rest, signal.SIGKILL)
+    wait_gone([process.pid for process in rest], kill_s)
+    for process in rest:  # orphans are children of the launcher by now
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
 
 
 def end_all(job_pids: Collection[int], marker_key: str, grace_s: float, kill_s: float = 3.0) -> list[int]:

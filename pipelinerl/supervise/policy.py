@@ -1,7 +1,7 @@
 """Which end of which job means what: the exit policy of a run, pure. Used by the supervisor.
 
 Trainer ranks, actor and preprocessor end by themselves with exit code 0 once training is complete. Servers never end
-by themselves. Every other end fails the run. (A restart of servers in place would be one more verdict here.)
+by themselves; `server_keeper` says whether they are started again. Every other end fails the run.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class ExitPolicy:
     @property
     def has_finished_jobs(self) -> bool:
         return bool(self._done)
+
+    def is_done(self, kind: str) -> bool:
+        """Whether every job of that kind has ended well."""
+        return all(job.name in self._done for job in self.jobs if job.kind == kind)
 
     def on_exit(self, job: Job, returncode: int) -> Verdict:
         """Judge the end of one job."""

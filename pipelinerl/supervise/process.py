@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Literal
 
 import msgspec
 
+from pipelinerl.records.pool import PoolAnswer
 from pipelinerl.supervise.last_error import LogPart
 
 
@@ -32,7 +34,21 @@ class Interrupted(msgspec.Struct, frozen=True):
     signum: int
 
 
-Event = ChildExited | Interrupted
+class PoolAnswered(msgspec.Struct, frozen=True):
+    """The trainer said something about a server."""
+
+    answer: PoolAnswer
+
+
+class NodeEnded(msgspec.Struct, frozen=True):
+    """The run is over on another node, and has to be on this one."""
+
+    status: Literal["completed", "failed", "interrupted"]
+    reason: str | None
+    exit_code: int
+
+
+Event = ChildExited | Interrupted | PoolAnswered | NodeEnded
 
 
 @dataclass
@@ -53,6 +69,10 @@ class Child:
             os.killpg(self.pid, signum)
         except ProcessLookupError:
             return
+
+    def kill(self) -> None:
+        """Kill the process and what is in its group."""
+        self.signal_group(signal.SIGKILL)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process alone, not to its helpers."""

@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import EXIT_RUN_FAILED
-from pipelinerl.records.messages import TrainerMessage
-from pipelinerl.streams.base import TRAINER_TOPIC
+from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
+from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER_TOPIC, Entry
+from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
 from pipelinerl.supervise.commands import Command
 from pipelinerl.supervise.completion import TrainingCompletion
@@ -26,13 +28,14 @@ from pipelinerl.supervise.descendants import become_subreaper
 from pipelinerl.supervise.identity import RunIdentity
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy
-from pipelinerl.supervise.process import Event
+from pipelinerl.supervise.process import Event, PoolAnswered
 from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.server_keeper import ServerKeeper
 from pipelinerl.supervise.supervisor import Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
-from pipelinerl.world import WorldMap
+from pipelinerl.world import SERVER_KINDS, WorldMap
 
 logger = logging.getLogger(__name__)
 # A process beats before it imports anything heavy.
@@ -107,7 +110,9 @@ def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
     if not become_subreaper():
         logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
     death_read, death_write = os.pipe()
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, death_read)
+        stack.callback(os.close, death_write)
         return Supervisor(
             commands=session.commands,
             run_dir=session.run_dir,
@@ -118,10 +123,34 @@ def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
             token=session.token,
             death_fd=death_read,
             events=session.events,
+            keeper=_keep_servers(session, hub, stack),
         ).run()
-    finally:
-        os.close(death_read)
-        os.close(death_write)
+
+
+def _keep_servers(session: RunSession, hub: StreamHub, stack: ExitStack) -> ServerKeeper:
+    """The keeper of the servers, connected with the stream `pool` until `stack` is closed."""
+    incarnation = session.identity.incarnation
+    changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
+    stack.callback(changes.close)
+
+    def announce(change: PoolChange) -> None:
+        changes.write(change)
+        changes.flush()
+
+    def listen(entry: Entry[PoolAnswer]) -> None:
+        if entry.record.incarnation == incarnation:
+            session.events.put(PoolAnswered(entry.record))
+
+    feed = Feed(hub.reader(POOL_TOPIC, "finetune_0", PoolAnswer), listen, "pool").start()
+    stack.callback(feed.stop)
+    return ServerKeeper(
+        [command.job for command in session.commands if command.job.kind in SERVER_KINDS],
+        session.config.supervise,
+        session.config.vllm_config.start_timeout_s,
+        announce,
+        incarnation,
+        time.time(),
+    )
 
 
 def _greet(session: RunSession, moved_to: Path | None) -> None:

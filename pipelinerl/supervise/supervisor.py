@@ -1,7 +1,8 @@
 """Starts the jobs of this node, waits for the first thing that matters, and ends every process. Used by the launcher.
 
-Waits on one queue: ends of children (a thread per child) and signals. Its ticks, while nothing happens, read the
-heartbeats. Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
+Waits on one queue: ends of children (a thread per child), signals, and what the trainer says about servers. Its ticks,
+while nothing happens, read the heartbeats. A server that ended or got stuck is started again in place (`ServerKeeper`
+decides). Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ from typing import Literal
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.supervise.commands import JOB_KEY, Command, child_environment
-from pipelinerl.supervise.descendants import end_all, wait_gone
+from pipelinerl.supervise.descendants import end_all, end_rest_of_job, wait_gone
 from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
-from pipelinerl.supervise.process import Child, ChildExited, Event, Interrupted, describe_exit, spawn
+from pipelinerl.supervise.process import (
+    Child,
+    ChildExited,
+    Event,
+    Interrupted,
+    NodeEnded,
+    PoolAnswered,
+    describe_exit,
+    spawn,
+)
 from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
 from pipelinerl.world import SERVER_KINDS, Job
 
 logger = logging.getLogger(__name__)
@@ -59,6 +70,7 @@ class Supervisor:
     token: str
     death_fd: int
     events: SimpleQueue[Event]
+    keeper: ServerKeeper
     clock: Callable[[], float] = time.time
     _children: dict[str, Child] = field(default_factory=dict)
     _last_tick: float = 0.0
@@ -86,32 +98,46 @@ class Supervisor:
             script = folder / "command.sh"
             script.write_text(command.script(), encoding="utf-8")
             script.chmod(0o755)
-            env = child_environment(command, self.environ, self.token, self.death_fd)
-            try:
-                child = spawn(name, command.argv, env, folder, self.events, self.clock(), (self.death_fd,))
-            except OSError as error:
-                return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
-            self._children[name] = child
-            logger.info("started %s (pid %d), logs in %s", name, child.pid, folder)
+            outcome = self._spawn(command)
+            if outcome is not None:
+                return outcome
+        return None
+
+    def _spawn(self, command: Command) -> Outcome | None:
+        name = command.job.name
+        folder = self.run_dir.job(name)
+        env = child_environment(command, self.environ, self.token, self.death_fd)
+        try:
+            child = spawn(name, command.argv, env, folder, self.events, self.clock(), (self.death_fd,))
+        except OSError as error:
+            return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
+        self._children[name] = child
+        logger.info("started %s (pid %d), logs in %s", name, child.pid, folder)
         return None
 
     def _watch(self) -> Outcome:
         self._last_tick = self.clock()
         finish_by: float | None = None
         while True:
-            event = self._next_event(self.config.heartbeat_interval_s)
+            due_s = self.keeper.next_due_s(self.clock())
+            tick_s = self.config.heartbeat_interval_s
+            event = self._next_event(tick_s if due_s is None else min(tick_s, due_s))
             now = self.clock()
             if isinstance(event, Interrupted):
                 return self._interrupted(event)
+            if isinstance(event, NodeEnded):
+                return Outcome(event.status, event.reason, event.exit_code)
+            if isinstance(event, PoolAnswered):
+                self._take_answer(event, now)
             if isinstance(event, ChildExited):
                 outcome = self._judge_exit(event)
                 if outcome is not None:
                     return outcome
                 if self.policy.has_finished_jobs and finish_by is None:
                     finish_by = now + self.config.finish_timeout_s
-            stuck = self._find_stuck(now)
-            if stuck is not None:
-                return stuck
+            outcome = self._start_due_servers(now) or self._find_stuck(now)
+            if outcome is not None:
+                return outcome
             if finish_by is not None and now > finish_by:
                 return self._late_finish()
 
@@ -149,13 +175,63 @@ class Supervisor:
 
     def _judge_exit(self, event: ChildExited) -> Outcome | None:
         """The outcome of the run if this end decides it."""
-        verdict = self.policy.on_exit(self._job_of(event.name), event.returncode)
+        job = self._job_of(event.name)
+        if job.kind in SERVER_KINDS:
+            return self._judge_server_exit(job, event)
+        verdict = self.policy.on_exit(job, event.returncode)
         if verdict.kind == "go_on":
             logger.info("%s is done", event.name)
             return None
         if verdict.kind == "finished":
             return Outcome("completed", None, 0)
         return self._blame(event, verdict)
+
+    def _judge_server_exit(self, job: Job, event: ChildExited) -> Outcome | None:
+        if self.keeper.is_removed(job.name):
+            return None
+        if job.kind == POLICY_KIND and self._is_spare(job):
+            # Nobody is left to give it weights, and the others can finish what is left.
+            logger.warning("%s ended (%s) after training", job.name, describe_exit(event.returncode))
+            return None
+        child = self._children[job.name]
+        end_rest_of_job(child.pid, JOB_KEY, job.name)
+        why_not = self.keeper.on_exit(job.name, event.returncode, self.clock())
+        if why_not is None:
+            logger.warning("the last error of %s: %s", job.name, last_error(child.stdout, child.stderr))
+            return None
+        return self._blame(event, Verdict("failed", why_not))
+
+    def _is_spare(self, job: Job) -> bool:
+        """Whether the run can finish without this server: training is over and others serve, or nobody samples."""
+        if self.policy.is_done("actor"):
+            return True
+        others = [other for other in self.keeper.policy_servers if other.name != job.name and other.state == "serving"]
+        return self.policy.is_done("finetune") and bool(others)
+
+    def _take_answer(self, event: PoolAnswered, now: float) -> None:
+        trouble = self.keeper.on_answer(event.answer, now)
+        if trouble is not None:
+            self._end_server(event.answer.name, trouble, now)
+
+    def _end_server(self, name: str, trouble: str, now: float) -> None:
+        """End a server that is of no use any more; its end decides whether it is started again."""
+        logger.warning("%s %s", name, trouble)
+        self.keeper.give_up(name, trouble, now)
+        child = self._children.get(name)
+        if child is not None and child.returncode is None:
+            child.kill()
+
+    def _start_due_servers(self, now: float) -> Outcome | None:
+        late = self.keeper.find_late(now)
+        if late is not None:
+            self._end_server(late, "did not get the weights in time after its start", now)
+        for server in self.keeper.take_due(now):
+            command = next(command for command in self.commands if command.job.name == server.name)
+            outcome = self._spawn(command)
+            if outcome is not None:
+                return outcome
+            self.keeper.started(server.name, self.clock())
+        return None
 
     def _blame(self, first: ChildExited, verdict: Verdict) -> Outcome:
         """Name the job that failed. One death causes others: those that follow at once are looked at, too."""
@@ -193,12 +269,16 @@ class Supervisor:
             logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
             return None
         for name, child in self._children.items():
-            if child.returncode is not None:
+            if child.returncode is not None or (name in self.keeper.servers and self.keeper.servers[name].trouble):
                 continue
             beat = read_heartbeat(self.run_dir.heartbeat_file(name))
             reason = self.monitor.judge(child.pid, child.started_at, beat, now)
-            if reason is not None:
-                return self._blame_stuck(child, reason)
+            if reason is None:
+                continue
+            if self._job_of(name).kind in SERVER_KINDS and self.keeper.may_restart(name, now):
+                self._end_server(name, reason, now)
+                continue
+            return self._blame_stuck(child, reason)
         return None
 
     def _blame_stuck(self, child: Child, reason: str) -> Outcome:

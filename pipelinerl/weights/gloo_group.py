@@ -32,7 +32,7 @@ class GlooGroup:
         """Join as a worker. Raises RuntimeError (DistStoreError) if the others do not come within `timeout_s`."""
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-        return cls(_process_group(store, rank, world_size, timeout, _local_address(address, port)), store, timeout_s)
+        return cls(_process_group(store, rank, world_size, timeout, local_address(address, port)), store, timeout_s)
 
     @classmethod
     def lead(cls, store: TCPStore, address: str, world_size: int, timeout_s: float) -> GlooGroup:
@@ -79,7 +79,7 @@ def _process_group(store: TCPStore, rank: int, world_size: int, timeout: timedel
     return ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
 
 
-def _local_address(peer: str, port: int) -> str:
+def local_address(peer: str, port: int) -> str:
     """This machine's address on the route to `peer` (connecting a datagram socket sends nothing)."""
     family, kind, protocol, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -49,6 +49,10 @@ class ServerLink:
         self.address = address
         self.client = client
         self.error: str | None = None
+        #: It came while the run was going on: what is wrong with it is its own trouble.
+        self.joined_later = False
+        #: Set when the server is known to be gone, so that no second attempt is made.
+        self.gone: str | None = None
         self._make_transport = make_transport
         self._timeout_s = timeout_s
         self._kv_cache: KVCache = kv_cache
@@ -57,6 +61,8 @@ class ServerLink:
         self._tied = False
         self._phase = "connect"
         self._outbox: queue.Queue[torch.Tensor | None] = queue.Queue(_OUTBOX_BUFFERS)
+        #: What `sleep` took from the server and no update has given back yet.
+        self._asleep = False
 
     @property
     def name(self) -> str:
@@ -101,6 +107,8 @@ class ServerLink:
         async with self._attempt("pause"):
             with self._timed("pause", seconds):
                 await self.client.pause(self._kv_cache)
+                if self._asleep:
+                    await self.client.wake("weights")
             with self._timed("start", seconds):
                 await self.client.start_update()
             with self._timed("transfer", seconds):
@@ -110,8 +118,21 @@ class ServerLink:
             with self._timed("load", seconds):
                 await self.client.finish_update(version)
             with self._timed("resume", seconds):
+                if self._asleep:
+                    await self.client.wake("kv_cache")
+                    self._asleep = False
                 await self.client.resume()
         return ServerUpdate(self.name, seconds)
+
+    async def sleep(self, level: int) -> None:
+        """Let the server leave its GPU (see `ControlClient.sleep`) until the next update.
+
+        Raises:
+            WeightSyncError: it did not answer in time, or its answer is quoted.
+        """
+        async with self._attempt("sleep"):
+            await self.client.sleep(level)
+            self._asleep = level > 0
 
     def feed(self, buffer: torch.Tensor | None) -> None:
         """Hand the next buffer (None: that was the last) to this server. Called from the trainer's thread."""
@@ -128,6 +149,11 @@ class ServerLink:
     def begin_round(self) -> None:
         """Forget buffers of an earlier attempt. Call before `feed` and `update` of a round."""
         self._outbox = queue.Queue(_OUTBOX_BUFFERS)
+
+    def abandon(self, reason: str) -> None:
+        """The server is gone: let whatever waits for it fail now. Any thread may call it."""
+        self.gone = reason
+        self._fail(reason)
 
     def close(self) -> None:
         """Leave the transfer group; the server keeps running."""

@@ -10,17 +10,19 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import torch
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.control import ControlClient, KVCache, control_session
+from pipelinerl.weights.gloo_group import local_address
 from pipelinerl.weights.link import ServerLink
 from pipelinerl.weights.packing import DEFAULT_CHUNK_BYTES, TensorMeta, pack
 from pipelinerl.weights.report import ServerAddress, ServerUpdate, UpdateReport
@@ -45,6 +47,7 @@ class WeightPublisher:
         kv_cache: `keep` continues running requests on their old KV cache, `recompute` computes it anew.
         master_address: address of this machine at which the servers' workers reach it.
         chunk_bytes: size of the packed buffers.
+        transports: by server name, where one needs another transport (`ipc`: it shares the trainer's device).
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class WeightPublisher:
         kv_cache: KVCache = "keep",
         master_address: str = "127.0.0.1",
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        transports: Mapping[str, TransportName] | None = None,
     ) -> None:
         self._token = token
         self._transport: TransportName = transport
@@ -63,8 +67,13 @@ class WeightPublisher:
         self._master_address = master_address
         self._chunk_bytes = chunk_bytes
         # Transports are made in the thread of the event loop, where another GPU is current than here.
-        self._device_index = torch.cuda.current_device() if transport == "nccl" else None
+        self._transports = dict(transports or {})
+        on_gpu = not {transport, *self._transports.values()}.isdisjoint(("nccl", "ipc")) and torch.cuda.is_available()
+        self._device_index = torch.cuda.current_device() if on_gpu else None
         self._links: dict[str, ServerLink] = {}
+        # Servers come and go in the thread that follows the pool, and their links are made on the event loop.
+        self._lock = threading.Lock()
+        self._joining: dict[str, Future[None]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-publisher", daemon=True)
@@ -81,7 +90,8 @@ class WeightPublisher:
     @property
     def servers(self) -> list[str]:
         """Names of the connected servers."""
-        return list(self._links)
+        with self._lock:
+            return list(self._links)
 
     def connect(self, servers: Sequence[ServerAddress], start_timeout_s: float | None = None) -> None:
         """Wait until `servers` are up and form one transfer group with each.
@@ -98,8 +108,54 @@ class WeightPublisher:
         limit = self._timeout_s if start_timeout_s is None else start_timeout_s
         self._run(self._connect_all(servers, limit), limit + self._timeout_s)
 
-    def publish(self, version: int, source: WeightSource) -> UpdateReport:
-        """Give every server `version`. Blocks until all of them sample with it or were given up.
+    def join(
+        self, address: ServerAddress, start_timeout_s: float, on_done: Callable[[ServerAddress, str | None], None]
+    ) -> None:
+        """Connect one more server in the background, once it is up: the next `publish` reaches it. Any thread.
+
+        Args:
+            address: the server.
+            start_timeout_s: how long it may take to come up.
+            on_done: called on another thread with the error, or None when it is connected.
+        """
+        self.drop(address.name, "it joins anew")
+
+        async def join_now() -> None:
+            link = self._new_link(self._open_session(), address)
+            link.joined_later = True
+            error: str | None = None
+            try:
+                await self._bring_up(link, start_timeout_s)
+            except WeightSyncError as failure:
+                error = str(failure)
+            except BaseException:
+                link.close()
+                raise
+            with self._lock:
+                if self._joining.get(address.name) is not future:
+                    link.close()
+                    return
+                del self._joining[address.name]
+                if error is None:
+                    self._links[address.name] = link
+            on_done(address, error)
+
+        with self._lock:
+            future = self._submit(join_now())
+            self._joining[address.name] = future
+
+    def drop(self, name: str, reason: str) -> None:
+        """Forget a server, connected or about to be; an update that is under way goes on without it. Any thread."""
+        with self._lock:
+            link = self._links.pop(name, None)
+            joining = self._joining.pop(name, None)
+        if joining is not None:
+            joining.cancel()
+        if link is not None:
+            link.abandon(reason)
+
+    def publish(self, version: int, source: WeightSource, names: Collection[str] | None = None) -> UpdateReport:
+        """Give every server (or those of `names`) `version`. Blocks until they sample with it or were given up.
 
         A server that failed is connected anew and gets everything once more. If that fails too it is left paused,
         dropped from the connected servers and reported.
@@ -109,36 +165,62 @@ class WeightPublisher:
         """
         started = time.monotonic()
         metas = source.metadata()
-        for link in self._links.values():
-            link.check(metas)
-        updated, failed = self._round(version, source, metas, list(self._links.values()))
+        links = self._chosen(names)
+        refused = _refused(links, metas)
+        links = [link for link in links if link.name not in refused]
+        # A pass of the source may be a collective: it is made only if somebody takes it.
+        updated, failed = self._round(version, source, metas, links) if links else ([], [])
         first_errors = {link.name: str(link.error) for link in failed}
         if failed:
             logger.warning("update to version %d failed, trying again: %s", version, first_errors)
             recovered, failed = self._recover(version, source, metas, failed)
             updated += [replace(update, recovered_from=first_errors[update.name]) for update in recovered]
-        errors: dict[str, str] = {}
-        for link in failed:
-            errors[link.name] = f"{link.error} (first attempt: {first_errors[link.name]})"
-            del self._links[link.name]
+        errors = {link.name: f"{link.error} (first attempt: {first_errors[link.name]})" for link in failed} | refused
+        with self._lock:
+            for name in errors:
+                self._links.pop(name, None)
         return UpdateReport(version, updated, errors, time.monotonic() - started)
 
-    def probe(self, sequences: Sequence[ProbeSequence]) -> ProbeResult:
-        """Compare the trainer's log-probs with those that every connected server computes afresh.
+    def _chosen(self, names: Collection[str] | None) -> list[ServerLink]:
+        with self._lock:
+            return [link for link in self._links.values() if names is None or link.name in names]
+
+    def sleep(self, level: int) -> None:
+        """Let all servers leave their GPUs until the next `publish` (see `ControlClient.sleep`); no request may run.
+
+        Raises:
+            WeightSyncError: a server did not.
+        """
+
+        async def all_sleep() -> None:
+            await asyncio.gather(*(link.sleep(level) for link in links))
+
+        links = self._chosen(None)
+        self._run(all_sleep(), self._timeout_s)
+
+    def probe(self, sequences: Sequence[ProbeSequence], names: Collection[str] | None = None) -> ProbeResult:
+        """Compare the trainer's log-probs with those that every connected server (or `names`) computes afresh.
 
         Raises:
             WeightSyncError: a server did not answer in time, or with something else than log-probs.
         """
-        clients = [link.client for link in self._links.values()]
+        clients = [link.client for link in self._chosen(names)]
+        if not clients and names:
+            raise WeightSyncError(", ".join(names), "it is not connected any more")
         return self._run(probe_servers(clients, sequences, self._timeout_s), self._timeout_s)
 
     def close(self) -> None:
         """Leave all groups and stop the thread. The servers keep running with what they have."""
         if self._loop.is_closed():
             return
-        for link in self._links.values():
+        with self._lock:
+            links, joining = list(self._links.values()), list(self._joining.values())
+            self._links.clear()
+            self._joining.clear()
+        for future in joining:
+            future.cancel()
+        for link in links:
             link.close()
-        self._links.clear()
         if self._session is not None:
             self._run(self._session.close(), 0)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -150,11 +232,11 @@ class WeightPublisher:
         self, version: int, source: WeightSource, metas: list[TensorMeta], links: list[ServerLink]
     ) -> tuple[list[ServerUpdate], list[ServerLink]]:
         """Connect failed servers anew and send them everything. Returns what worked and what did not."""
-        futures = {link.name: self._submit(link.connect()) for link in links}
+        futures = {link.name: self._submit(link.connect()) for link in links if link.gone is None}
         for link in links:
-            self._outcome(link, futures[link.name])
-        connected = [link for link in links if link.error is None]
-        # A pass of the source may be a collective: it is made only if somebody takes it.
+            if link.name in futures:
+                self._outcome(link, futures[link.name])
+        connected = [link for link in links if link.error is None and link.gone is None]
         updated, failed = self._round(version, source, metas, connected) if connected else ([], [])
         return updated, failed + [link for link in links if link not in connected]
 
@@ -196,28 +278,32 @@ class WeightPublisher:
         return None
 
     async def _connect_all(self, servers: Sequence[ServerAddress], start_timeout_s: float) -> None:
+        session = self._open_session()
+        links = [self._new_link(session, address) for address in servers]
+        await asyncio.gather(*(self._bring_up(link, start_timeout_s) for link in links))
+        with self._lock:
+            self._links.update({link.name: link for link in links})
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        """The one session of all links; called on the event loop."""
         if self._session is None:
             self._session = control_session(self._token)
-        session = self._session
-        links = [self._new_link(session, address) for address in servers]
+        return self._session
 
-        async def bring_up(link: ServerLink) -> None:
-            try:
-                async with asyncio.timeout(start_timeout_s):
-                    await link.client.wait_healthy()
-            except TimeoutError as error:
-                message = f"{link.address.url}/health did not answer within {start_timeout_s:g} s"
-                raise WeightSyncError(link.name, message) from error
-            await link.connect()
-
-        await asyncio.gather(*(bring_up(link) for link in links))
-        self._links.update({link.name: link for link in links})
+    async def _bring_up(self, link: ServerLink, start_timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                await link.client.wait_healthy()
+        except TimeoutError as error:
+            message = f"{link.address.url}/health did not answer within {start_timeout_s:g} s"
+            raise WeightSyncError(link.name, message) from error
+        await link.connect()
 
     def _new_link(self, session: aiohttp.ClientSession, address: ServerAddress) -> ServerLink:
         def make_transport() -> Transport:
             return create_transport(
-                self._transport,
-                self._master_address,
+                self._transports.get(address.name, self._transport),
+                meeting_address(self._master_address, address.url),
                 address.group_port,
                 self._timeout_s,
                 self._chunk_bytes,
@@ -232,6 +318,32 @@ class WeightPublisher:
 
     def _run(self, call: Coroutine[Any, Any, Result], limit_s: float) -> Result:
         return self._submit(call).result(limit_s + _MARGIN_S)
+
+
+def _refused(links: list[ServerLink], metas: list[TensorMeta]) -> dict[str, str]:
+    """Servers that joined in mid run and have another model, with what differs; WeightSyncError if an old one has."""
+    refused = {}
+    for link in links:
+        try:
+            link.check(metas)
+        except WeightSyncError as error:
+            if not link.joined_later:
+                raise
+            link.close()
+            refused[link.name] = str(error)
+    return refused
+
+
+def meeting_address(master_address: str, url: str) -> str:
+    """Where the workers of the server at `url` reach this machine: a server of another machine cannot use loopback."""
+    host = urlsplit(url).hostname or ""
+    if not _is_loopback(master_address) or _is_loopback(host):
+        return master_address
+    return local_address(host, urlsplit(url).port or 80)
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _packed(source: WeightSource, metas: list[TensorMeta], chunk_bytes: int) -> Iterator[torch.Tensor]:

@@ -80,6 +80,40 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+# A server with a helper in its session, which must be gone before the server is started again; notes each start.
+COUNTS_STARTS = """
+import os, subprocess, sys, time
+from pathlib import Path
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+with (Path(sys.argv[1]) / "starts").open("a") as file:
+    file.write(f"{os.getpid()} {helper.pid}\\n")
+time.sleep(300)
+"""
+BEATS_ONCE = """
+import os, sys, time
+from pathlib import Path
+from pipelinerl.supervise.heartbeat import Heartbeat
+with (Path(sys.argv[1]) / "starts").open("a") as file:
+    file.write(f"{os.getpid()} 0\\n")
+Heartbeat(Path(sys.argv[1]) / sys.argv[2] / "heartbeat.json", 0.2).beat()
+time.sleep(300)
+"""
+# Says of server 0 what the trainer says once it has the weights, then drops it.
+DROPS = """
+import sys, time
+from pathlib import Path
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.records import PoolAnswer, ServerDropped, ServerReady
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+writer = hub.writer("pool", "finetune_0", PoolAnswer)
+writer.write(ServerReady(name="actor_llm_0", generation=0, version=0, time=time.time()))
+writer.write(ServerDropped(name="actor_llm_0", generation=0, error="HTTP 500 boom", time=time.time()))
+time.sleep(300)
+"""
+
+
 # Saves on SIGTERM, which takes a moment, as long as its server lives.
 SAVES = """
 import os, signal, sys, time
@@ -200,7 +234,8 @@ def test_a_user_error_of_a_job_is_the_launchers_exit_code_2(start: Starter) -> N
 
 @pytest.mark.parametrize("victim", ["actor_llm_0", "actor_0", "finetune_0"])
 def test_l5_sigkill_of_any_child_ends_the_run(start: Starter, victim: str) -> None:
-    run = start({"actor_llm_0": SLEEP, "actor_0": STUBBORN, "finetune_0": SLEEP}, shutdown_grace_s=1)
+    jobs = {"actor_llm_0": SLEEP, "actor_0": STUBBORN, "finetune_0": SLEEP}
+    run = start(jobs, shutdown_grace_s=1, max_server_restarts=0)
     run.wait_started(3)
     index = ["actor_llm_0", "actor_0", "finetune_0"].index(victim)
     sorted(run.descendants(), key=lambda process: process.create_time())[index].kill()
@@ -264,6 +299,72 @@ def test_l9_a_killed_launcher_takes_its_children_along(start: Starter) -> None:
     run.process.kill()
     _, alive = psutil.wait_procs(children, timeout=15)
     assert alive == [] and run.descendants() == []
+
+
+def wait_until(what: str, condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        threading.Event().wait(0.05)
+
+
+def starts_of(run: Run) -> list[tuple[int, int]]:
+    """(server, its helper) for every start."""
+    file = run.root / "starts"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [(int(server), int(helper)) for server, helper in (line.split() for line in lines)]
+
+
+def test_a_killed_server_is_started_again_until_the_cap_is_reached(start: Starter) -> None:
+    jobs = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, "finetune_0": SLEEP}
+    run = start(jobs, max_server_restarts=2, server_restart_backoff_s=0.1)
+    for number in range(3):
+        wait_until(f"start {number}", lambda wanted=number + 1: len(starts_of(run)) == wanted)
+        server, helper = starts_of(run)[-1]
+        os.kill(server, signal.SIGKILL)
+        wait_until("the helper's end", lambda pid=helper: not psutil.pid_exists(pid))
+    code, stderr, summary = run.end()
+    assert code == 1
+    assert "actor_llm_0 ended while the run needed it (killed by SIGKILL" in stderr
+    assert "after 2 restarts (supervise.max_server_restarts)" in summary["reason"]
+    assert run.descendants() == []
+
+
+def test_l1_a_server_that_the_trainer_dropped_is_started_again(start: Starter) -> None:
+    run = start({"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, "finetune_0": DROPS}, server_restart_backoff_s=0)
+    wait_until("the second start", lambda: len(starts_of(run)) == 2)
+    run.process.send_signal(signal.SIGTERM)
+    _, _, summary = run.end()
+    assert summary["status"] == "interrupted"
+    assert "actor_llm_0 was dropped by the trainer: HTTP 500 boom" in (run.root / "launch.log").read_text()
+    lines = [file.read_text() for file in (run.root / "streams" / "pool" / "launch").rglob("*.jsonl")]
+    events = [json.loads(line)["event"] for text in lines for line in text.splitlines()]
+    assert events == ["down", "up"]
+    assert run.descendants() == []
+
+
+def test_l1_without_restarts_the_run_ends_with_the_error_of_the_dropped_server(start: Starter) -> None:
+    run = start({"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, "finetune_0": DROPS}, max_server_restarts=0)
+    code, stderr, _ = run.end()
+    assert code == 1 and "actor_llm_0 was dropped by the trainer: HTTP 500 boom; it was ended" in stderr
+
+
+def test_a_killed_verifier_is_started_again(start: Starter) -> None:
+    run = start({"verifier_0": COUNTS_STARTS, "actor_0": SLEEP}, server_restart_backoff_s=0)
+    wait_until("the first start", lambda: len(starts_of(run)) == 1)
+    os.kill(starts_of(run)[0][0], signal.SIGKILL)
+    wait_until("the second start", lambda: len(starts_of(run)) == 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[2]["status"] == "interrupted"
+
+
+def test_a_server_that_stopped_responding_is_started_again(start: Starter) -> None:
+    jobs = {"actor_llm_0": BEATS_ONCE, "actor_0": SLEEP}
+    run = start(jobs, heartbeat_timeout_s=2, server_restart_backoff_s=0)
+    wait_until("the second start", lambda: len(starts_of(run)) >= 2)
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+    assert "actor_llm_0 stopped responding" in (run.root / "launch.log").read_text()
 
 
 def test_a_server_that_ends_by_itself_fails_the_run(start: Starter) -> None:

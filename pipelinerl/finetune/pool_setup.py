@@ -1,0 +1,78 @@
+"""Connects the trainer's rank 0 with the servers of the pool `actor` and with the launcher's word about them.
+
+Called by `assemble`. Waits for the servers to come up, with the deadline of their start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.server_pool import ServerPool
+from pipelinerl.records import PoolAnswer, PoolChange
+from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC
+from pipelinerl.streams.feed import Feed
+from pipelinerl.supervise.context import RoleContext
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+
+
+def open_pool(context: RoleContext, stack: ExitStack, wake: Callable[[], None]) -> tuple[WeightPublisher, ServerPool]:
+    """A publisher that is connected with every server of the plan, and the servers that come and go from now on.
+
+    Args:
+        context: of the trainer's rank 0.
+        stack: closes what was opened.
+        wake: called when a server waits for weights.
+    """
+    publisher = stack.enter_context(make_publisher(context))
+    pool = follow_pool(context, publisher, stack, wake)
+    connect_servers(context, publisher)
+    return publisher, pool
+
+
+def make_publisher(context: RoleContext) -> WeightPublisher:
+    """A publisher without servers."""
+    config: RunConfig = context.config
+    return WeightPublisher(
+        token=context.token,
+        transport="nccl" if context.world.device == "cuda" else "gloo",
+        timeout_s=config.supervise.weight_sync_timeout_s,
+        kv_cache=config.vllm_config.kv_cache,
+        master_address=context.world.master_addr,
+    )
+
+
+def connect_servers(context: RoleContext, publisher: WeightPublisher) -> None:
+    """Connect every server of the pool `actor` in the plan, once they are up."""
+    timeout_s = context.config.vllm_config.start_timeout_s
+    addresses = [
+        ServerAddress(job.name, str(job.url), job.weight_group_port) for job in context.world.jobs_of("actor_llm")
+    ]
+    with context.heartbeat.waiting("servers to start", deadline_s=timeout_s):
+        publisher.connect(addresses, timeout_s)
+
+
+def follow_pool(
+    context: RoleContext, publisher: WeightPublisher, stack: ExitStack, wake: Callable[[], None]
+) -> ServerPool:
+    """Follow the launcher's stream `pool` in a thread that `stack` ends."""
+    answers = context.streams.writer(POOL_TOPIC, context.job.name, PoolAnswer)
+    stack.callback(answers.close)
+
+    def announce(answer: PoolAnswer) -> None:
+        answers.write(answer)
+        answers.flush()
+
+    pool = ServerPool(
+        publisher,
+        [job.name for job in context.world.jobs_of("actor_llm")],
+        context.config.vllm_config.start_timeout_s,
+        announce,
+        context.incarnation,
+        wake,
+    )
+    feed = Feed(context.streams.reader(POOL_TOPIC, LAUNCHER, PoolChange), pool.take, "pool").start()
+    stack.callback(feed.stop)
+    return pool

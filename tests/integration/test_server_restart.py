@@ -1,0 +1,125 @@
+"""Kill -9 of a server in mid run: training goes on, the server comes back with the weights, and no sample is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fakes.whole_run import WholeRun, environment, make_whole_run
+
+BACK_S = 60
+
+
+def _wait(run: WholeRun, launcher: subprocess.Popen[str], what: str, found: Callable[[], Any], limit_s: float) -> Any:
+    """What `found` returns once it is true; the run has to live so long."""
+    end = time.monotonic() + limit_s
+    while not (result := found()):
+        assert launcher.poll() is None, f"{what}: {launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
+        assert time.monotonic() < end, f"{what}: not within {limit_s} s\n{run.logs()}"
+        time.sleep(0.2)
+    return result
+
+
+def _steps(run: WholeRun) -> list[int]:
+    return [record["step"] for record in run.records("trainer") if record.get("type") == "step_done"]
+
+
+def _ready(run: WholeRun, name: str, generation: int) -> dict[str, Any] | None:
+    answers = [r for r in run.records("pool") if r.get("type") == "server_ready" and r["name"] == name]
+    return next((answer for answer in answers if answer["generation"] == generation), None)
+
+
+def _pid_of(run: WholeRun, job: str) -> int:
+    for process in run.living_processes():
+        words = process.cmdline()
+        if "--job" in words and words[words.index("--job") + 1] == job and "rollout_worker" not in " ".join(words):
+            return process.pid
+    pytest.fail(f"{job} is not running")
+
+
+def _audit(run: WholeRun) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def _kill_and_await_return(run: WholeRun, launcher: subprocess.Popen[str]) -> dict[str, Any]:
+    """Returns what the trainer said of the server's return. It takes a minute; longer only where the first start of
+    the servers, on the machine as it is now, took half as long."""
+    started_at = psutil.Process(launcher.pid).create_time()
+    _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2, 300)
+    first_start_s = next(r["time"] for r in run.records("trainer") if "num_servers" in r) - started_at
+    psutil.Process(_pid_of(run, "actor_llm_0")).kill()
+    killed_at = time.time()
+    back = _wait(run, launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1), 300)
+    print(f"first start {first_start_s:.1f} s, back after {back['time'] - killed_at:.1f} s")
+    assert back["time"] - killed_at < max(BACK_S, 2 * first_start_s)
+    assert back["probe_abs_diff"] < 1e-3
+    return back
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("world.num_actor_llms=2", "finetune.max_train_steps=1000", "finetune.save_checkpoint_steps=20")
+    try:
+        back = _kill_and_await_return(run, launcher)
+        down = next(r for r in run.records("pool") if r.get("event") == "down")
+        meanwhile = [
+            record["step"]
+            for record in run.records("trainer")
+            if record.get("type") == "step_done" and down["time"] < record["time"] < back["time"]
+        ]
+        assert meanwhile, "training did not go on while the server was away"
+        assert back["version"] >= meanwhile[-1] - 1
+
+        def used_again() -> bool:
+            rates = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+            late = [row for row in rates if row.get("time", 0) > back["time"]]
+            return any(row.get("actor/server_busy_0", 0) > 0 for row in late)
+
+        _wait(run, launcher, "rollouts on the server that came back", used_again, 120)
+        reached = max(_steps(run))
+        _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert run.summary["status"] == "interrupted"
+    assert _audit(run)["clean"]
+    reasons = {record["reason"] for record in run.records("fates") if record["fate"] == "failed"}
+    assert reasons <= {"run_ended", "interrupted", "training_done"}, "a rollout failed because its server went away"
+    assert run.living_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_only_server_is_killed_and_the_run_waits_for_it(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("finetune.max_train_steps=1000")
+    try:
+        _kill_and_await_return(run, launcher)
+        reached = max(_steps(run))
+        _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert run.summary["status"] == "interrupted"
+    assert _audit(run)["clean"]
+    assert run.living_processes() == []

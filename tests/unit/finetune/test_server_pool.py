@@ -1,0 +1,223 @@
+"""Servers leave and join between updates, with a real publisher and fake servers (lines L1 and W1)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fakes.fake_server import FakeServer, Fault
+
+from pipelinerl.errors import WeightSyncError
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.server_pool import ServerPool
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.records import PoolChange, ServerDropped, ServerReady
+from pipelinerl.streams.base import Entry
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.verify import ProbeSequence
+
+TIMEOUT_S = 20.0
+WAIT_S = 60.0
+SHAPES = {"weight": (3, 4), "bias": (3,)}
+# What the fake servers answer for every token.
+LOGPROB = -0.5
+
+
+class FakeBackend:
+    """Weights whose log-probs are what the fake servers say; `logprob` can be set to something else."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(4, 3)
+        self.passes = 0
+
+    def weight_source(self, dtype: torch.dtype) -> ModuleSource:
+        self.passes += 1
+        return ModuleSource(self.model)
+
+
+class Feed(WeightsFeed):
+    """The feed without a policy behind it."""
+
+    def _trainer_logprobs(self, tokens):  # type: ignore[no-untyped-def, override]
+        return [ProbeSequence(list(ids), [LOGPROB] * (len(ids) - 1)) for ids in tokens]
+
+
+class Scene:
+    """A trainer's rank 0 with the servers `names`, and what it announced."""
+
+    def __init__(self, servers: dict[str, FakeServer]) -> None:
+        self.servers = servers
+        token = next(iter(servers.values())).token
+        self.publisher = WeightPublisher(token, timeout_s=TIMEOUT_S)
+        self.said: list[ServerReady | ServerDropped] = []
+        self.woken = threading.Semaphore(0)
+        self.heard = threading.Semaphore(0)
+        self.pool = ServerPool(self.publisher, list(servers), WAIT_S, self.announce, 0, self.woken.release)
+        self.publisher.connect([ServerAddress(name, server.url) for name, server in servers.items()])
+        self.backend = FakeBackend()
+        self.backend.policy = type("Policy", (), {"compute_dtype": torch.float32})()
+        self.feed = Feed(
+            self.backend, Ranks(), self.publisher, torch.float32, self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S
+        )
+
+    def announce(self, answer: ServerReady | ServerDropped) -> None:
+        self.said.append(answer)
+        self.heard.release()
+
+    def change(self, name: str, event: str, generation: int, url: str = "", incarnation: int = 0) -> None:
+        record = PoolChange(
+            name=name, url=url, event=event, generation=generation, time=0.0, reason="test", incarnation=incarnation
+        )
+        self.pool.take(Entry(0, record))
+
+    @property
+    def ready(self) -> list[tuple[str, int, int]]:
+        return [(one.name, one.generation, one.version) for one in self.said if isinstance(one, ServerReady)]
+
+    @property
+    def dropped(self) -> list[tuple[str, int]]:
+        return [(one.name, one.generation) for one in self.said if isinstance(one, ServerDropped)]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with FakeServer(SHAPES) as first, FakeServer(SHAPES) as second:
+        made = Scene({"s0": first, "s1": second})
+        yield made
+        made.publisher.close()
+
+
+def test_all_servers_are_ready_after_the_first_update(scene: Scene) -> None:
+    assert sorted(scene.pool.fresh) == ["s0", "s1"]
+    delivery = scene.feed.send(0, [[1, 2]])
+    assert scene.ready == [("s0", 0, 0), ("s1", 0, 0)]
+    assert delivery.num_servers == 2 and delivery.probe_abs_diff == pytest.approx(0)
+    assert scene.pool.fresh == []
+
+
+def test_a_server_that_comes_back_gets_the_present_weights_between_two_updates(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    scene.servers["s0"].stop()
+    scene.change("s0", "down", 0)
+    assert scene.feed.send(1).num_servers == 1
+    with FakeServer(SHAPES) as again:
+        scene.change("s0", "up", 1, again.url)
+        assert scene.woken.acquire(timeout=WAIT_S)
+        assert scene.feed.has_fresh
+        calls = len(scene.servers["s1"].calls)
+        scene.feed.send_to_fresh(1)
+        assert (again.version, again.paused) == ("1", False)
+        assert torch.equal(again.tensors["weight"], scene.backend.model.weight)
+        assert len(scene.servers["s1"].calls) == calls, "the other server was left alone"
+        assert scene.ready[-1] == ("s0", 1, 1) and not scene.feed.has_fresh
+        assert scene.feed.send(2).num_servers == 2
+        assert again.version == "2"
+
+
+def test_a_server_that_joins_is_part_of_the_next_update_and_probed_alone(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    with FakeServer(SHAPES) as more:
+        scene.change("s2", "up", 0, more.url)
+        assert scene.woken.acquire(timeout=WAIT_S)
+        before = len(scene.servers["s0"].requests)
+        assert scene.feed.send(1).num_servers == 3
+        assert scene.ready[-1] == ("s2", 0, 1)
+        assert len(more.requests) == 1 and len(scene.servers["s0"].requests) == before
+        scene.change("s2", "removed", 0)
+        assert scene.feed.send(2).num_servers == 2
+        assert more.version == "1"
+
+
+@pytest.mark.parametrize("fault", [Fault("status", 500, "disk on fire"), Fault("close")], ids=lambda fault: fault.kind)
+def test_l1_a_server_that_refuses_an_update_is_dropped_and_the_other_goes_on(scene: Scene, fault: Fault) -> None:
+    scene.feed.send(0, [[1, 2]])
+    scene.servers["s0"].inject("/update_weights", fault, fault)
+    delivery = scene.feed.send(1)
+    assert delivery.num_servers == 1
+    assert scene.dropped == [("s0", 0)]
+    (said,) = [one for one in scene.said if isinstance(one, ServerDropped)]
+    assert "could not be given version 1" in said.error
+    if fault.kind == "status":
+        assert "disk on fire" in said.error
+    assert (scene.servers["s1"].version, scene.servers["s1"].paused) == ("1", False)
+
+
+def test_a_restarted_server_that_disagrees_is_dropped_and_the_run_goes_on(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    scene.change("s0", "down", 0)
+    with FakeServer(SHAPES, logprob=-1.5) as wrong:
+        scene.change("s0", "up", 1, wrong.url)
+        assert scene.woken.acquire(timeout=WAIT_S)
+        scene.feed.send_to_fresh(0)
+    assert scene.dropped == [("s0", 1)]
+    assert ("s0", 1, 0) not in scene.ready
+    assert scene.feed.send(1).num_servers == 1
+
+
+def test_a_server_that_disagrees_from_the_first_is_an_error(scene: Scene) -> None:
+    scene.servers["s1"]._logprob = -1.5
+    with pytest.raises(WeightSyncError, match="s1"):
+        scene.feed.send(0, [[1, 2]])
+
+
+def test_a_server_that_cannot_be_joined_is_reported(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    with FakeServer({"weight": (3, 4)}, token="another-token-0123456789") as stranger:
+        scene.change("s2", "up", 0, stranger.url)
+        assert scene.heard.acquire(timeout=WAIT_S) and scene.heard.acquire(timeout=WAIT_S)
+        assert scene.heard.acquire(timeout=WAIT_S)
+    assert scene.dropped == [("s2", 0)]
+
+
+def test_a_server_of_another_model_is_refused_without_harm(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    with FakeServer({"weight": (30, 40), "bias": (30,)}) as other:
+        scene.change("s2", "up", 0, other.url)
+        assert scene.woken.acquire(timeout=WAIT_S)
+        assert scene.feed.send(1).num_servers == 2
+    assert scene.dropped == [("s2", 0)]
+    assert "does not fit" in scene.said[-1].error
+
+
+def test_the_last_version_waits_for_a_server(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    for name in ("s0", "s1"):
+        scene.change(name, "down", 0)
+    assert scene.feed.send(1).num_servers == 0
+    with FakeServer(SHAPES) as again:
+        timer = threading.Thread(target=scene.change, args=("s0", "up", 1, again.url))
+        timer.start()
+        assert scene.feed.send(2, required=True).num_servers == 1
+        timer.join()
+        assert again.version == "2"
+
+
+def test_changes_of_an_older_start_are_history(scene: Scene) -> None:
+    scene.change("s0", "down", 0, incarnation=7)
+    assert scene.feed.send(0, [[1, 2]]).num_servers == 2
+
+
+def test_a_server_that_went_away_in_mid_update_is_not_waited_for(scene: Scene) -> None:
+    """The launcher hears of a server's end while the trainer waits for it: the update goes on without that server."""
+    scene.feed.send(0, [[1, 2]])
+    reached = threading.Event()
+    server = scene.servers["s0"]
+    server.inject("/update_weights", Fault("hang"))
+
+    def end_when_reached() -> None:
+        while "/update_weights" not in server.calls[calls:]:
+            reached.wait(0.01)
+        scene.change("s0", "down", 0)
+        server.stop()
+
+    calls = len(server.calls)
+    thread = threading.Thread(target=end_when_reached)
+    thread.start()
+    delivery = scene.feed.send(1)
+    thread.join()
+    assert delivery.num_servers == 1 and delivery.total_s < TIMEOUT_S
+    assert scene.dropped == []
