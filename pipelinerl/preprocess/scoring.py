@@ -37,7 +37,8 @@ def score_group(samples: Sequence[Sample], extra_rewards: Sequence[float], rl: R
     for positions, of_rollout in zip(rollouts.values(), values, strict=False):
         for position, value in zip(positions, of_rollout, strict=True):
             advantages[position] = value
-    if rl.relu_log_p_weights and not is_batch_normalized(rl):
+    # With a value head these are rewards: the trainer cuts what it makes of them.
+    if rl.relu_log_p_weights and not is_batch_normalized(rl) and rl.advantage_estimator != "gae":
         advantages = [max(value, 0.0) for value in advantages]
     return [ScoredSample(sample=s, advantages=[a]) for s, a in zip(samples, advantages, strict=True)]
 

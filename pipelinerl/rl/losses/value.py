@@ -39,6 +39,8 @@ def with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInput
             found, targets = gae(steps, values[place].tolist(), config.gamma, config.gae_lambda)
             advantages[place] = torch.tensor(found, dtype=torch.float64)
             returns[place] = torch.tensor(targets, dtype=torch.float64)
+    if config.relu_log_p_weights:
+        advantages.clamp_(min=0.0)
     like = inputs.advantages
     return replace(inputs, advantages=advantages.to(like)), returns.to(inputs.values)
 

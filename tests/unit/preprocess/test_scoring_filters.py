@@ -56,6 +56,8 @@ def test_rewards_in_place_of_advantages_and_relu():
     samples = [sample("g/r0/s0", 1.0), sample("g/r1/s0", -2.0)]
     assert advantages(samples, RLConfig(use_advantages=False)) == [1.0, -2.0]
     assert advantages(samples, RLConfig(relu_log_p_weights=True)) == [3.0, 0.0]
+    # The value head needs the rewards as they are.
+    assert advantages(samples, RLConfig(relu_log_p_weights=True, advantage_estimator="gae")) == [1.0, -2.0]
 
 
 def test_negative_weights_are_cut_behind_the_normalisation():

@@ -160,6 +160,20 @@ def test_value_head_gives_advantages_per_token():
         run([[0.0]], [1.0], advantage_estimator="gae")
 
 
+def test_negative_weights_of_a_value_head_are_cut_and_its_targets_are_not():
+    # Values 0.5, 0.4, reward 0.45 at the end: A = -0.05 and 0.05, returns 0.45.
+    _, grad, _, value_grad = run(
+        [[0.0, 0.0]],
+        [0.45],
+        values=[0.5, 0.4],
+        advantage_estimator="gae",
+        value_loss_coef=0.1,
+        relu_log_p_weights=True,
+    )
+    assert grad == pytest.approx([0.0, -0.05])
+    assert value_grad[0, :2].tolist() == pytest.approx([0.1 * 0.05, 0.1 * -0.05])
+
+
 @pytest.mark.parametrize(("name", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
 def test_kl_estimators(name, expected):
     new, ref = torch.tensor([-1.0]), torch.tensor([-1.5])
