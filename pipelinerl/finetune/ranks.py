@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from pipelinerl.errors import ConfigError
 
@@ -113,17 +113,17 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeti
     return Ranks(rank, world_size, own_device)
 
 
-def _meet(file: Path, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _meet(file: Path, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store of the process group. Waits until the first rank listens; `file` is gone when all have read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    notice = dist.FileStore(str(file), world_size)
+    notice = FileStore(str(file), world_size)
     notice.set_timeout(timeout)
     if rank == 0:
-        store = dist.TCPStore(_LOOPBACK, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(_LOOPBACK, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         notice.set(_PORT_KEY, str(store.port))
         return store
     port = int(notice.get(_PORT_KEY))
-    return dist.TCPStore(_LOOPBACK, port, world_size, is_master=False, timeout=timeout)
+    return TCPStore(_LOOPBACK, port, world_size, is_master=False, timeout=timeout)
 
 
 def ensure_process_group(ranks: Ranks) -> None:
