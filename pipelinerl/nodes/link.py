@@ -17,6 +17,7 @@ from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.nodes.messages import MAX_BYTES, Beat, Ended, Message, decode, encode
 
 logger = logging.getLogger(__name__)
+_LAST_WORD_S = 5.0
 
 
 def send(connection: Connection, message: Message) -> bool:
@@ -67,11 +68,13 @@ class NodeLink:
         return self
 
     def end(self, ended: Ended) -> None:
-        """Tell the peer how it went and close the connection. May be called twice."""
+        """Tell the peer how it went and close the connection. May be called twice, and after the peer's end."""
         if self._closing.is_set():
             return
-        self._send(ended)
         self._closing.set()
+        self._send(ended)
+        # The peer closes when it has read that. Closing first, with a beat of the peer unread, could lose it.
+        self._threads[0].join(_LAST_WORD_S)
         self._connection.close()
 
     def _send(self, message: Message) -> None:
@@ -85,7 +88,9 @@ class NodeLink:
     def _read(self) -> None:
         ended = self._wait_for_end()
         if not self._closing.is_set():
+            self._closing.set()
             self._on_end(ended)
+            self._connection.close()
 
     def _wait_for_end(self) -> Ended:
         while True:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,11 @@ class WholeRun:
             check=False,
         )
 
-    def start(self, *overrides: str) -> subprocess.Popen[str]:
+    def start(self, *overrides: str, extra_env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
             self.command(*overrides),
             cwd=self.task_dir,
-            env=environment(),
+            env={**environment(), **(extra_env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,133 @@
+"""`launch` on a node above 0: join node 0, start this node's jobs, end with the run. Called by the launcher's main."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from pipelinerl import __version__
+from pipelinerl.config import RunConfig
+from pipelinerl.config.load import load_config
+from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
+from pipelinerl.nodes.follower import join
+from pipelinerl.nodes.link import NodeLink
+from pipelinerl.nodes.messages import Ended, Hello, Plan
+from pipelinerl.nodes.node_session import supervise_node
+from pipelinerl.nodes.secret import node_secret
+from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT
+from pipelinerl.supervise import preflight
+from pipelinerl.supervise.commands import build_command
+from pipelinerl.supervise.context import LOG_FORMAT
+from pipelinerl.supervise.identity import RunIdentity, read_identity
+from pipelinerl.supervise.ports import busy_ports
+from pipelinerl.supervise.process import Event, NodeEnded
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.signals import signals_as_events
+from pipelinerl.supervise.supervisor import Outcome
+from pipelinerl.world import Cluster, WorldMap, nvml_gpu_lister
+
+logger = logging.getLogger(__name__)
+
+
+def follow(config: RunConfig, cluster: Cluster, search_dirs: Sequence[Path]) -> int:
+    """Run this node's part of the run that node 0 plans; the exit code is the run's.
+
+    Args:
+        config: as composed here; only what is needed to find node 0 is used, the rest comes from node 0.
+        search_dirs: folders with the user's own modules.
+    """
+    hello = Hello(
+        rank=cluster.rank,
+        world_size=cluster.world_size,
+        version=__version__,
+        gpus=list(cluster.gpus),
+        cores=cluster.cores,
+        busy_ports=busy_ports(config, cluster.master_port or DEFAULT_MASTER_PORT),
+    )
+    signals: SimpleQueue[Any] = SimpleQueue()
+    with signals_as_events(signals):
+        connection, plan = join(
+            cluster.hosts[0],
+            config.world.node_port,
+            node_secret(os.environ),
+            hello,
+            config.supervise.nodes_timeout_s,
+            _say,
+            signals,
+        )
+    return _run(plan, connection, config.supervise, cluster, search_dirs)
+
+
+def _run(
+    plan: Plan, connection: Connection, supervise: SuperviseConfig, cluster: Cluster, search_dirs: Sequence[Path]
+) -> int:
+    events: SimpleQueue[Event] = SimpleQueue()
+    leader = f"node 0 ({cluster.hosts[0]})"
+    with signals_as_events(events):
+        link = NodeLink(
+            connection,
+            leader,
+            lambda ended: events.put(NodeEnded(ended.status, _by(leader, ended), ended.exit_code)),
+            supervise.heartbeat_interval_s,
+            supervise.heartbeat_timeout_s,
+        ).start()
+        ended = Ended("failed", f"the launcher of node {cluster.rank} failed", EXIT_RUN_FAILED)
+        try:
+            outcome = _supervise(plan, cluster, search_dirs, events)
+            ended = Ended(outcome.status, outcome.reason, outcome.exit_code)
+        except PipelineRLError as error:
+            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
+            ended = Ended("failed", str(error), code)
+            raise
+        finally:
+            link.end(ended)
+    _say(f"node {cluster.rank}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
+    return outcome.exit_code
+
+
+def _supervise(plan: Plan, cluster: Cluster, search_dirs: Sequence[Path], events: SimpleQueue[Event]) -> Outcome:
+    run_dir = RunDir(Path(plan.run_dir))
+    identity = _shared_identity(run_dir, plan)
+    config = load_config(run_dir.config_file)
+    world = msgspec.structs.replace(WorldMap.from_json(run_dir.world_file.read_bytes()), rank=cluster.rank)
+    preflight.check_device(config, cluster, nvml_gpu_lister)
+    preflight.check_model(config.model_path)
+    logging.basicConfig(
+        level=logging.INFO, format=LOG_FORMAT, filename=run_dir.root / f"launch_node_{cluster.rank}.log"
+    )
+    commands = [build_command(job, world, run_dir, os.environ, search_dirs) for job in world.local_jobs]
+    _say(f"node {cluster.rank}: starting {len(commands)} processes of run {plan.run_id} in {run_dir.root}")
+    return supervise_node(config, run_dir, identity, commands, os.environ, plan.token, events)
+
+
+def _shared_identity(run_dir: RunDir, plan: Plan) -> RunIdentity:
+    """The identity that node 0 wrote; a node that cannot see it would write its streams where nobody reads them."""
+    expected = (plan.run_id, plan.incarnation)
+    identity = read_identity(run_dir.identity_file) if run_dir.identity_file.exists() else None
+    if identity is None or (identity.run_id, identity.incarnation) != expected:
+        found = "nothing there" if identity is None else f"run {identity.run_id}, start {identity.incarnation}"
+        raise ConfigError(
+            "output_dir",
+            f"{run_dir.root} ({found})",
+            f"run {plan.run_id}, start {plan.incarnation}, which node 0 wrote there",
+            "Put output_dir on a file system that all nodes share, under the same path.",
+        )
+    return identity
+
+
+def _by(peer: str, ended: Ended) -> str | None:
+    return None if ended.reason is None else f"{peer}: {ended.reason}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
