@@ -216,7 +216,11 @@ HONOURED: dict[str, str] = {
     "world.num_preprocessor_llms": "servers of the reference model, instead of the share",
     "world.num_finetune_ranks": "trainer ranks, instead of the share",
     "world.device": "auto, cpu or cuda",
-    "world.placement": "disaggregated, or colocated: servers and trainer share GPUs",
+    "world.placement": "disaggregated, or colocated: servers and trainer take turns on the same GPUs "
+    "(schedule=conventional)",
+    "world.sleep_level": "colocated: what a server does with its weights meanwhile; 1: to host memory, 2: dropped, "
+    "auto: 1 if they fit",
+    "world.offload_optimizer": "colocated: optimizer state waits in host memory while servers generate (plain backend)",
     "world.env_replicas": "environment servers",
     "world.verifier_replicas": "verifier servers",
     "world.actor_group_port": "first port of the weight-update groups",

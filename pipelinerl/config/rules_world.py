@@ -54,6 +54,39 @@ def trainer_share(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def shared_devices(config: RunConfig) -> ConfigError | None:
+    """Who shares devices takes turns, leaves room, and can do what is asked for meanwhile."""
+    world = config.world
+    if world.placement != "colocated":
+        if world.offload_optimizer:
+            return ConfigError(
+                "world.offload_optimizer", True, "false with world.placement=disaggregated", "Remove the key."
+            )
+        return None
+    if config.schedule != "conventional":
+        return ConfigError(
+            "schedule",
+            config.schedule,
+            "conventional with world.placement=colocated: servers and trainer take turns",
+            "Add schedule=conventional: steps_per_generation=1 is on-policy, 2 is at most one step behind.",
+        )
+    if world.offload_optimizer and (config.use_deepspeed or config.use_fsdp):
+        return ConfigError(
+            "world.offload_optimizer",
+            True,
+            "false with use_deepspeed or use_fsdp",
+            "Use the plain backend (use_deepspeed=false), or a DeepSpeed configuration with offload.",
+        )
+    if world.num_preprocessor_llms or (world.num_preprocessor_llms is None and world.preprocessor_fraction > 0):
+        return ConfigError(
+            "world.preprocessor_fraction",
+            world.preprocessor_fraction,
+            "0 with world.placement=colocated: the reference model is beside the trainer",
+            "Set it to 0 and leave finetune.rl.reference at auto.",
+        )
+    return None
+
+
 def stream_url(config: RunConfig) -> ConfigError | None:
     """An address belongs to Redis and is one of Redis."""
     streams = config.streams
@@ -136,6 +169,7 @@ RULES = (
     shares,
     actor_share,
     trainer_share,
+    shared_devices,
     stream_url,
     heartbeat,
     subset,

@@ -92,6 +92,8 @@ class WorldConfig(Section):
     num_finetune_ranks: int | None = Field(default=None, ge=1)
     device: Device = "auto"
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    sleep_level: Literal["auto", "1", "2"] = "auto"
+    offload_optimizer: bool = False
     env_replicas: int = Field(default=0, ge=0)
     verifier_replicas: int = Field(default=0, ge=0)
     actor_group_port: int = Field(default=9000, ge=1024, le=65535)

@@ -41,7 +41,7 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
     if job.port is None:
         raise ValueError(f"{job.name}: got no port in the world plan, expected one for a server")
     on_cpu = context.world.device == "cpu"
-    transport: Transport = "gloo" if on_cpu else ("ipc" if config.world.placement == "colocated" else "nccl")
+    transport: Transport = context.world.transport_to(job)
     return ServerSettings(
         model=config.model_path,
         host=job.host,
@@ -52,6 +52,7 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         dtype="float32" if on_cpu else None,
         fp32_head=config.fp32_lm_head,
         quantization=config.vllm_config.quantization,
+        can_sleep=not on_cpu and config.world.placement == "colocated",
     )
 
 

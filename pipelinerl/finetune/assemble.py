@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.base import Backend, create_backend
 from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.colocation import take_turns, wait_for_servers
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.model import load_policy
@@ -47,6 +47,7 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.tracking.recorder import MetricRecorder
+from pipelinerl.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
         torch.set_num_threads(max(context.job.cores, 1))
     torch.manual_seed(config.finetune.seed)
     with ExitStack() as stack:
+        if context.world.device == "cuda" and config.world.placement == "colocated":
+            wait_for_servers(context)
         # Rank 0 waits for data, the others for rank 0: it reports first.
         timeout_s = config.supervise.progress_timeout_s + 60
         ranks = start_ranks(environ, context.world.device, timeout_s, meeting_file(context))
@@ -120,7 +123,7 @@ def build_loop(
         if finetune.send_weight_updates:
             publisher, pool = open_pool(context, stack, reader.wake)
     drain = drain_of(context, stop, stack) if ranks.is_first and takes_turns(config) else None
-    turns = turns_of(config, ranks, drain) if takes_turns(config) else None
+    turns = turns_of(context, ranks, backend, drain, publisher) if takes_turns(config) else None
 
     def wake() -> None:
         reader.wake()
@@ -174,14 +177,25 @@ def drain_of(context: RoleContext, stop: StopRequest, stack: ExitStack) -> Drain
     stack.callback(requests.close)
     stack.callback(answers.close)
     timeout_s = context.config.actor.rollout_timeout_s + supervise.weight_sync_timeout_s
+    if context.config.world.placement == "colocated":
+        # An evaluation is waited for as well.
+        timeout_s = max(timeout_s, supervise.progress_timeout_s)
     return Drain(
         requests, answers, context.incarnation, context.heartbeat, timeout_s, should_stop=lambda: stop.requested
     )
 
 
-def turns_of(config: RunConfig, ranks: Ranks, drain: Drain | None) -> Turns:
+def turns_of(
+    context: RoleContext, ranks: Ranks, backend: Backend, drain: Drain | None, publisher: WeightPublisher | None
+) -> Turns:
     """How this rank keeps out of the way of generation."""
-    return DrainedUpdates(drain, agree=lambda answer: bool(ranks.broadcast(int(answer))))
+
+    def agree(answer: bool) -> bool:
+        return bool(ranks.broadcast(int(answer)))
+
+    if context.config.world.placement == "colocated":
+        return take_turns(context, ranks, backend, drain, publisher, agree)
+    return DrainedUpdates(drain, agree)
 
 
 def meeting_file(context: RoleContext) -> Path | None:

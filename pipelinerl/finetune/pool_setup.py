@@ -38,6 +38,7 @@ def make_publisher(context: RoleContext) -> WeightPublisher:
     return WeightPublisher(
         token=context.token,
         transport="nccl" if context.world.device == "cuda" else "gloo",
+        transports={job.name: context.world.transport_to(job) for job in context.world.jobs_of("actor_llm")},
         timeout_s=config.supervise.weight_sync_timeout_s,
         kv_cache=config.vllm_config.kv_cache,
         master_address=context.world.master_addr,

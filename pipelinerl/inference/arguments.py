@@ -65,6 +65,7 @@ class ServerSettings:
         dtype: default of `--dtype`, used unless `vllm_kwargs` has it.
         fp32_head: compute the logits in fp32.
         quantization: `--quantization`, if any.
+        can_sleep: it shares its GPU and has to be able to leave it.
     """
 
     model: str
@@ -76,6 +77,7 @@ class ServerSettings:
     dtype: str | None = None
     fp32_head: bool = False
     quantization: str | None = None
+    can_sleep: bool = False
 
 
 def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
@@ -132,6 +134,8 @@ def _defaults(settings: ServerSettings) -> dict[str, object]:
     if settings.transport == "gloo":
         # A seeded request whose prompt is cut into chunks ends vLLM's engine on a CPU: CPU generators have no offset.
         defaults["enable-chunked-prefill"] = False
+    if settings.can_sleep:
+        defaults["enable-sleep-mode"] = True
     if settings.dtype is not None:
         defaults["dtype"] = settings.dtype
     if settings.quantization is not None:

@@ -63,6 +63,14 @@ class WorldMap(msgspec.Struct, frozen=True):
                 return job
         raise KeyError(f"no job {name!r} in this world; there are {', '.join(job.name for job in self.jobs)}")
 
+    def transport_to(self, server: Job) -> Literal["gloo", "nccl", "ipc"]:
+        """How trainer rank 0 sends weights to `server`. Two processes on one GPU share memory: NCCL refuses them."""
+        if self.device == "cpu":
+            return "gloo"
+        first_rank = self.jobs_of("finetune")[:1]
+        shared = {gpu for rank in first_rank if rank.node_rank == server.node_rank for gpu in rank.gpus}
+        return "nccl" if shared.isdisjoint(server.gpus) else "ipc"
+
     @property
     def local_jobs(self) -> list[Job]:
         """The jobs that the launcher on this node starts."""

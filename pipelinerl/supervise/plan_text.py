@@ -27,12 +27,24 @@ def plan_of(config: RunConfig, world: WorldMap, commands: Sequence[Command], not
             f"{config.finetune.samples_per_step} samples per step, {config.attempts} attempts per problem, "
             f"at most {config.finetune.max_train_steps} steps, max_lag {config.max_lag}"
         ),
+        Text(_schedule_text(config, world)),
         *(Text(f"note: {note}") for note in notes),
         _jobs_table(world),
         Text("Commands", style="bold"),
     ]
     parts += [_command_text(command) for command in commands]
     return Group(*parts)
+
+
+def _schedule_text(config: RunConfig, world: WorldMap) -> str:
+    """How generation and training share time and devices."""
+    steps = f" ({config.steps_per_generation} steps per generation)" if config.schedule == "conventional" else ""
+    transports = ", ".join(dict.fromkeys(world.transport_to(job) for job in world.jobs_of("actor_llm"))) or "none"
+    text = f"schedule {config.schedule}{steps}, weights by {transports}"
+    if config.world.placement != "colocated":
+        return text
+    turns = "pause" if world.device == "cpu" else f"sleep (level {config.world.sleep_level})"
+    return f"{text}, colocated: servers {turns} while the trainer trains"
 
 
 def print_plan(plan: Group) -> None:

@@ -45,6 +45,18 @@ class ControlClient:
     async def resume(self) -> None:
         await self._post("/resume")
 
+    async def sleep(self, level: int) -> None:
+        """Leave the GPU: level 1 keeps the weights in host memory, 2 drops them; 0 only pauses. No request may run."""
+        if level == 0:
+            # Nothing is left to do for a server without a GPU.
+            await self.pause("keep")
+        else:
+            await self._post("/sleep", params={"level": str(level), "mode": "keep"})
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take back a part of what `sleep` gave away. The server samples when it has both."""
+        await self._post("/wake_up", params={"tags": part})
+
     async def world_size(self) -> int:
         """Number of workers of the server."""
         answer = await self._request("GET", "/get_world_size")

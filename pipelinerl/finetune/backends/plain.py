@@ -84,6 +84,13 @@ class PlainBackend:
             value_of=merged_value(self.policy) if has_adapters(self.policy) else None,
         )
 
+    def move_optimizer(self, device: torch.device) -> None:
+        """Move the optimizer's state to `device`; it has to be where the parameters are before the next `step`."""
+        for state in self._optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key] = state[key].to(device)
+
     def save(self, folder: Path) -> None:
         if self._ranks.is_first:
             # A frozen base is in the model folder already: what is trained is enough.

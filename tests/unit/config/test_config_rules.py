@@ -83,6 +83,10 @@ CASES = {
         ["finetune.lora.enabled=true", "use_deepspeed=true"],
         "finetune.lora.enabled: got True, expected false with use_deepspeed=true",
     ),
+    "shared_devices": (
+        ["world.placement=colocated"],
+        "schedule: got 'pipeline', expected conventional with world.placement=colocated",
+    ),
     "generation_steps": (
         ["schedule=concurrent", "steps_per_generation=4"],
         "steps_per_generation: got 4, expected 1 with schedule=concurrent",
@@ -133,6 +137,7 @@ def test_the_rule_refuses(name: str) -> None:
         ["streams=redis", "streams.url=redis://localhost:1/0"],
         ["train_subset={begin:0,end:5}"],
         ["schedule=concurrent", "finetune.weight_update_interval=2"],
+        ["world=single_gpu", "schedule=conventional", "use_deepspeed=false", "world.offload_optimizer=true"],
         ["schedule=conventional", "steps_per_generation=8", "finetune.max_version_lag=7"],
     ],
     ids=" ".join,
@@ -186,3 +191,22 @@ def test_several_broken_rules_are_one_message() -> None:
 def test_a_long_warm_up_is_a_remark() -> None:
     notes = compose([*KEEP, "finetune.max_train_steps=3"]).notes
     assert any("finetune.num_warmup_steps=50" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["world.offload_optimizer=true"], "expected false with world.placement=disaggregated"),
+        (["world=single_gpu", "schedule=conventional", "world.offload_optimizer=true"], "use_deepspeed or use_fsdp"),
+        (["world=single_gpu", "schedule=conventional", "world.preprocessor_fraction=1"], "beside the trainer"),
+        (["schedule=conventional", "finetune.weight_update_interval=4"], "Use steps_per_generation=4 instead"),
+    ],
+)
+def test_what_shared_devices_and_rounds_exclude(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        compose([*KEEP, *overrides])
+
+
+def test_a_bound_on_the_lag_that_is_not_used_is_remarked() -> None:
+    notes = compose([*KEEP, "schedule=conventional", "steps_per_generation=4", "max_lag=64"]).notes
+    assert any("max_lag=64 is not used" in note and "= 3 versions" in note for note in notes)

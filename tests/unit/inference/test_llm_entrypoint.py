@@ -9,12 +9,17 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.entrypoints.llm import settings_of_job
+from pipelinerl.inference.arguments import server_arguments
+from pipelinerl.world import Job, WorldMap
 
 
 def context(device: str, port: int | None = 8081, **config: Any) -> Any:
     run = RunConfig(output_dir="/run", model_path="/model", seed=10, **config)
-    job = SimpleNamespace(name="actor_llm_1", idx=1, host="127.0.0.1", port=port)
-    return SimpleNamespace(config=run, job=job, world=SimpleNamespace(device=device))
+    gpus, rank_gpus = [["1"], ["1" if run.world.placement == "colocated" else "0"]] if device == "cuda" else [[], []]
+    job = Job("actor_llm", "actor_llm_1", 1, 0, 0, 0, "127.0.0.1", gpus, port, None, None, 1)
+    rank = Job("finetune", "finetune_0", 0, 0, 0, 0, "127.0.0.1", rank_gpus, None, None, None, 1)
+    world = WorldMap([job, rank], device, 1, 0, 1, "127.0.0.1", 1)  # type: ignore[arg-type]
+    return SimpleNamespace(config=run, job=job, world=world)
 
 
 def test_a_cpu_server_is_fp32_over_gloo() -> None:
@@ -29,6 +34,8 @@ def test_a_cpu_server_is_fp32_over_gloo() -> None:
 def test_a_gpu_server_takes_the_transport_of_its_placement(placement: str, transport: str) -> None:
     settings = settings_of_job(context("cuda", world={"placement": placement}))
     assert (settings.transport, settings.dtype) == (transport, None)
+    assert settings.can_sleep == (placement == "colocated")
+    assert ("--enable-sleep-mode" in server_arguments(settings)[0]) == settings.can_sleep
 
 
 def test_a_job_without_port_is_an_error_of_the_plan() -> None:

@@ -38,6 +38,7 @@ def plan(
         {
             "output_dir": "unused",
             "world": world,
+            "schedule": "conventional" if world.get("placement") == "colocated" else "pipeline",
             "vllm_config": {"vllm_kwargs": vllm_kwargs or {}},
             "environment": environment,
         }
@@ -235,6 +236,14 @@ def test_cores_are_shared_on_a_machine_without_gpus() -> None:
 
 
 IMPOSSIBLE = {
+    "a shared GPU without room": (
+        {"gpus": 1, "placement": "colocated", "vllm_kwargs": {"gpu_memory_utilization": 0.9}},
+        r"gpu.memory.utilization: got 0.9, expected at most 0.85",
+    ),
+    "a parallel server that shares GPUs": (
+        {"gpus": 2, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 2}},
+        r"tensor x pipeline parallel size 2.*expected 1 with world.placement=colocated",
+    ),
     "one GPU for two pools": ({"gpus": 1}, r"1 node\(s\) x 1 GPU.*world.placement=colocated"),
     "no GPU but device=cuda": ({"device": "cuda"}, r"world.device.*found 0"),
     "TP beyond a node": (
@@ -266,3 +275,11 @@ def test_impossible_splits_explain_themselves(row: tuple[dict[str, Any], str]) -
     arguments, message = row
     with pytest.raises(ConfigError, match=message):
         plan(**arguments)
+
+
+def test_a_server_on_the_first_ranks_gpu_gets_its_weights_through_memory() -> None:
+    shared = plan(gpus=2, placement="colocated")
+    assert [shared.transport_to(job) for job in shared.jobs_of("actor_llm")] == ["ipc", "nccl"]
+    apart = plan(gpus=2)
+    assert [apart.transport_to(job) for job in apart.jobs_of("actor_llm")] == ["nccl"]
+    assert [plan().transport_to(job) for job in plan().jobs_of("actor_llm")] == ["gloo"]
