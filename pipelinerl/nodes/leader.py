@@ -6,6 +6,7 @@ A thread accepts connections and one for each checks the secret, so that a stran
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import threading
@@ -114,10 +115,8 @@ class Leader:
         for rank, node in sorted(self._nodes.items()):
             send(node.connection, plan)
             peer = f"node {rank} ({self._cluster.hosts[rank]})"
-            link = NodeLink(
-                node.connection, peer, lambda ended, rank=rank: on_end(rank, ended), self._interval_s, self._timeout_s
-            )
-            self._links.append(link.start())
+            heard = functools.partial(on_end, rank)
+            self._links.append(NodeLink(node.connection, peer, heard, self._interval_s, self._timeout_s).start())
 
     def end(self, ended: Ended) -> None:
         """Tell the nodes how the run ended."""

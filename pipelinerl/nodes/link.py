@@ -47,7 +47,7 @@ class NodeLink:
         self,
         connection: Connection,
         peer: str,
-        on_end: Callable[[Ended], None],
+        on_end: Callable[[Ended], object],
         interval_s: float,
         timeout_s: float,
     ) -> None:
