@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Encoding, Tokenizer
 
 from pipelinerl.errors import RolloutError
+from pipelinerl.llm.byte_text import byte_text
 
 # Attempts at one problem share their first prompt; more entries would hold memory for nothing.
 _CACHED_CHATS = 512
@@ -39,6 +40,7 @@ class ChatRenderer:
             self._fast = Tokenizer.from_str(backend.to_str())
             self._fast.no_truncation()
             self._fast.no_padding()
+        self._table = byte_text(self._fast) if self._fast is not None else None
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
@@ -118,6 +120,8 @@ class ChatRenderer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; ids beyond the tokenizer (padded rows) are left out."""
+        if self._table is not None:
+            return self._table.decode(token_ids, skip_special_tokens=skip_special_tokens)
         if self._fast is not None:
             return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         with self._lock:

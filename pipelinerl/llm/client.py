@@ -247,7 +247,8 @@ def _all_usable(logprobs: list[float | None]) -> TypeGuard[list[float]]:
     if None in logprobs:
         return False
     values = cast(list[float], logprobs)
-    return all(map(math.isfinite, values)) and min(values) > LOWEST_LOGPROB and max(values) <= 1e-3
+    # A sum with NaN or an infinity in it is not finite either.
+    return math.isfinite(sum(values)) and min(values) > LOWEST_LOGPROB and max(values) <= 1e-3
 
 
 def _checked_spans(choice: WireChoice) -> list[VersionSpan]:

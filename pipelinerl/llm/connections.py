@@ -7,6 +7,7 @@ CPU time on what is not needed here (cookies, redirects, compression, proxies). 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from typing import cast
 from urllib.parse import urlsplit
@@ -41,11 +42,16 @@ class Connections:
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
         self._targets: dict[str, tuple[str, int, bytes]] = {}
+        # One timer for all requests, at the earliest deadline: to set and cancel one for each costs more than it looks.
+        self._alarm: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Connections:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
         for connection in list(self._open):
             connection.close()
 
@@ -71,11 +77,28 @@ class Connections:
         deadline = loop.time() + timeout_s
         while True:
             connection, is_kept = await self._connect(host, port, deadline)
+            if self._alarm is None or deadline < self._alarm.when():
+                self._set_alarm(deadline)
             try:
                 return await connection.exchange(request, deadline)
             except _StaleConnectionError:
                 if not is_kept:
                     raise
+
+    def _set_alarm(self, when: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(when, self._expire_late)
+
+    def _expire_late(self) -> None:
+        """End the requests whose deadline has passed, and wait for the next one."""
+        now = asyncio.get_running_loop().time()
+        self._alarm = None
+        for connection in [each for each in self._open if each.deadline <= now]:
+            connection.expire()
+        earliest = min((each.deadline for each in self._open), default=math.inf)
+        if earliest < math.inf:
+            self._set_alarm(earliest)
 
     async def _connect(self, host: str, port: int, deadline: float) -> tuple[_Connection, bool]:
         idle = self._idle.setdefault((host, port), deque())
@@ -95,6 +118,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, opened: set[_Connection], idle: deque[_Connection]) -> None:
         self._opened = opened
         self._idle = idle
+        self.deadline = math.inf
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Response] | None = None
         self._parts: list[bytes] = []
@@ -121,15 +145,15 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         answer: asyncio.Future[Response] = loop.create_future()
         self._answer = answer
+        self.deadline = deadline
         self._transport.write(request)
-        timer = loop.call_at(deadline, self._expire)
         try:
             return await answer
         except asyncio.CancelledError:
             self.close()
             raise
         finally:
-            timer.cancel()
+            self.deadline = math.inf
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop has a class of its own
@@ -226,7 +250,8 @@ class _Connection(asyncio.Protocol):
         else:
             self.close()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
+        """End the request in flight: its deadline has passed."""
         self._fail(TimeoutError("no answer in time"))
         self.close()
 

@@ -18,26 +18,23 @@ def check_result(result: Any, function: Any) -> RolloutResult:
     Raises:
         DomainError: it is something else: user code has to be changed, and the run ends.
     """
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    name = f"{getattr(function, '__name__', type(function).__name__)}{where}"
     if not isinstance(result, RolloutResult):
         missing = " Is a `return` missing?" if result is None else ""
         raise DomainError(
-            f"actor.rollout_policy: {name} returned {_shown(result)}, expected a RolloutResult "
+            f"actor.rollout_policy: {_name_of(function)} returned {_shown(result)}, expected a RolloutResult "
             f"(from pipelinerl.rollouts).{missing} "
             "Return RolloutResult(training_texts=[...], metrics=BaseMetrics(...))."
         )
     if not isinstance(result.metrics, BaseMetrics):
         raise DomainError(
-            f"actor.rollout_policy: {name} returned metrics of type {type(result.metrics).__name__}, expected "
-            "BaseMetrics (from pipelinerl.rollouts) or a subclass of it."
+            f"actor.rollout_policy: {_name_of(function)} returned metrics of type {type(result.metrics).__name__}, "
+            "expected BaseMetrics (from pipelinerl.rollouts) or a subclass of it."
         )
     texts = result.training_texts
     if not isinstance(texts, list | tuple) or not all(isinstance(text, TrainingText) for text in texts):
         raise DomainError(
-            f"actor.rollout_policy: {name} returned training_texts {_shown(texts)}, expected a list of TrainingText. "
-            "Make them with make_training_text(llm, llm_call)."
+            f"actor.rollout_policy: {_name_of(function)} returned training_texts {_shown(texts)}, expected a list of "
+            "TrainingText. Make them with make_training_text(llm, llm_call)."
         )
     return result
 
@@ -49,7 +46,7 @@ def summarize(result: RolloutResult, rollout_id: str, output_tokens: int) -> Rol
         RolloutError: `bad_reward`, when the reward in the metrics is not a finite number.
     """
     metrics = {}
-    for name, value in result.metrics.model_dump().items():
+    for name, value in _values_of(result.metrics).items():
         if name not in ("reward", "success") and isinstance(value, bool | int | float) and math.isfinite(value):
             metrics[name] = float(value)
     return RolloutSummary(
@@ -72,6 +69,20 @@ def version_range(texts: list[TrainingText]) -> tuple[int, int] | None:
     """Return the oldest and the newest policy version that sampled a token, or None without any token."""
     versions = [span.version for text in texts for span in text.version_spans]
     return (min(versions), max(versions)) if versions else None
+
+
+def _name_of(function: Any) -> str:
+    """Return the function's name and where it is defined."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{getattr(function, '__name__', type(function).__name__)}{where}"
+
+
+def _values_of(metrics: BaseMetrics) -> dict[str, Any]:
+    """Return all values of `metrics`; a computed field is known to pydantic only, which takes longer."""
+    if type(metrics).model_computed_fields:
+        return metrics.model_dump()
+    return {**metrics.__dict__, **(metrics.__pydantic_extra__ or {})}
 
 
 def _shown(value: Any) -> str:

@@ -88,9 +88,11 @@ def _check_lengths(text: TrainingText) -> int:
     """Return the number of trained tokens after checking that ids, labels and log-probs belong together."""
     if len(text.labels) != len(text.input_ids):
         raise RolloutError("length_mismatch", f"{len(text.labels)} labels for {len(text.input_ids)} ids")
-    trained = len(text.labels) - list(text.labels).count(IGNORED_LABEL)
-    # Counted in C: a loop in Python over every token is what a rollout would spend most of its time on.
-    if sum(map(operator.eq, text.input_ids, text.labels)) != trained or IGNORED_LABEL in text.input_ids:
+    labels, ids = list(text.labels), list(text.input_ids)
+    trained = len(labels) - labels.count(IGNORED_LABEL)
+    # Compared in C: a loop in Python over every token is what a rollout would spend most of its time on.
+    is_tail = labels[len(labels) - trained :] == ids[len(ids) - trained :]
+    if not (is_tail or sum(map(operator.eq, ids, labels)) == trained) or IGNORED_LABEL in ids:
         pairs = zip(text.input_ids, text.labels, strict=True)
         token_id, label = next((t, label) for t, label in pairs if label not in (IGNORED_LABEL, t) or t < 0)
         raise RolloutError("bad_labels", f"label {label} at a place where the id is {token_id}")
