@@ -20,17 +20,24 @@ from pipelinerl.config.agent import steps_of_epochs
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
+from pipelinerl.nodes.following import follow
+from pipelinerl.nodes.leading import OtherNodes, other_nodes
+from pipelinerl.nodes.messages import Plan
 from pipelinerl.supervise import preflight, workspace
 from pipelinerl.supervise.commands import Command, build_command
 from pipelinerl.supervise.context import LOG_FORMAT
 from pipelinerl.supervise.machine import usable_cores
 from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.supervise.process import Event
+from pipelinerl.supervise.restarts import can_resume
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.session import RunSession, supervise
 from pipelinerl.supervise.signals import signals_as_events
+from pipelinerl.supervise.supervisor import Outcome
 from pipelinerl.supervise.workspace import Workspace
 from pipelinerl.world import Cluster, WorldMap, build_world_map, nvml_gpu_lister
+
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
         if composed.config.dry_run:
             return show_plan(composed, composed.config, cluster)
+        if cluster.rank > 0:
+            return follow(composed.config, cluster, composed.search_dirs)
         return launch(composed, composed.config, cluster)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -67,7 +76,31 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
 
 
 def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
-    """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked."""
+    """Start the run and, as often as `supervise.max_restarts` allows, go on with it when a process of it died."""
+    restarts: list[str] = []
+    while True:
+        outcome = launch_once(composed, config, cluster, restarts)
+        if not can_resume(outcome.status, outcome.exit_code, outcome.job):
+            return outcome.exit_code
+        if len(restarts) >= config.supervise.max_restarts:
+            return outcome.exit_code
+        restarts.append(str(outcome.reason).partition("\n")[0])
+        text = f"the run goes on by itself ({len(restarts)} of {config.supervise.max_restarts} restarts)"
+        sys.stderr.write(f"{text}\n")
+        logger.warning("%s, after: %s", text, outcome.reason)
+        # The run that is there now is the one to continue.
+        config = config.model_copy(update={"force_restart": False})
+
+
+def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, restarts: Sequence[str]) -> Outcome:
+    """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked.
+
+    Args:
+        composed: where the configuration comes from.
+        config: what to run.
+        cluster: where.
+        restarts: why this launcher had to start the run again so far.
+    """
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
     preflight.check_supported(config, cluster)
     preflight.check_device(config, cluster, nvml_gpu_lister)
@@ -75,7 +108,10 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
     preflight.check_model(config.model_path)
     problems = preflight.check_domain(config, os.environ, composed.search_dirs)
     config = bounded_by_epochs(config, problems)
-    with FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir()) as ports:
+    with (
+        other_nodes(config, cluster) as nodes,
+        FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir(), busy_elsewhere=nodes.busy_ports) as ports,
+    ):
         world = build_world_map(config, cluster, ports)
         preflight.check_entrypoints(world)
         events: SimpleQueue[Event] = SimpleQueue()
@@ -85,7 +121,7 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
             for change in decision.changes:
                 sys.stderr.write(f"changed since the last start: {change}\n")
             try:
-                return _run(composed, config, world, entered, events)
+                return _run(composed, config, world, entered, events, nodes, restarts)
             finally:
                 entered.close()
 
@@ -112,8 +148,14 @@ def plan_commands(composed: ComposedConfig, world: WorldMap, run_dir: RunDir) ->
 
 
 def _run(
-    composed: ComposedConfig, config: RunConfig, world: WorldMap, entered: Workspace, events: SimpleQueue[Event]
-) -> int:
+    composed: ComposedConfig,
+    config: RunConfig,
+    world: WorldMap,
+    entered: Workspace,
+    events: SimpleQueue[Event],
+    nodes: OtherNodes,
+    restarts: Sequence[str],
+) -> Outcome:
     run_dir = entered.run_dir
     _log_to(run_dir.launch_log)
     save_config(config, run_dir.config_file)
@@ -129,8 +171,12 @@ def _run(
         environ=os.environ,
         token=secrets.token_urlsafe(24),
         events=events,
+        restarts=tuple(restarts),
     )
-    return supervise(session, moved_to=entered.moved_to).exit_code
+    nodes.start(Plan(str(run_dir.root), entered.identity.run_id, entered.identity.incarnation, session.token), events)
+    outcome = supervise(session, moved_to=entered.moved_to)
+    nodes.end(outcome)
+    return outcome
 
 
 def _log_to(file: Path) -> None:

@@ -99,6 +99,7 @@ class WorldConfig(Section):
     actor_group_port: int = Field(default=9000, ge=1024, le=65535)
     environment_start_port: int = Field(default=7777, ge=1024, le=65535)
     llm_start_port: int = Field(default=8080, ge=1024, le=65535)
+    node_port: int = Field(default=29400, ge=1024, le=65535)
 
 
 class StreamsConfig(Section):
@@ -107,8 +108,9 @@ class StreamsConfig(Section):
     shard_bytes: int = Field(default=256 * 2**20, ge=1)
     url: str | None = None
     byte_budget: int = Field(default=2 * 2**30, ge=1)
-
+    retention: Literal["all", "heads"] = "all"
     backpressure_timeout_s: float = Field(default=600, gt=0)
+
 
 class WandbConfig(Section):
     use_wandb: bool = True
@@ -141,6 +143,7 @@ class SuperviseConfig(Section):
     shutdown_grace_s: float = Field(default=10, gt=0)
     finish_timeout_s: float = Field(default=600, gt=0)
     weight_sync_timeout_s: float = Field(default=120, gt=0)
+    nodes_timeout_s: float = Field(default=900, gt=0)
     max_restarts: int = Field(default=0, ge=0)
     max_server_restarts: int = Field(default=3, ge=0, description="of one server, within server_restart_window_s")
     server_restart_window_s: float = Field(default=3600, gt=0)

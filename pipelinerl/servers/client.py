@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Protocol
@@ -23,6 +24,9 @@ from pipelinerl.servers.messages import Grade, GradeAnswer, GradeFailed, GradeRe
 VERIFY_PATH = "/verify"
 _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.25
+_LONGEST_DELAY_S = 4.0
+# A service that died is started again in place.
+RETURN_TIMEOUT_S = 120.0
 _QUOTED_BYTES = 300
 _decode = msgspec.json.Decoder(Grade | GradeFailed).decode
 _encode = msgspec.json.Encoder().encode
@@ -54,15 +58,18 @@ def current_verifier() -> Verifier:
 
 
 @contextlib.asynccontextmanager
-async def open_verifier(config: VerifierConfig, urls: Sequence[str], token: str = "") -> AsyncIterator[Verifier]:
+async def open_verifier(
+    config: VerifierConfig, urls: Sequence[str], token: str = "", return_timeout_s: float = RETURN_TIMEOUT_S
+) -> AsyncIterator[Verifier]:
     """Make a verifier current for this task and the tasks that it starts.
 
     Args:
         config: number of grader processes and their limits.
         urls: verifier services; none: grader processes of this process, started at the first use.
         token: secret of the services.
+        return_timeout_s: how long a service may be away while it is started again.
     """
-    async with _open(config, urls, token) as verifier:
+    async with _open(config, urls, token, return_timeout_s) as verifier:
         previous = _current.set(verifier)
         try:
             yield verifier
@@ -71,7 +78,9 @@ async def open_verifier(config: VerifierConfig, urls: Sequence[str], token: str 
 
 
 @contextlib.asynccontextmanager
-async def _open(config: VerifierConfig, urls: Sequence[str], token: str) -> AsyncIterator[Verifier]:
+async def _open(
+    config: VerifierConfig, urls: Sequence[str], token: str, return_timeout_s: float
+) -> AsyncIterator[Verifier]:
     if not urls:
         async with local_pool(config) as pool:
             yield pool
@@ -79,7 +88,7 @@ async def _open(config: VerifierConfig, urls: Sequence[str], token: str) -> Asyn
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
     ) as session:
-        yield RemoteVerifier(urls, token, session, config.queue_timeout_s)
+        yield RemoteVerifier(urls, token, session, config.queue_timeout_s, return_timeout_s)
 
 
 def local_pool(config: VerifierConfig) -> GraderPool:
@@ -92,38 +101,51 @@ class RemoteVerifier:
 
     Args:
         queue_timeout_s: longest wait for one answer, queueing included.
+        return_timeout_s: how long no service may be reached before the rollout hears of it.
     """
 
-    def __init__(self, urls: Sequence[str], token: str, session: aiohttp.ClientSession, queue_timeout_s: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        token: str,
+        session: aiohttp.ClientSession,
+        queue_timeout_s: float,
+        return_timeout_s: float = RETURN_TIMEOUT_S,
+    ) -> None:
+        self._return_timeout_s = return_timeout_s
         self._pending = {url.rstrip("/"): 0 for url in urls}
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=queue_timeout_s)
 
     async def grade(self, request: GradeRequest) -> GradeAnswer:
-        """Return the service's answer; passing troubles (busy, refused, 5xx) are tried again on another service.
+        """Return the service's answer; passing troubles (busy, refused, 5xx) are tried again on another service, and a
+        service that is being started again is waited for.
 
         Raises:
             RetryableRolloutError: no service answered.
             RolloutError: a service refused the request.
         """
         body = _encode(msgspec.structs.replace(request, text=clean_text(request.text)))
-        trouble, avoid = "", ""
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
+        trouble, avoid, attempt = "", "", 0
+        give_up_at = time.monotonic() + self._return_timeout_s
+        while True:
             url = min(self._pending, key=lambda each: (each == avoid, self._pending[each]))
             self._pending[url] += 1
+            is_away = False
             try:
                 answer = await self._post(url, body)
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 answer = f"{type(error).__name__}: {error}"
+                is_away = not isinstance(error, TimeoutError)
             finally:
                 self._pending[url] -= 1
             if not isinstance(answer, str):
                 return answer
-            trouble, avoid = f"{url}: {answer}", url
-        raise RetryableRolloutError("verifier_unreachable", f"{trouble} ({_ATTEMPTS} attempts)")
+            trouble, avoid, attempt = f"{url}: {answer}", url, attempt + 1
+            if attempt >= _ATTEMPTS and not (is_away and time.monotonic() < give_up_at):
+                raise RetryableRolloutError("verifier_unreachable", f"{trouble} ({attempt} attempts)")
+            await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _LONGEST_DELAY_S))
 
     async def _post(self, url: str, body: bytes) -> GradeAnswer | str:
         """Return the answer, or what went wrong in passing."""

@@ -30,15 +30,21 @@ _HUB_TIMEOUT_S = 10.0
 
 def check_supported(config: RunConfig, cluster: Cluster) -> None:
     """Refuse what can be planned (`dry_run=true`) but not run, instead of running something else."""
-    if cluster.world_size > 1:
+    if cluster.world_size > 1 and config.streams.backend == "redis" and not config.streams.url:
         raise ConfigError(
-            "WORLD_SIZE", cluster.world_size, "1: a run uses one node", "Unset WORLD_SIZE; dry_run=true shows the plan."
+            "streams.url",
+            None,
+            "the address of a Redis server that all nodes reach (WORLD_SIZE is above 1)",
+            "Start one and set streams.url, or use streams=files with output_dir on a shared file system.",
         )
     if config.debug.mode or config.debug.use_existing_llms:
         raise ConfigError("debug.mode", config.debug.mode, "'': a run has all its stages", "Remove the debug.* keys.")
-    if config.supervise.max_restarts:
+    if config.supervise.max_restarts and cluster.world_size > 1:
         raise ConfigError(
-            "supervise.max_restarts", config.supervise.max_restarts, "0: a dead process ends the run", "Remove the key."
+            "supervise.max_restarts",
+            config.supervise.max_restarts,
+            "0 with several nodes (WORLD_SIZE)",
+            "Start the command again on all nodes: the run goes on.",
         )
 
 

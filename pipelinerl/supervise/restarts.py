@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipelinerl.errors import EXIT_RUN_FAILED
+
 MAX_BACKOFF_S = 60.0
+#: Jobs whose death ends the run, which can then be resumed.
+RESUMED_KINDS = ("finetune", "actor", "preprocessor")
+
+
+def can_resume(status: str, exit_code: int, job: str | None) -> bool:
+    """Whether a run that ended so may be continued without anybody changing anything.
+
+    Args:
+        status: of the outcome.
+        exit_code: of the launcher; user errors would only be made again.
+        job: the one to blame.
+    """
+    kind = (job or "").rpartition("_")[0]
+    return status == "failed" and exit_code == EXIT_RUN_FAILED and kind in RESUMED_KINDS
 
 
 @dataclass

@@ -44,7 +44,8 @@ START_GRACE_S = 60.0
 
 @dataclass(frozen=True)
 class RunSession:
-    """What one start of a run consists of. `token` opens the servers' routes and lives in memory only."""
+    """What one start of a run consists of. `token` opens the servers' routes and lives in memory only. `restarts` says
+    why the launcher has started the run again by itself, once for each time."""
 
     config: RunConfig
     world: WorldMap
@@ -54,6 +55,7 @@ class RunSession:
     environ: Mapping[str, str]
     token: str
     events: SimpleQueue[Event]
+    restarts: tuple[str, ...] = ()
 
 
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
@@ -94,6 +96,9 @@ def _supervise_and_report(session: RunSession) -> Outcome:
         outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
     logger.info("%s: %s", outcome.status, outcome.reason)
     summary = collector.write_summary(outcome.status, outcome.reason)
+    if session.restarts:
+        summary |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}
+        write_json(session.run_dir.summary_file, summary)
     try:
         print_result(outcome, summary, session.run_dir)
         sys.stdout.flush()

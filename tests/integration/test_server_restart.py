@@ -123,3 +123,23 @@ def test_the_only_server_is_killed_and_the_run_waits_for_it(tmp_path: Path) -> N
     assert run.summary["status"] == "interrupted"
     assert _audit(run)["clean"]
     assert run.living_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_launcher_goes_on_by_itself_when_the_trainer_died(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("supervise.max_restarts=1", "finetune.save_checkpoint_steps=2", "finetune.max_train_steps=12")
+    try:
+        _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 3, 300)
+        psutil.Process(_pid_of(run, "finetune_0")).kill()
+        output, _ = launcher.communicate(timeout=500)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, f"{output}\n{run.logs()}"
+    assert "the run goes on by itself (1 of 1 restarts)" in output
+    summary = run.summary
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", 12, 1)
+    assert "finetune_0" in summary["restart_reasons"][0]
+    assert _audit(run)["clean"]
+    assert run.living_processes() == []

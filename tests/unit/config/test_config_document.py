@@ -38,7 +38,6 @@ REFUSED_WORDS: dict[str, str | None] = {
     "finetune.optim": "lion",
     "finetune.objective": "sft",
     "finetune.rl.aggregate_loss": "mean",
-    "supervise.max_restarts": None,
     "debug.mode": None,
     "debug.streams_from": "y",
     "debug.use_existing_llms": None,

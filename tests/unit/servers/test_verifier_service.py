@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 import uvicorn
 
+import pipelinerl.servers.client as client_module
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.inference.auth import TokenMiddleware
-from pipelinerl.servers.client import local_pool
+from pipelinerl.servers.client import RemoteVerifier, local_pool
 from pipelinerl.servers.messages import GradeFailed, GradeRequest
 from pipelinerl.servers.verifier_app import create_app
 
@@ -99,6 +100,25 @@ async def test_a_busy_or_absent_service_is_tried_again_elsewhere() -> None:
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         async with service() as url, open_verifier(VerifierConfig(), [dead, url], TOKEN):
             assert (await verify(exact, "4", {"answer": "4"})).score == 1.0
-        async with open_verifier(VerifierConfig(), [dead], TOKEN):
+        async with open_verifier(VerifierConfig(), [dead], TOKEN, return_timeout_s=0):
             with pytest.raises(RetryableRolloutError, match="verifier_unreachable"):
                 await verify(exact, "4", {"answer": "4"})
+
+
+async def test_a_service_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_DELAY_S", 0.0)
+    answers: list[Any] = [ConnectionRefusedError("away")] * 9 + [Grade(1.0, "correct")]
+
+    class Away(RemoteVerifier):
+        async def _post(self, url: str, body: bytes) -> Any:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    async with aiohttp.ClientSession() as session:
+        grade = await Away(["http://x"], TOKEN, session, 60.0).grade(GradeRequest("fakes.graders.exact", "", {}))
+        assert isinstance(grade, Grade) and answers == []
+        answers += ["status 503"] * 4  # a service that is there and busy is not waited for so long
+        with pytest.raises(RetryableRolloutError, match="4 attempts"):
+            await Away(["http://x"], TOKEN, session, 60.0).grade(GradeRequest("fakes.graders.exact", "", {}))

@@ -31,9 +31,9 @@ def world(*kinds: str) -> WorldMap:
 @pytest.mark.parametrize(
     ("changes", "nodes", "key"),
     [
-        ({}, 2, "WORLD_SIZE"),
+        ({"streams": {"backend": "redis"}}, 2, "streams.url"),
         ({"debug": {"mode": "actor"}}, 1, "debug.mode"),
-        ({"supervise": {"max_restarts": 1}}, 1, "supervise.max_restarts"),
+        ({"supervise": {"max_restarts": 1}}, 2, "supervise.max_restarts"),
     ],
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], nodes: int, key: str) -> None:
