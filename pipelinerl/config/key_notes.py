@@ -151,7 +151,7 @@ HONOURED: dict[str, str] = {
     "finetune.max_version_lag": "samples with older tokens are stale; null: no such limit",
     "finetune.pop_old_data": "the same setting as pop_old_data",
     "finetune.attempts": "the same setting as attempts",
-    "finetune.lora.enabled": "train low-rank adapters on the frozen model; plain backend",
+    "finetune.lora.enabled": "train low-rank adapters on the frozen model",
     "finetune.lora.r": "rank of an adapter",
     "finetune.lora.alpha": "an adapter counts alpha / r",
     "finetune.lora.bias": "biases to train too: none, all or lora_only",

@@ -177,19 +177,6 @@ def quantised_base(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def adapters(config: RunConfig) -> ConfigError | None:
-    """Adapters are merged from whole matrices, which only the plain backend holds."""
-    for key, is_set in (("use_deepspeed", config.use_deepspeed), ("use_fsdp", config.use_fsdp)):
-        if config.finetune.lora.enabled and is_set:
-            return ConfigError(
-                "finetune.lora.enabled",
-                True,
-                f"false with {key}=true: adapters are merged into whole matrices, and this backend shards them",
-                f"Add {key}=false: a frozen model without optimizer state needs little memory.",
-            )
-    return None
-
-
 def generation_steps(config: RunConfig) -> ConfigError | None:
     """Only rounds of generate-then-train have steps per generation."""
     if config.steps_per_generation > 1 and config.schedule != "conventional":
@@ -285,7 +272,6 @@ RULES = (
     unpacked_batch,
     seq_parallel,
     quantised_base,
-    adapters,
     generation_steps,
     round_updates,
     one_backend,

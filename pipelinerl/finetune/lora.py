@@ -1,13 +1,14 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model: the only file that knows peft.
 
-Called when the policy is loaded, by the plain backend (merged weights, tensor by tensor), by the export (the adapter
-in peft's own format) and by the reference model (the policy with its adapters switched off). Waits for nothing.
+Called when the policy is loaded, by the backends (merged weights, tensor by tensor), by the export (the adapter in
+peft's own format) and by the reference model (the policy with its adapters switched off). Waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,27 @@ _BASE = ".base_layer."
 _PARTS = (".lora_A.", ".lora_B.")
 
 
-def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str) -> None:
+@dataclass(frozen=True)
+class Update:
+    """What an adapter adds to the matrix of its layer, alpha / r * B @ A."""
+
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+    scale: float
+    is_transposed: bool
+
+    @torch.no_grad()
+    def value(self, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> torch.Tensor:
+        """The product in fp32. `whole` gives all of a parameter that is sharded."""
+        product = whole(self.b).float() @ whole(self.a).float()
+        return self.scale * (product.T if self.is_transposed else product)
+
+
+def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one_dtype: bool = False) -> None:
     """Freeze the language model of `policy` and put trainable adapters on its linear layers, in place.
 
     The update starts at zero: the policy computes what it computed before. A value head stays trainable. Weights of
-    the frozen layers are kept in the policy's compute dtype.
+    the frozen layers are kept in the policy's compute dtype, unless all parameters must have `one_dtype`.
 
     Raises:
         ConfigError: peft is not installed, or the named layers are not linear layers inside the decoder.
@@ -64,7 +81,8 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str) -> 
     if strange or any(layer is head for _, layer in layers):
         raise _wrong_targets(settings, f"found {', '.join(strange) or 'the output head'}")
     policy.adapter_config = config
-    keep_products_exact(model, policy.compute_dtype)
+    if not one_dtype:
+        keep_products_exact(model, policy.compute_dtype)
 
 
 def has_adapters(policy: PolicyModel) -> bool:
@@ -84,9 +102,27 @@ def adapters_off(policy: PolicyModel) -> Iterator[None]:
             layer._disable_adapters = False  # type: ignore[assignment]
 
 
+def is_adapter_part(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return any(part in name for part in _PARTS)
+
+
 def plain_name(name: str) -> str | None:
     """Name of a parameter as the model had it before it got adapters; None for a part of an adapter."""
-    return None if any(part in name for part in _PARTS) else name.replace(_BASE, ".")
+    return None if is_adapter_part(name) else name.replace(_BASE, ".")
+
+
+def updates(policy: PolicyModel) -> dict[int, Update]:
+    """What is added to a frozen matrix, by the `id` of its parameter. Empty without adapters."""
+    if not has_adapters(policy):
+        return {}
+    found = {}
+    for _, layer in _adapted_layers(policy):
+        # peft's layers hold one adapter by name each; types are those of modules in general.
+        a, b = (getattr(layer, part)[_NAME].weight for part in ("lora_A", "lora_B"))
+        update = Update(a, b, layer.scaling[_NAME], layer.fan_in_fan_out)  # type: ignore[index, arg-type]
+        found[id(layer.base_layer.weight)] = update  # type: ignore[union-attr]
+    return found
 
 
 def merged_value(policy: PolicyModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -94,31 +130,31 @@ def merged_value(policy: PolicyModel) -> Callable[[str, torch.Tensor], torch.Ten
 
     Merging happens when it is called, for that one tensor, so no second copy of the model ever exists.
     """
-    layers = {f"{name}{_BASE}weight": layer for name, layer in _adapted_layers(policy)}
+    table = updates(policy)
 
     def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name not in layers:
-            return tensor
-        with torch.no_grad():
-            delta: torch.Tensor = layers[name].get_delta_weight(_NAME)  # type: ignore[operator]
-            return tensor.detach().float() + delta.float()
+        update = table.get(id(tensor))
+        return tensor if update is None else tensor.detach().float() + update.value()
 
     return value_of
 
 
-def save_adapter(folder: Path, policy: PolicyModel) -> None:
-    """Write the adapter as peft reads it: `PeftModel.from_pretrained(base_model, folder)`. OSError if it fails."""
+def save_adapter(folder: Path, policy: PolicyModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the adapter as peft reads it: `PeftModel.from_pretrained(base_model, folder)`. OSError if it fails.
+
+    Args:
+        tensors: all of an export, parts of the adapter under their own names.
+    """
     from pipelinerl.finetune.backends.tensor_files import write_tensors
 
-    tensors = {
-        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": parameter
-        for name, parameter in policy.language_model.named_parameters()
-        if parameter.requires_grad
-    }
+    trained = {}
+    for name, parameter in policy.language_model.named_parameters():
+        if parameter.requires_grad:
+            trained[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = tensors[plain_name(name) or name]
     folder.mkdir()
     assert policy.adapter_config is not None
     policy.adapter_config.save_pretrained(str(folder))
-    write_tensors(folder / "adapter_model.safetensors", tensors)
+    write_tensors(folder / "adapter_model.safetensors", trained)
 
 
 def keep_products_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:

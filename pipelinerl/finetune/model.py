@@ -64,7 +64,8 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             logger.warning("attention %s is not used: %s", attention, reason)
             continue
         if settings.lora.enabled:
-            add_adapters(policy, settings.lora, path)
+            # FSDP gathers the parameters of a layer as one, so they have one dtype; it casts by itself.
+            add_adapters(policy, settings.lora, path, one_dtype=config.use_fsdp)
             if settings.reentrant_checkpointing:
                 # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
                 language_model.enable_input_require_grads()

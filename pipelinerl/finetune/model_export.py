@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import remove_folder
 from pipelinerl.finetune.durable import finish_folder, point_link, start_folder
-from pipelinerl.finetune.lora import ADAPTER, has_adapters, save_adapter
+from pipelinerl.finetune.lora import ADAPTER, has_adapters, is_adapter_part, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.llm.tokenizer import load_tokenizer
@@ -80,6 +80,9 @@ def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Ten
     model = policy.language_model
     prefix = f"{VALUE_HEAD}."
     head = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
+    if has_adapters(policy):
+        save_adapter(folder / ADAPTER, policy, weights)
+        weights = {name: tensor for name, tensor in weights.items() if not is_adapter_part(name)}
     save_torch_state_dict(weights, folder, max_shard_size="5GB", metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.dtype = dtype
@@ -88,8 +91,6 @@ def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Ten
     if model.generation_config is not None:
         content = model.generation_config.to_diff_dict()
         (folder / "generation_config.json").write_text(json.dumps(content, indent=1) + "\n")
-    if has_adapters(policy):
-        save_adapter(folder / ADAPTER, policy)
     if head:
         # In a folder of its own: servers load every tensor file that lies beside config.json.
         (folder / VALUE_HEAD).mkdir()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pipelinerl.finetune.lora import plain_name
+from pipelinerl.finetune.lora import is_adapter_part, plain_name
 from pipelinerl.finetune.policy import LANGUAGE_MODEL, PolicyModel
 from pipelinerl.weights.packing import TensorMeta
 
@@ -22,8 +22,10 @@ def checkpoint_name(name: str) -> str | None:
 
 
 def export_name(name: str) -> str | None:
-    """Name of a policy parameter in an exported model: the checkpoint's, and `value_head...` as it is."""
-    return plain_name(name.removeprefix(_PREFIX))
+    """Name of a policy parameter in an exported model: the checkpoint's; a value head and parts of an adapter as they
+    are."""
+    own = name.removeprefix(_PREFIX)
+    return own if is_adapter_part(own) else plain_name(own)
 
 
 def sent_parameters(policy: PolicyModel, with_value_head: bool = False) -> list[NamedParameter]:

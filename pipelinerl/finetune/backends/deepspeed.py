@@ -19,6 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.paths import group_file
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.lora import has_adapters, merged_value, updates
 from pipelinerl.finetune.optimizer import parameter_groups
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
@@ -106,14 +107,22 @@ class DeepSpeedBackend:
 
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
         if self._stage < 3:
-            return ModuleSource(self.policy, dtype=dtype, rename=export_name if with_value_head else checkpoint_name)
+            return ModuleSource(
+                self.policy,
+                dtype=dtype,
+                rename=export_name if with_value_head else checkpoint_name,
+                value_of=merged_value(self.policy) if has_adapters(self.policy) else None,
+            )
         parameters = sent_parameters(self.policy, with_value_head)
+        table, value_of = updates(self.policy), merged_value(self.policy)
 
         def gather() -> Iterator[Bucket]:
             for part in in_buckets(parameters, dtype, self.bucket_bytes):
-                with self._zero.GatheredParameters([parameter for _, parameter in part]):
-                    bucket = [(name, parameter.detach().to(dtype)) for name, parameter in part]
-                    yield bucket if self._ranks.is_first else []
+                added = [table[id(parameter)] for _, parameter in part if id(parameter) in table]
+                needed = [*(parameter for _, parameter in part), *(p for update in added for p in (update.a, update.b))]
+                with self._zero.GatheredParameters(needed):
+                    is_first = self._ranks.is_first
+                    yield [(name, value_of(name, p).detach().to(dtype)) for name, p in part] if is_first else []
 
         return CollectiveSource(
             tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))

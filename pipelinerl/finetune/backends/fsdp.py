@@ -25,6 +25,7 @@ from pipelinerl.finetune.backends.tensor_files import (
     restore_optimizer,
     write_tensors,
 )
+from pipelinerl.finetune.lora import Update, has_adapters, updates
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
@@ -46,6 +47,11 @@ class FSDPBackend:
         self.policy = policy
         self._ranks = ranks
         self._max_norm = config.finetune.gradient_clipping_threshold
+        if has_adapters(policy) and ranks.world_size > 1:
+            # Drawn at random; every rank keeps its share of what the first one drew.
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    torch.distributed.broadcast(parameter.data, src=0)
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         precision = MixedPrecisionPolicy(
             param_dtype=_DTYPES[config.fsdp.param_dtype],
@@ -94,34 +100,45 @@ class FSDPBackend:
 
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
         parameters = sent_parameters(self.policy, with_value_head)
+        table = updates(self.policy)
 
         def gather() -> Iterator[Bucket]:
             for part in in_buckets(parameters, dtype, self.bucket_bytes):
-                yield self._gathered(part, dtype)
+                yield self._gathered(part, dtype, table)
 
         return CollectiveSource(
             tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
         )
 
-    def _gathered(self, part: list[NamedParameter], dtype: torch.dtype) -> Bucket:
+    def _gathered(self, part: list[NamedParameter], dtype: torch.dtype, table: dict[int, Update]) -> Bucket:
         bucket = []
         for name, parameter in part:
-            # Cast the shard first: half the bytes travel for bf16.
-            shard = parameter.detach().to(dtype)
-            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            update = table.get(id(parameter))
+            if update is None:
+                # Cast the shard first: half the bytes travel for bf16.
+                full = whole(parameter.detach().to(dtype))
+            else:
+                full = (whole(parameter).float() + update.value(whole)).to(dtype)
             if self._ranks.is_first:
                 bucket.append((name, full))
         return bucket
 
     def save(self, folder: Path) -> None:
         rank = self._ranks.rank
-        write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self.policy.named_parameters()))
+        # A frozen base is in the model folder already: what is trained is enough.
+        write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self._named))
         write_tensors(folder / f"optimizer_{rank}.safetensors", optimizer_tensors(self._named, self._optimizer))
 
     def load(self, folder: Path) -> None:
         rank = self._ranks.rank
-        load_parameters(self.policy.named_parameters(), read_tensors(folder / f"model_{rank}.safetensors"))
+        load_parameters(self._named, read_tensors(folder / f"model_{rank}.safetensors"))
         restore_optimizer(self._named, self._optimizer, read_tensors(folder / f"optimizer_{rank}.safetensors"))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, gathered from the ranks if it is sharded (a collective)."""
+    kept = tensor.detach()
+    return kept.full_tensor() if isinstance(kept, DTensor) else kept
 
 
 def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:

@@ -79,10 +79,6 @@ CASES = {
         "actor.rollout_policy: got 'a.b', expected null with actor.agent_func_path=",
     ),
     "agent_prompts": (["actor.agent_func_path=a.py"], "agent.prompt_data: got None, expected a JSONL file"),
-    "adapters": (
-        ["finetune.lora.enabled=true", "use_deepspeed=true"],
-        "finetune.lora.enabled: got True, expected false with use_deepspeed=true",
-    ),
     "shared_devices": (
         ["world.placement=colocated"],
         "schedule: got 'pipeline', expected conventional with world.placement=colocated",
@@ -125,7 +121,8 @@ def test_the_rule_refuses(name: str) -> None:
         ["finetune.rl.aggregation=constant_length", "finetune.rl.constant_length_tokens=100"],
         ["finetune.seq_packing=false", "world.num_finetune_ranks=4"],
         ["use_fsdp=true", "use_deepspeed=false"],
-        ["finetune.lora.enabled=true", "use_deepspeed=false"],
+        ["finetune.lora.enabled=true", "use_deepspeed=true"],
+        ["finetune.lora.enabled=true", "use_deepspeed=false", "use_fsdp=true"],
         ["finetune.interrupt_train_steps=1000"],
         ["finetune.seq_length=10000"],
         ["~vllm_config.vllm_kwargs.max_model_len", "finetune.seq_length=128"],

@@ -1,52 +1,99 @@
-"""One of two trainer ranks with adapters: `python lora_rank_process.py FOLDER`, started by `fakes/rank_group.py`."""
+"""One of several trainer ranks with adapters.
 
-import importlib.util
-import os
+Usage: `python lora_rank_process.py BACKEND FOLDER`, started by `fakes/rank_group.py`.
+"""
+
 import sys
 from pathlib import Path
 
 import torch
+from rank_process import CHOICES, join, kit_module
 
+from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
+from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.lora import add_adapters
+from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import start_ranks
 from pipelinerl.finetune.reference import ReferenceModel
+from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.rl.packing import make_plan
 
 
-def kit_module():
-    spec = importlib.util.spec_from_file_location("finetune_kit", Path(__file__).with_name("conftest.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["finetune_kit"] = module
-    spec.loader.exec_module(module)
-    return module
+class Trainer:
+    """A policy with adapters on one rank, and a KL term against the model without them."""
+
+    def __init__(self, kit, ranks, name="plain"):
+        torch.set_num_threads(1)
+        # Adam divides tiny gradients by themselves; a large epsilon keeps rounding small.
+        settings = dict(
+            seq_length=128,
+            learning_rate=1e-2,
+            num_warmup_steps=0,
+            max_train_steps=4,
+            adam_epsilon=1e-2,
+            lr_scheduler_type="linear",
+            rl={"kl_coef": 0.1},
+        )
+        config = RunConfig(output_dir="unused", finetune=settings, **CHOICES[name])
+        self.kit, self.ranks = kit, ranks
+        policy = kit.policy()
+        # Ranks begin with different adapters on purpose: the first rank's must win.
+        torch.manual_seed(ranks.rank)
+        add_adapters(policy, LoraConfig(enabled=True, r=4), "base", one_dtype=name == "fsdp")
+        reference = ReferenceModel(policy, ranks.device)
+        self.backend = create_backend(policy, config, ranks)
+        finetune = config.finetune
+        self.runner = StepRunner(self.backend, finetune, ranks, schedule_of(finetune), reference=reference)
+
+    def step(self, step):
+        samples = self.kit.samples(17, 1)
+        plan = make_plan([len(scored.sample.input_ids) for scored in samples], self.ranks.world_size, 128, True)
+        return self.runner.run(self.kit.batch(samples, step=step, plan=plan)).metrics["rl/kl_reference"]
+
+    def weights(self):
+        """What servers get; empty on ranks that only take part in gathering it."""
+        source = self.backend.weight_source(torch.float32)
+        if hasattr(source, "follow") and not self.ranks.is_first:
+            source.follow()
+            return {}
+        found = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
+        if hasattr(source, "done"):
+            source.done()
+        return found
 
 
 def train(kit, ranks):
-    """Two steps with adapters and a KL term against the model without them; the merged weights behind them."""
-    torch.set_num_threads(1)
-    # Adam divides tiny gradients by themselves; a large epsilon keeps rounding small.
-    config = kit.config(rl={"kl_coef": 0.1}, adam_epsilon=1e-2)
-    policy = kit.policy()
-    # Ranks begin with different adapters on purpose: the first rank's must win.
-    torch.manual_seed(ranks.rank)
-    add_adapters(policy, LoraConfig(enabled=True, r=4), "base")
-    reference = ReferenceModel(policy, ranks.device)
-    backend = PlainBackend(policy, config, ranks)
-    runner = StepRunner(backend, config, ranks, schedule_of(config), reference=reference)
-    samples = kit.samples(17, 1)
-    plan = make_plan([len(scored.sample.input_ids) for scored in samples], ranks.world_size, 128, True)
-    for step in (1, 2):
-        runner.run(kit.batch(samples, step=step, plan=plan))
-    source = backend.weight_source(torch.float32)
-    return {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
+    """Merged weights behind two steps, and the KL term of each."""
+    trainer = Trainer(kit, ranks)
+    kl = [trainer.step(step) for step in (1, 2)]
+    return trainer.weights(), kl
+
+
+def main(name, folder):
+    kit = kit_module().Kit()
+    ranks = join("cpu")
+    trainer = Trainer(kit, ranks, name)
+    kl = [trainer.step(step) for step in (1, 2)]
+    write_tensors(folder / f"weights_{ranks.rank}.safetensors", trainer.weights() | {"kl": torch.tensor(kl)})
+    tokenizer = folder / "tokenizer"
+    if ranks.is_first:
+        kit.tokenizer(tokenizer)
+    exporter = ModelExporter(folder, str(tokenizer), ranks)
+    backend = trainer.backend
+    exporter.export(2, backend.policy, backend.weight_source(torch.float32, with_value_head=True))
+    CheckpointStore(folder / "training_state", ranks).save(TrainerState(step=2), backend)
+    trainer.step(3)
+    write_tensors(folder / f"uninterrupted_{ranks.rank}.safetensors", trainer.weights())
+    again = Trainer(kit, ranks, name)
+    CheckpointStore(folder / "training_state", ranks).restore(again.backend)
+    again.step(3)
+    write_tensors(folder / f"resumed_{ranks.rank}.safetensors", again.weights())
+    ranks.close()
 
 
 if __name__ == "__main__":
-    ranks = start_ranks(os.environ, "cpu", 120, Path(os.environ["TEST_MEETING_FILE"]))
-    write_tensors(Path(sys.argv[1]) / f"weights_{ranks.rank}.safetensors", train(kit_module().Kit(), ranks))
-    ranks.close()
+    main(sys.argv[1], Path(sys.argv[2]))

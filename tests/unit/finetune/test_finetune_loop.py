@@ -144,6 +144,12 @@ def test_interrupt_train_steps_ends_early_and_completely(start):
     assert isinstance(run.written[-1], TrainingDone)
 
 
+def test_also_save_steps_save_between_the_regular_steps(start, tmp_path):
+    start(save_checkpoint_steps=3, also_save_steps=[1]).run()
+    for kind in ("training_state", "intermediate"):
+        assert sorted(path.name for path in (tmp_path / "run" / kind).iterdir()) == ["1", "3", "4"]
+
+
 def test_d1_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
     whole = start("whole").run()
     start("cut", interrupt_train_steps=2).run()

@@ -22,7 +22,9 @@ def test_layout_by_hand():
     assert layout.restore.tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("attention", ["pipelinerl_segments", "sdpa", "eager"])
+@pytest.mark.parametrize(
+    "attention", ["pipelinerl_segments", "sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_m3_packed_equals_alone(kit, family, attention):
     policy = kit.policy(family, attention=attention)
