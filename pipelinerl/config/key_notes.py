@@ -231,7 +231,7 @@ HONOURED: dict[str, str] = {
     "streams.shard_bytes": "size of one file",
     "streams.url": "address of a Redis server of yours; null: the launcher starts one",
     "streams.byte_budget": "memory that streams may take in Redis",
-    "streams.retention": "all; heads: tokens behind the last two training states are removed (no replay of those steps)",
+    "streams.retention": "all; heads: tokens that no resume needs are removed (those steps cannot be replayed)",
     "streams.backpressure_timeout_s": "how long a writer waits when a stream in Redis is full and nobody reads",
     "rewards.name": "name of the reward table",
     "rewards.correct_answer_finished": "reward, in tasks that judge answers",

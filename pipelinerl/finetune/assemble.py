@@ -38,6 +38,7 @@ from pipelinerl.schedules.drain import Drain
 from pipelinerl.schedules.rounds import takes_turns, update_interval
 from pipelinerl.schedules.turns import DrainedUpdates, Turns
 from pipelinerl.streams.base import (
+    ACTOR_TOPIC,
     FATES_TOPIC,
     METRICS_TOPIC,
     TRAINER_CONSUMER,
@@ -212,4 +213,11 @@ def checkpoint_store(context: RoleContext, ranks: Ranks) -> CheckpointStore:
         ranks,
         finetune.keep_last_checkpoints,
         frozenset(finetune.also_save_steps),
+        on_safe=lambda state: commit_streams(context, state),
     )
+
+
+def commit_streams(context: RoleContext, state: TrainerState) -> None:
+    """Tell the streams that no resume goes further back than `state`."""
+    context.streams.commit(TRAINING_DATA_TOPIC, PREPROCESSOR, state.data_offset)
+    context.streams.commit(ACTOR_TOPIC, ACTOR, state.actor_offset)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -51,15 +52,22 @@ class CheckpointStore:
     Args:
         keep_last: how many of the newest stay; None: all.
         keep_steps: steps whose states stay for ever.
+        on_safe: called (rank 0) after a save with the state before it, if it is there: no resume goes further back.
     """
 
     def __init__(
-        self, root: Path, ranks: Ranks, keep_last: int | None = None, keep_steps: frozenset[int] = frozenset()
+        self,
+        root: Path,
+        ranks: Ranks,
+        keep_last: int | None = None,
+        keep_steps: frozenset[int] = frozenset(),
+        on_safe: Callable[[TrainerState], None] | None = None,
     ) -> None:
         self._root = root
         self._ranks = ranks
         self._keep_last = keep_last
         self._keep_steps = keep_steps
+        self._on_safe = on_safe
 
     def save(self, state: TrainerState, backend: Saveable) -> Path:
         """Write the state of all ranks and make it visible at once. Raises OSError if the disk does not take it."""
@@ -76,6 +84,9 @@ class CheckpointStore:
             (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             finish_folder(final)
             self._prune()
+            steps = _steps(self._root)
+            if self._on_safe is not None and len(steps) > 1:
+                self._on_safe(decode_manifest(self._root / str(steps[1])).state)
         self._ranks.barrier()
         return final
 

@@ -89,6 +89,8 @@ class RecordCodec(Generic[T]):
         try:
             record: T = self._decoder.decode(data)
         except msgspec.MsgspecError as error:
+            if "missing required field `input_ids`" in str(error):
+                raise StreamError(f"the tokens of this {self._name} were removed (streams.retention=heads)") from error
             raise StreamError(f"not a {self._name}: {error}; {_shown(data)}") from error
         except UnicodeDecodeError as error:
             raise StreamError(f"not UTF-8: {error}; {_shown(data)}") from error

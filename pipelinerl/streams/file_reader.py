@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from pipelinerl.errors import StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.streams.base import Entry
+from pipelinerl.streams.index import seek
 from pipelinerl.streams.layout import list_shards, shard_of, shard_path
 from pipelinerl.streams.waiting import DirectoryWatch
 
@@ -167,8 +168,9 @@ class FileReader(Generic[T]):
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
-        self._shard = self._next = first
-        self._position = 0
+        self._shard = first
+        records, self._position = seek(shard_path(self._directory, first), fd, max(0, self._wanted - first))
+        self._next = first + records
 
     def _check_gap(self) -> None:
         """A shard that starts behind the next record means that records in between are gone, if they do not show."""

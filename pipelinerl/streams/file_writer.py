@@ -15,9 +15,11 @@ from typing import Any, Generic, TypeVar
 from pipelinerl.errors import StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.streams.fsync import FsyncPolicy, Syncer
+from pipelinerl.streams.index import IndexWriter
 from pipelinerl.streams.layout import list_shards, shard_path
 from pipelinerl.streams.lock import WriterLock
 from pipelinerl.streams.repair import repair_shard
+from pipelinerl.streams.retention import strip_old_shards
 
 T = TypeVar("T")
 
@@ -30,15 +32,20 @@ class FileWriter(Generic[T]):
         record_type: struct, or union of structs, that the stream holds.
         shard_bytes: a shard is closed before the record that would make it larger (one record always fits).
         fsync: `never`, `interval` (about once a second) or `always` (before `write` returns).
+        keep_tokens: False takes the tokens out of shards that no resume needs, whenever a new shard is begun.
 
     Raises:
         StreamError: the stream has a writer already, or the folder cannot be written.
     """
 
-    def __init__(self, directory: Path, record_type: Any, shard_bytes: int, fsync: FsyncPolicy) -> None:
+    def __init__(
+        self, directory: Path, record_type: Any, shard_bytes: int, fsync: FsyncPolicy, keep_tokens: bool = True
+    ) -> None:
         self._directory = directory
         self._codec = RecordCodec[T](record_type)
         self._shard_bytes = shard_bytes
+        self._keep_tokens = keep_tokens
+        self._stripper: threading.Thread | None = None
         self._mutex = threading.Lock()
         self._fd = -1
         self._first = self._next = self._size = 0
@@ -77,6 +84,7 @@ class FileWriter(Generic[T]):
                 raise self._error(f"offset {self._next} cannot be written: {error}") from error
             offset, self._next, self._size = self._next, self._next + 1, self._size + len(line)
             try:
+                self._index.wrote(self._next - self._first, self._size)
                 self._syncer.wrote()
             except OSError as error:
                 # After a failed fsync nobody knows which pages reached the disk, so nothing may follow.
@@ -95,6 +103,8 @@ class FileWriter(Generic[T]):
 
     def close(self) -> None:
         """Sync (by the policy) and release the stream to another writer. May be called twice."""
+        if self._stripper is not None:
+            self._stripper.join()
         with self._mutex:
             if self._broken is None:
                 self._broken = "is closed"
@@ -119,11 +129,17 @@ class FileWriter(Generic[T]):
     def _start_shard(self) -> None:
         self._first, self._size = self._next, 0
         self._open(shard_path(self._directory, self._first))
+        if not self._keep_tokens and (self._stripper is None or not self._stripper.is_alive()):
+            self._stripper = threading.Thread(
+                target=strip_old_shards, args=(self._directory,), name="stream-retention", daemon=True
+            )
+            self._stripper.start()
 
     def _open(self, path: Path) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         old, self._fd = self._fd, fd
         self._syncer.replace(fd)
+        self._index = IndexWriter(path, fd, self._size)
         if old >= 0:
             os.close(old)
         if self._syncer.policy != "never":

@@ -17,6 +17,7 @@ from pipelinerl.streams.base import CONSUMERS, StreamReader, StreamSpec, StreamW
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.layout import check_spec, partition_dir
+from pipelinerl.streams.retention import commit
 from pipelinerl.supervise.run_dir import RunDir
 
 OWNER_FILE = "run_id"
@@ -53,6 +54,7 @@ class StreamHub:
         """Open a stream for appending; see `FileWriter`. One writer at a time per (topic, instance, partition)."""
         spec = StreamSpec(topic, instance, partition)
         directory = self._directory(spec)
+        keep_tokens = self._config.retention == "all"
         if self._redis_url is not None:
             from pipelinerl.streams.redis_budget import Archive, Budget
             from pipelinerl.streams.redis_client import connect, stream_keys
@@ -70,9 +72,9 @@ class StreamHub:
                     consumers,
                     config.backpressure_timeout_s,
                 ),
-                Archive(directory / ARCHIVE_FOLDER, record_type, config.shard_bytes, config.fsync),
+                Archive(directory / ARCHIVE_FOLDER, record_type, config.shard_bytes, config.fsync, keep_tokens),
             )
-        return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync)
+        return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync, keep_tokens)
 
     def reader(
         self,
@@ -102,6 +104,13 @@ class StreamHub:
                 consumer,
             )
         return FileReader[Any](directory, record_type, offset)
+
+    def commit(self, topic: str, instance: str, offset: int, partition: int = 0) -> None:
+        """Note that no resume reads whole records before `offset`: with `streams.retention=heads` tokens may go."""
+        if self._config.retention == "all":
+            return
+        directory = self._directory(StreamSpec(topic, instance, partition))
+        commit(directory / ARCHIVE_FOLDER if self._redis_url is not None else directory, offset)
 
     def _directory(self, spec: StreamSpec) -> Path:
         check_spec(spec)

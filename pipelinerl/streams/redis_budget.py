@@ -50,9 +50,11 @@ class Budget(NamedTuple):
 class Archive:
     """The part of one stream that has left Redis: file shards with the same offsets, from 0 on."""
 
-    def __init__(self, directory: Path, record_type: Any, shard_bytes: int, fsync: FsyncPolicy) -> None:
-        self._directory, self._record_type = directory, record_type
-        self._shard_bytes, self._fsync = shard_bytes, fsync
+    def __init__(
+        self, directory: Path, record_type: Any, shard_bytes: int, fsync: FsyncPolicy, keep_tokens: bool = True
+    ) -> None:
+        self._directory = directory
+        self._options = (record_type, shard_bytes, fsync, keep_tokens)
         self._writer: FileWriter[Any] | None = None
 
     @property
@@ -61,7 +63,7 @@ class Archive:
 
     def open(self) -> FileWriter[Any]:
         if self._writer is None:
-            self._writer = FileWriter(self._directory, self._record_type, self._shard_bytes, self._fsync)
+            self._writer = FileWriter(self._directory, *self._options)
         return self._writer
 
     def close(self) -> None:

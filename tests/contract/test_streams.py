@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipelinerl.config.sections import StreamsConfig
@@ -204,6 +205,22 @@ def test_a_refused_record_leaves_the_stream_usable(open_hub: OpenHub) -> None:
         writer.write(MetricRecord(source="s", step=1, time=0.0, values={"loss": float("nan")}))
     assert writer.write(record(1)) == 1
     assert steps(hub.reader("metrics", "a", MetricRecord).read(5)) == [(0, 0), (1, 1)]
+
+
+def test_a_record_of_another_schema_is_refused_and_never_misread(
+    open_hub: OpenHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = open_hub()
+    with monkeypatch.context() as older:
+        older.setattr("pipelinerl.records.codec.SCHEMA_VERSION", 0)
+        writer = hub.writer("metrics", "a", MetricRecord)
+        assert writer.write(msgspec.structs.replace(record(0), schema=0)) == 0
+        writer.close()
+    reader = hub.reader("metrics", "a", MetricRecord)
+    for _ in range(2):
+        with pytest.raises(StreamError, match=r"offset 0: the record has schema 0, this version reads schema 1.*start"):
+            reader.read(5)
+    assert reader.offset == 0
 
 
 def test_a_record_of_several_megabytes(open_hub: OpenHub) -> None:

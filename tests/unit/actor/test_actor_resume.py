@@ -122,7 +122,7 @@ def actor_fate(group_id: str, kind: Any, reason: str, num_rollouts: int) -> Fate
     )
 
 
-def test_d1_groups_that_were_cut_off_are_run_again_at_their_place(tmp_path: Path) -> None:
+def test_d1_l4_groups_that_were_cut_off_are_run_again_at_their_place(tmp_path: Path) -> None:
     hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
     assert find_started_groups(hub, "actor_0").next_number == 0
     write(hub, "actor", "actor_0", Group, group(0), group(3))
