@@ -91,12 +91,17 @@ def take_turns(
             # What the allocator keeps for later is what the servers need now.
             torch.cuda.empty_cache()
 
+    def take_state() -> None:
+        if is_gpu:
+            torch.cuda.ipc_collect()
+        move_optimizer(ranks.device)
+
     return SharedDevice(
         drain,
         agree,
         next_update=lambda steps_done: next_update(config, steps_done),
         free_devices=free_devices,
-        take_state=lambda: move_optimizer(ranks.device),
+        take_state=take_state,
         put_state_away=put_state_away,
     )
 

@@ -46,9 +46,12 @@ class IPCTransport:
     def send(self, buffer: torch.Tensor) -> None:
         if self._sender is None:
             raise RuntimeError("ipc transport: it is not open")
-        if buffer.is_cuda and self._device_index is not None:
-            # Called in a thread of its own, where another GPU may be current.
-            torch.cuda.set_device(self._device_index)
+        if buffer.is_cuda:
+            if self._device_index is not None:
+                # Called in a thread of its own, where another GPU may be current.
+                torch.cuda.set_device(self._device_index)
+            # Memory of buffers that all readers gave back.
+            torch.cuda.ipc_collect()
         handle = export_buffer(buffer, Path(self._folder.name))
         try:
             self._sender.offer(handle)

@@ -1,0 +1,186 @@
+"""The three schedules beside each other: whole runs of one task with everything else the same.
+
+    python scripts/benchmark_schedules.py --output results/schedules.json              # CPU, a tiny random model
+    python scripts/benchmark_schedules.py --device cuda --model MODEL --repeats 3 -- finetune.learning_rate=1e-5
+
+Each schedule runs with answers of one length (low variance) and with one in ten eleven times as long (high variance).
+For each it reports samples per second, the trainer's and the servers' busy share, lag, effective sample size, and the
+seconds to a held-out success; every figure is the median, with the range over the repeats. Words behind `--` are
+overrides of every run's configuration. `conventional` has samples_per_step * steps_per_generation samples a generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark_common import write_result
+
+from pipelinerl.tiny.build import build_tiny_model
+
+SCHEDULES = ("conventional", "concurrent", "pipeline")
+TASK = "benchmark_schedules_task"
+CONFIG = """
+defaults:
+  - quickstart
+  - _self_
+dataset_loader: benchmark_schedules_task.load_problems
+dataset_loader_params: null
+train_dataset_names: [train]
+test_dataset_names: [test]
+actor:
+  rollout_policy: benchmark_schedules_task.generate_rollout
+attempts: 4
+finetune:
+  train_batch_size: 1
+  lr_scheduler_type: constant
+  num_warmup_steps: 0
+  save_checkpoint_steps: 100000
+wandb:
+  mode: disabled
+"""
+
+
+def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: int) -> list[str]:
+    """The words of one run; only the schedule's own differ between schedules."""
+    longest = 6 * args.mean_tokens
+    own = {
+        "conventional": [f"steps_per_generation={args.steps_per_generation}", "max_lag=null"],
+        "concurrent": [f"max_lag={args.max_lag}"],
+        "pipeline": [f"max_lag={args.max_lag}"],
+    }
+    return [
+        f"schedule={schedule}",
+        *own[schedule],
+        f"seed={seed}",
+        f"world.device={args.device}",
+        f"finetune.max_train_steps={args.steps}",
+        f"finetune.gradient_accumulation_passes={args.samples_per_step}",
+        f"finetune.learning_rate={args.learning_rate}",
+        f"finetune.seq_length={max(2048, 2 * longest)}",
+        f"vllm_config.vllm_kwargs.max_model_len={longest + 128}",
+        f"vllm_config.vllm_kwargs.max-num-seqs={args.concurrency}",
+        f"actor.llm_max_rollouts={args.concurrency}",
+        f"actor.test_samples={args.test_samples}",
+        f"eval_every_n_versions={args.evaluate_every}",
+        f"llm.parameters.max_tokens={longest}",
+        f"+custom.mean_tokens={args.mean_tokens}",
+        f"+custom.variance={variance}",
+        *args.overrides,
+    ]
+
+
+def run_once(args: argparse.Namespace, folder: Path, model: str, words: Sequence[str]) -> dict[str, Any]:
+    """One run in a new folder; what it measured."""
+    task = folder / "task"
+    task.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name(f"{TASK}.py"), task)
+    (task / "schedules.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "pipelinerl.launch", "--config-dir", str(task), "--config-name", "schedules"]
+    command += [f"output_dir={folder / 'run'}", f"model_path={model}", *words]
+    done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=args.timeout_s, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return figures(summary, rows, args.concurrency, args.success)
+
+
+def figures(
+    summary: dict[str, Any], rows: Sequence[dict[str, Any]], concurrency: int, success: float
+) -> dict[str, float | None]:
+    """The figures of one run. `seconds_to_success` counts from the first weights; None: it was not reached."""
+
+    def column(name: str) -> list[float]:
+        return [row[name] for row in rows if name in row]
+
+    begin = min((row["time"] for row in rows if row["source"] == "weight_update"), default=0.0)
+    reached = [
+        row["time"] - begin
+        for row in rows
+        if row["source"] == "evaluation" and row.get("evaluation/test/success_rate", 0.0) >= success
+    ]
+    steps_s = sum(column("finetune/step_s"))
+    busy = [value for row in rows for name, value in row.items() if name.startswith("actor/server_busy_")]
+    trainer_busy = sum(column("finetune/train_s")) / steps_s if steps_s else 0.0
+    return {
+        "samples_per_s": summary["samples_per_second"],
+        "output_tokens_per_s": summary["output_tokens_per_second"],
+        "seconds": summary["seconds"],
+        "trainer_busy": trainer_busy,
+        "trainer_idle_s": sum(column("finetune/idle_s")),
+        "server_busy": statistics.fmean(busy) / concurrency if busy else 0.0,
+        "stall_fraction": summary["stall_fraction"],
+        "lag_mean_versions": summary["mean_lag_versions"],
+        "lag_max_versions": summary["max_lag_versions"],
+        "ess": statistics.fmean(column("finetune/ess") or [0.0]),
+        "multi_version_samples": summary["multi_version_samples"],
+        "seconds_to_success": min(reached, default=None),
+        "success_after": summary["success_after"],
+    }
+
+
+def spread(runs: Iterable[dict[str, float | None]]) -> dict[str, Any]:
+    """Median, range and values of each figure over the repeats."""
+    table: dict[str, Any] = {}
+    runs = list(runs)
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        known = [value for value in values if value is not None]
+        table[name] = {
+            "median": statistics.median(known) if known else None,
+            "range": [min(known), max(known)] if known else None,
+            "values": values,
+        }
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", help="a model folder or name; default: a tiny random one")
+    parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--variances", nargs="*", choices=("low", "high"), default=["low", "high"])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--samples-per-step", type=int, default=64)
+    parser.add_argument("--steps-per-generation", type=int, default=4)
+    parser.add_argument("--max-lag", type=int, default=128, help="samples; of concurrent and pipeline")
+    parser.add_argument("--mean-tokens", type=int, default=32)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--evaluate-every", type=int, default=4, help="versions between evaluations")
+    parser.add_argument("--test-samples", type=int, default=64)
+    parser.add_argument("--success", type=float, default=0.9, help="held-out success whose time is reported")
+    parser.add_argument("--timeout-s", type=float, default=3600)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="benchmark-schedules-") as name:
+        scratch = Path(name)
+        model = args.model or str(build_tiny_model(scratch / "model", seed=3, warmup=None, progress=lambda line: None))
+        for variance in args.variances:
+            runs: dict[str, list[dict[str, float | None]]] = {schedule: [] for schedule in args.schedules}
+            # Repeats outside: what the machine does meanwhile hits all schedules alike.
+            for repeat in range(args.repeats):
+                for schedule in args.schedules:
+                    words = overrides_of(args, schedule, variance, seed=repeat + 1)
+                    runs[schedule].append(run_once(args, scratch / f"{variance}-{schedule}-{repeat}", model, words))
+                    results[variance] = {key: spread(done) for key, done in runs.items() if done}
+                    settings = {key: value for key, value in vars(args).items() if key != "output"}
+                    write_result(args.output, {"settings": settings, "results": results})
+
+
+if __name__ == "__main__":
+    main()

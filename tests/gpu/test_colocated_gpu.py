@@ -1,0 +1,86 @@
+"""One GPU for server and trainer: sleep, weights through CUDA IPC, wake; and a whole colocated run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.vllm_process import VLLMProcess
+from fakes.whole_run import make_whole_run
+
+from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.verify import ProbeSequence
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an NVIDIA GPU"),
+]
+GIB = 2**30
+
+
+def free_gib() -> float:
+    return torch.cuda.mem_get_info(0)[0] / GIB
+
+
+@pytest.mark.parametrize("in_place", ["", "1"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_sleeps_wakes_and_computes_what_the_trainer_does(tmp_path: Path, level: int, in_place: str) -> None:
+    folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", IN_PLACE_VARIABLE: in_place}
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "enable-sleep-mode": ""}
+    server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="ipc", environ=environ)
+    with server:
+        # Only now: a server that starts next to a growing process measures wrongly.
+        model = random_model(tied=True, seed=5, head_size=64).cuda()
+        with WeightPublisher(
+            server.token, transport="ipc", timeout_s=60, chunk_bytes=10_000, transports={"server": "ipc"}
+        ) as publisher:
+            publisher.connect([ServerAddress("server", server.url)])
+            for version in range(3):
+                if version:
+                    awake = free_gib()
+                    publisher.sleep(level)
+                    print(f"level {level}: {free_gib() - awake:.1f} GiB freed")
+                    assert free_gib() > awake + 1
+                perturb(model, seed=version)
+                report = publisher.publish(version, ModuleSource(model, dtype=torch.bfloat16))
+                assert report.failed == {}
+                print(f"version {version}: {report.seconds}")
+                ids = random_ids(60, seed=version)
+                result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
+                assert result.mean_abs_diff < 0.1
+
+
+def test_a_colocated_run_learns(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    result = run.run(
+        "world=single_gpu",
+        "world.device=cuda",
+        "schedule=conventional",
+        "steps_per_generation=2",
+        "world.offload_optimizer=true",
+        "max_lag=null",
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.3",
+        "use_deepspeed=false",
+        timeout_s=800,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    assert run.summary["success_after"] > run.summary["success_before"]
+    assert run.summary["max_lag_versions"] <= 1
+    rows = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    print(
+        [
+            {k: v for k, v in row.items() if k.startswith("weight_update/")}
+            for row in rows
+            if "weight_update/total_s" in row
+        ]
+    )

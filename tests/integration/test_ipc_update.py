@@ -1,0 +1,98 @@
+"""Weights through shared memory into a real server. On this machine a mapped file stands for the GPU's memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.weights.ipc_transport import IPCTransport
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.verify import ProbeResult, ProbeSequence
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TOLERANCE = 1e-4
+# What a server on a CPU is started with; the transport alone does not say so here.
+CPU_ENVIRON = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    folder = tmp_path_factory.mktemp("ipc_server")
+    model = save_random_model(folder / "model", tied=True)
+    kwargs = {"dtype": "float32", "enable-chunked-prefill": False}
+    environ = {**os.environ, **CPU_ENVIRON}
+    with VLLMProcess(model, folder / "server.log", kwargs, transport="ipc", environ=environ) as server:
+        yield server
+
+
+def connect(server: VLLMProcess, chunk_bytes: int = 10_000) -> WeightPublisher:
+    publisher = WeightPublisher(server.token, timeout_s=120, chunk_bytes=chunk_bytes, transports={"tiny": "ipc"})
+    publisher.connect([ServerAddress("tiny", server.url)])
+    return publisher
+
+
+def probe(publisher: WeightPublisher, model: torch.nn.Module) -> ProbeResult:
+    ids = random_ids(60, seed=1)
+    return publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
+
+
+@pytest.mark.parametrize("chunk_bytes", [10_000, 2**28])
+def test_w1_the_server_computes_what_the_trainer_does(server: VLLMProcess, chunk_bytes: int) -> None:
+    model = random_model(tied=True, seed=5)
+    with connect(server, chunk_bytes) as publisher:
+        for version in range(3):
+            perturb(model, seed=version)
+            assert publisher.publish(version, ModuleSource(model)).failed == {}
+            assert probe(publisher, model).max_abs_diff < TOLERANCE
+
+
+def test_l1_a_trainer_that_breaks_off_is_followed_by_a_whole_update(
+    server: VLLMProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second buffer never comes and the channel closes; the second attempt sends everything again."""
+    model = random_model(tied=True, seed=6)
+    sent: list[int] = []
+    send = IPCTransport.send
+
+    def send_or_fail(self: IPCTransport, buffer: torch.Tensor) -> None:
+        sent.append(buffer.numel())
+        if len(sent) == 2:
+            raise OSError("injected: no second buffer")
+        send(self, buffer)
+
+    with connect(server) as publisher:
+        monkeypatch.setattr(IPCTransport, "send", send_or_fail)
+        report = publisher.publish(7, ModuleSource(model))
+        assert report.failed == {} and "injected" in str(report.updated[0].recovered_from)
+        assert probe(publisher, model).max_abs_diff < TOLERANCE
+
+
+def test_l2_another_trainer_starts_from_cold_against_the_same_server(server: VLLMProcess) -> None:
+    first, second = random_model(tied=True, seed=8), random_model(tied=True, seed=9)
+    with connect(server) as publisher:
+        publisher.publish(0, ModuleSource(first))
+    with connect(server) as publisher:
+        publisher.publish(0, ModuleSource(second))
+        assert probe(publisher, second).max_abs_diff < TOLERANCE
+
+
+def test_a_server_that_slept_is_whole_after_the_next_update(server: VLLMProcess) -> None:
+    """Level 0 is the pause that a server on a CPU sleeps by; levels 1 and 2 do nothing there but are answered."""
+    model = random_model(tied=True, seed=10)
+    with connect(server) as publisher:
+        for level in (0, 1, 2):
+            publisher.sleep(level)
+            perturb(model, seed=level)
+            assert publisher.publish(level, ModuleSource(model)).failed == {}
+            assert probe(publisher, model).max_abs_diff < TOLERANCE

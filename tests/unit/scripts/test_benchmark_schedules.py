@@ -1,0 +1,61 @@
+"""The figures of the benchmark of schedules, from a run that is written down here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = load("benchmark_schedules", monkeypatch)
+    summary = {
+        "samples_per_second": 8.0,
+        "output_tokens_per_second": 80.0,
+        "seconds": 10.0,
+        "stall_fraction": 0.1,
+        "mean_lag_versions": 0.5,
+        "max_lag_versions": 1,
+        "multi_version_samples": 3,
+        "success_after": 0.95,
+    }
+    success = "evaluation/test/success_rate"
+    rows = [
+        {"time": 100.0, "source": "weight_update"},
+        {"time": 103.0, "source": "evaluation", success: 0.5},
+        {"time": 105.0, "source": "finetune_0", "finetune/step_s": 4.0, "finetune/train_s": 3.0, "finetune/ess": 1.0},
+        {"time": 108.0, "source": "finetune_0", "finetune/step_s": 6.0, "finetune/train_s": 2.0, "finetune/ess": 0.5},
+        {"time": 109.0, "source": "actor_0", "actor/server_busy_0": 4.0},
+        {"time": 112.0, "source": "evaluation", success: 0.9},
+        {"time": 115.0, "source": "evaluation", success: 0.95},
+    ]
+    found = benchmark.figures(summary, rows, concurrency=8, success=0.9)
+    assert found["trainer_busy"] == 0.5 and found["server_busy"] == 0.5 and found["ess"] == 0.75
+    assert found["seconds_to_success"] == 12.0
+    assert benchmark.figures(summary, rows, concurrency=8, success=0.99)["seconds_to_success"] is None
+    table = benchmark.spread([{"a": 1.0, "b": None}, {"a": 3.0, "b": 2.0}])
+    assert table["a"] == {"median": 2.0, "range": [1.0, 3.0], "values": [1.0, 3.0]}
+    assert table["b"] == {"median": 2.0, "range": [2.0, 2.0], "values": [None, 2.0]}
+
+
+def test_both_variances_have_the_same_mean_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = load("benchmark_schedules_task", monkeypatch)
+    draws = [(index + 0.5) / 1000 for index in range(1000)]
+    assert {task.answer_tokens(40, "low", draw) for draw in draws} == {40}
+    high = [task.answer_tokens(40, "high", draw) for draw in draws]
+    assert set(high) == {20, 220} and sum(high) / 1000 == 40
