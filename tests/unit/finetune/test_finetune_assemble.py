@@ -81,7 +81,8 @@ def test_a_whole_run_leaves_model_state_messages_and_metrics(kit, start, tmp_pat
     assert sorted(path.name for path in (finetune / "training_state").iterdir()) == ["2", "3"]
     assert sorted(path.name for path in (finetune / "intermediate").iterdir()) == ["2", "3"]
     assert AutoModelForCausalLM.from_pretrained(finetune / "current").dtype == torch.float32
-    assert read_heartbeat(context.run_dir.heartbeat_file("finetune_0")).progress == 3
+    # A sign of life behind every step and every micro-batch.
+    assert read_heartbeat(context.run_dir.heartbeat_file("finetune_0")).progress >= 2 * 3
 
 
 def test_a_value_head_is_trained_and_saved_beside_the_model(kit, start, tmp_path):
