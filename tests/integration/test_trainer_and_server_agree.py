@@ -1,0 +1,133 @@
+"""The trainer's own path against a real server in fp32: log-probs of sampled tokens, before and after its own steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes.random_model import random_ids, random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
+from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_segmented_attention
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.lora import add_adapters
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, TrainingBatch, VersionSpan
+from pipelinerl.weights.control import ControlClient, control_session
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+
+TEMPERATURE = 0.6
+OUTPUT_TOKENS = 40
+PROMPTS = [random_ids(length, seed=length) for length in (5, 12, 33, 33, 64, 20)]
+
+
+@pytest.fixture
+def publisher(tiny_server: VLLMProcess) -> Iterator[WeightPublisher]:
+    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("tiny", tiny_server.url)])
+        yield publisher
+
+
+def policy_of(seed: int, with_values: bool = False) -> PolicyModel:
+    register_segmented_attention()
+    model = random_model(seed=seed)
+    model.set_attn_implementation(SEGMENTED_ATTENTION)
+    return PolicyModel(model.train(), temperature=TEMPERATURE, chunk_tokens=16, with_values=with_values)
+
+
+def parts(policy: PolicyModel, publisher: WeightPublisher, **rl: Any) -> tuple[StepRunner, WeightsFeed]:
+    config = FinetuneConfig(seq_length=256, learning_rate=5e-3, num_warmup_steps=0, rl=rl)
+    backend = PlainBackend(policy, config, Ranks())
+    runner = StepRunner(backend, config, Ranks(), schedule_of(config))
+    return runner, WeightsFeed(backend, Ranks(), publisher, torch.float32)
+
+
+def sampled(server: VLLMProcess) -> list[ScoredSample]:
+    """What the server answers to all prompts at once, at the sampling temperature, as samples."""
+
+    async def ask() -> list[dict[str, Any]]:
+        sampling = {"max_tokens": OUTPUT_TOKENS, "temperature": TEMPERATURE, "logprobs": 0, "ignore_eos": True}
+        async with control_session(server.token) as session:
+            client = ControlClient(session, "tiny", server.url)
+            bodies = ({"model": "actor", "token_ids": ids, "sampling_params": sampling} for ids in PROMPTS)
+            return list(await asyncio.gather(*(client.generate(body) for body in bodies)))
+
+    return [
+        sample_of(k, prompt, answer) for k, (prompt, answer) in enumerate(zip(PROMPTS, asyncio.run(ask()), strict=True))
+    ]
+
+
+def sample_of(number: int, prompt: list[int], answer: dict[str, Any]) -> ScoredSample:
+    (choice,) = answer["choices"]
+    output = choice["token_ids"]
+    spans = [VersionSpan(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]]
+    sample = Sample(
+        id=f"g/r{number}/s0",
+        group_id="g",
+        rollout_id=f"g/r{number}",
+        input_ids=[*prompt, *output],
+        labels=[*[IGNORED_LABEL] * len(prompt), *output],
+        logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
+        reward=float(number % 2),
+        finished=True,
+        finish_reason="length",
+        prompt_tokens=len(prompt),
+        output_tokens=len(output),
+        version_spans=spans,
+    )
+    return ScoredSample(sample=sample, advantages=[1.0 - number % 3])
+
+
+def batch_of(samples: list[ScoredSample], step: int) -> TrainingBatch:
+    return TrainingBatch(id=str(step), step=step, samples=samples, group_ids=["g"], plan=[], actor_offset=0)
+
+
+def test_t3_the_log_ratio_of_an_unchanged_policy_is_0(tiny_server: VLLMProcess, publisher: WeightPublisher) -> None:
+    """Packed samples, chunked head, temperature 0.6: mean |log ratio| < 1e-4, so that every weight is 1."""
+    runner, feed = parts(policy_of(seed=21), publisher)
+    feed.send(0)
+    samples = sampled(tiny_server)
+    _, diagnostics = runner.accumulate(batch_of(samples, step=1))
+    values = diagnostics.values()
+    assert values["rl/logprob_abs_diff_mean"] < 1e-4
+    assert values["rl/logprob_abs_diff_max"] < 1e-3
+    assert values["rl/ess"] > 1 - 1e-6
+    assert values["rl/lag_share_0"] == 1.0
+    # The wrong temperature would show: the test can fail.
+    wrong, _ = parts(policy_of(seed=21), publisher)
+    wrong._backend.policy.temperature = 1.0
+    assert wrong.accumulate(batch_of(samples, step=1))[1].values()["rl/logprob_abs_diff_mean"] > 0.1
+
+
+@pytest.mark.parametrize("kind", ["all weights", "lora", "value head"])
+def test_w1_servers_have_the_policy_after_every_step(
+    tiny_server: VLLMProcess, publisher: WeightPublisher, kind: str
+) -> None:
+    """Optimizer steps on sampled tokens of a tied model; the probe and the next samples show the trained policy."""
+    policy = policy_of(seed=22, with_values=kind == "value head")
+    rl = {"advantage_estimator": "gae", "value_loss_coef": 0.5} if kind == "value head" else {}
+    if kind == "lora":
+        add_adapters(policy, LoraConfig(enabled=True, r=4, alpha=32), "base")
+    runner, feed = parts(policy, publisher, **rl)
+    feed.send(0)
+    for step in (1, 2):
+        samples = sampled(tiny_server)
+        result = runner.run(batch_of(samples, step))
+        assert result.grad_norm > 0
+        # All tokens come from the version in training: any difference would be one of weights.
+        assert result.metrics["rl/lag_max_versions"] == 0
+        assert result.metrics["rl/logprob_abs_diff_mean"] < 1e-4
+        moved = runner.accumulate(batch_of(samples, step + 1))[1].values()
+        runner._backend._optimizer.zero_grad()
+        assert moved["rl/logprob_abs_diff_mean"] > 1e-3
+        probe = feed.send(step, [scored.sample.input_ids for scored in samples]).probe_abs_diff
+        assert probe is not None and probe < 1e-4
