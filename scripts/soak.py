@@ -1,7 +1,9 @@
 """The loop of `scripts/soak.sh`: start, kill -9 of a random process at a random moment, resume, and audit at the end.
 
-Waits for the launcher's end and looks at heartbeats meanwhile; every wait has a deadline, and a missed one ends the
-soak with exit code 1.
+Waits for the launcher's end and looks at `metrics.jsonl` meanwhile; every wait has a deadline, and a missed one ends
+the soak with exit code 1. A killed server may be started again in place: then training has to go on, in the same start.
+When `--limit-s` is over no more kills follow: the run is brought to its end and judged, and exit code 3 says that there
+were fewer kills than asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.run_dir import RunDir
 
 END_S = 60.0
@@ -26,9 +27,13 @@ GONE_S = 15.0
 FIRST_STEP_S = 900.0
 FINISH_S = 3600.0
 LOOK_S = 0.5
+# Training goes on for this many steps at most with what is already in the streams.
+STEPS_AFTER_KILL = 5
 # Every third kill comes while the processes start, the others while they work.
 START_SHARE = 1 / 3
 EXTRA_STEPS = 10
+# The end of one of these ends the run at once; after that of others training may also go on.
+MUST_END = ("launcher", "actor_0", "preprocessor_0", "finetune_0")
 
 
 class SoakError(Exception):
@@ -44,6 +49,10 @@ class Soak:
         self.rng = random.Random(seed)
         self.steps = 40
         self.killed: Counter[str] = Counter()
+        self.longest_end_s = 0.0
+        self.longest_return_s = 0.0
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
 
     def start(self) -> subprocess.Popen[bytes]:
         self.files.root.mkdir(parents=True, exist_ok=True)
@@ -51,16 +60,22 @@ class Soak:
             *(sys.executable, "-m", "pipelinerl.launch", "--config-name", "quickstart"),
             *(f"output_dir={self.files.root}", "finetune.save_checkpoint_steps=2", "finetune.keep_last_checkpoints=3"),
             *("finetune.keep_intermediate_checkpoints=false", f"finetune.max_train_steps={self.steps}"),
+            "supervise.max_server_restarts=1000",
             *self.overrides,
         ]
         with (self.files.root / "soak.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def kill_one(self, number: int) -> None:
-        """One start and one kill."""
-        launcher = self.start()
+        """One kill, in the present start or a new one."""
         started = time.monotonic()
-        if self.rng.random() < START_SHARE:
+        if self._launcher is None:
+            launcher = self._launcher = self.start()
+            self._started_at = time.time()
+            is_early = self.rng.random() < START_SHARE
+        else:
+            launcher, is_early = self._launcher, False
+        if is_early:
             when = f"{self._wait(launcher, self.rng.uniform(1, 25)):.1f} s after the start"
         else:
             steps = self._wait_for_step(launcher)
@@ -72,24 +87,58 @@ class Soak:
         victim = self.rng.choice(self._processes(launcher))
         name = _job_name(victim)
         killed_at = time.monotonic()
-        victim.kill()
         try:
-            code = launcher.wait(END_S)
-        except subprocess.TimeoutExpired as error:
-            raise SoakError(f"the launcher did not end within {END_S:.0f} s after the kill of {name}") from error
-        self._expect_gone()
+            victim.kill()
+        except psutil.NoSuchProcess:
+            return
+        went_on = name not in MUST_END and self._wait_for_return(launcher)
+        code = None if went_on else self._wait_for_end(launcher, name)
         if code == 0 and victim.pid != launcher.pid:
             print(f"kill {number}: {name} {when}: training was complete", flush=True)
             self.steps += EXTRA_STEPS
             return
         self.killed[name] += 1
-        seconds = time.monotonic() - killed_at
-        total = time.monotonic() - started
-        print(f"kill {number}: {name} {when}; all gone {seconds:.1f} s later, {total:.0f} s in all", flush=True)
+        seconds, total = time.monotonic() - killed_at, time.monotonic() - started
+        if went_on:
+            self.longest_return_s = max(self.longest_return_s, seconds)
+            what = f"training went on, {STEPS_AFTER_KILL} steps in {seconds:.1f} s"
+        else:
+            self.longest_end_s = max(self.longest_end_s, seconds)
+            what = f"all gone {seconds:.1f} s later"
+        print(f"kill {number}: {name} {when}; {what}, {total:.0f} s in all", flush=True)
+
+    def _wait_for_end(self, launcher: subprocess.Popen[bytes], name: str) -> int:
+        try:
+            code = launcher.wait(END_S)
+        except subprocess.TimeoutExpired as error:
+            raise SoakError(f"the launcher did not end within {END_S:.0f} s after the kill of {name}") from error
+        self._launcher = None
+        self._expect_gone()
+        return code
+
+    def _wait_for_return(self, launcher: subprocess.Popen[bytes]) -> bool:
+        """Whether training went on behind the kill of a helper or a server; False: the launcher ended instead."""
+        since, deadline = time.time(), time.monotonic() + FIRST_STEP_S
+        while launcher.poll() is None:
+            if self._steps_since(since) >= STEPS_AFTER_KILL:
+                return True
+            if time.monotonic() > deadline:
+                raise SoakError(f"training did not go on within {FIRST_STEP_S:.0f} s after a kill")
+            self._wait(launcher, LOOK_S)
+        return False
+
+    def _steps_since(self, since: float) -> int:
+        """Steps that the trainer took after the time `since`."""
+        try:
+            lines = self.files.metrics_file.read_text(encoding="utf-8").split("\n")[:-1]
+        except FileNotFoundError:
+            return 0
+        rows = [json.loads(line) for line in lines if '"source":"finetune_0"' in line]
+        return len({row["step"] for row in rows if row["time"] > since})
 
     def finish(self) -> dict[str, object]:
         """Run to the end, audit, and return the summary."""
-        launcher = self.start()
+        launcher = self._launcher or self.start()
         try:
             code = launcher.wait(FINISH_S)
         except subprocess.TimeoutExpired as error:
@@ -103,6 +152,16 @@ class Soak:
         summary: dict[str, object] = json.loads(self.files.summary_file.read_text(encoding="utf-8"))
         return summary
 
+    def stop(self) -> None:
+        """End what is running, after a failure."""
+        if self._launcher is None:
+            return
+        self._launcher.terminate()
+        try:
+            self._launcher.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()
+
     def _wait(self, launcher: subprocess.Popen[bytes], seconds: float) -> float:
         with contextlib.suppress(subprocess.TimeoutExpired):
             launcher.wait(seconds)
@@ -110,11 +169,10 @@ class Soak:
 
     def _wait_for_step(self, launcher: subprocess.Popen[bytes]) -> int:
         """Block until the trainer of this start has taken a step; returns how many it has taken."""
-        since, deadline = time.time(), time.monotonic() + FIRST_STEP_S
+        deadline = time.monotonic() + FIRST_STEP_S
         while launcher.poll() is None:
-            beat = read_heartbeat(self.files.heartbeat_file("finetune_0"))
-            if beat is not None and beat.time > since and beat.progress > 0 and psutil.pid_exists(beat.pid):
-                return beat.progress
+            if steps := self._steps_since(self._started_at):
+                return steps
             if time.monotonic() > deadline:
                 raise SoakError(f"no step within {FIRST_STEP_S:.0f} s after a start")
             self._wait(launcher, LOOK_S)
@@ -130,6 +188,8 @@ class Soak:
             raise SoakError(
                 f"a start ended by itself with exit code {launcher.returncode}; see {self.files.root / 'soak.log'}"
             )
+        self._launcher = None
+        self._expect_gone()
         print(f"training was complete at step {self.steps}: {EXTRA_STEPS} more", flush=True)
         self.steps += EXTRA_STEPS
 
@@ -161,6 +221,8 @@ def _job_name(process: psutil.Process) -> str:
             return words[words.index("--job") + 1]
         if "pipelinerl.launch" in words:
             return "launcher"
+        if words and ("redis" in words[0] or "valkey" in words[0]):
+            return "Redis server"
         return f"helper of {process.environ().get('PIPELINERL_JOB', 'the launcher')}"
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return "a process that ended"
@@ -171,6 +233,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=6 * 3600.0, help="no kill after this long")
+    parser.add_argument("--min-success", type=float, default=0.8, help="held-out success that the end has to reach")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="overrides of conf/quickstart.yaml")
     args = parser.parse_args()
@@ -180,19 +244,36 @@ def main() -> int:
     soak, started = Soak(args.output_dir, args.overrides, args.seed), time.monotonic()
     try:
         number = 0
-        while soak.killed.total() < args.kills:
+        while soak.killed.total() < args.kills and time.monotonic() - started < args.limit_s:
             number += 1
             soak.kill_one(number)
+        kills_s = time.monotonic() - started
+        print(f"{soak.killed.total()} kills in {kills_s:.0f} s; now to the end of training", flush=True)
         summary = soak.finish()
+        _expect_learning(summary, args.min_success)
     except SoakError as error:
         print(f"soak FAILED: {error}", file=sys.stderr)
+        soak.stop()
         return 1
+    print_result(soak, summary, time.monotonic() - started, args)
+    return 0 if soak.killed.total() >= args.kills else 3
+
+
+def _expect_learning(summary: dict[str, object], least: float) -> None:
+    after = summary["success_after"]
+    if not isinstance(after, float) or after < least:
+        raise SoakError(f"success at the end is {after}, expected at least {least}")
+
+
+def print_result(soak: Soak, summary: dict[str, object], seconds: float, args: argparse.Namespace) -> None:
+    """The figures of a soak that held."""
     victims = ", ".join(f"{name} {count}" for name, count in soak.killed.most_common())
-    print(
-        f"soak passed: {soak.killed.total()} kills ({victims}) in {time.monotonic() - started:.0f} s, seed {args.seed}"
-    )
+    total = soak.killed.total()
+    verdict = "passed" if total >= args.kills else f"stopped by its limit at {total} of {args.kills} kills; all held"
+    print(f"soak {verdict}: {total} kills ({victims}) in {seconds:.0f} s, seed {args.seed}")
+    print(f"longest end of a run after a kill {soak.longest_end_s:.1f} s", end="")
+    print(f", longest time to {STEPS_AFTER_KILL} steps after one that a run survives {soak.longest_return_s:.1f} s")
     print(f"steps {summary['steps']}, success {summary['success_before']} -> {summary['success_after']}")
-    return 0
 
 
 if __name__ == "__main__":
