@@ -1,17 +1,21 @@
 """Two processes over gloo, every backend: gradients as on one rank, weights delivered whole, exact resume."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes.rank_group import run_ranks
 from transformers import AutoModelForCausalLM
 
+from pipelinerl.finetune.assemble import meeting_file
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.backends.tensor_files import read_tensors
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.ranks import Ranks, _meet
 from pipelinerl.finetune.step import StepRunner
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
@@ -26,6 +30,29 @@ def gradient_on_one_rank(kit, samples, plan=None, **config_changes):
     backend = PlainBackend(policy, config, Ranks())
     StepRunner(backend, config, Ranks(), schedule_of(config)).accumulate(kit.batch(samples, plan=plan))
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_ranks_meet_whoever_comes_first(tmp_path, order):
+    """The system picks the port, the first rank writes it down when it listens, and the file goes when all read it."""
+    file = tmp_path / "finetune" / "meeting"
+    with ThreadPoolExecutor(3) as pool:
+        waiting = {rank: pool.submit(_meet, file, rank, 3, timedelta(seconds=60)) for rank in order}
+        stores = {rank: future.result() for rank, future in waiting.items()}
+    assert len({store.port for store in stores.values()}) == 1
+    stores[2].set("key", "value")
+    assert [stores[rank].get("key") for rank in range(3)] == [b"value"] * 3
+    assert not file.exists()
+
+
+def test_starts_of_a_run_meet_in_different_places(tmp_path):
+    def place(nodes=1, **start):
+        run_dir, world = SimpleNamespace(finetune=tmp_path), SimpleNamespace(world_size=nodes)
+        return meeting_file(SimpleNamespace(run_dir=run_dir, world=world, **{"run_id": "a", "incarnation": 0, **start}))
+
+    assert len({place(), place(incarnation=1), place(run_id="b")}) == 3
+    # Another machine may not see the file.
+    assert place(nodes=2) is None
 
 
 @pytest.mark.parametrize(
