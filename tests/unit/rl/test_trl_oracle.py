@@ -32,7 +32,7 @@ def tensors(seed=0):
     return mask, old, new, ref, advantages
 
 
-def trl_loss(loss_type, new, old, ref, advantages, mask, ratio=None, **settings):
+def trl_loss(loss_type, new, old, ref, advantages, mask, ratio=None, entropy=None, **settings):
     pytest.importorskip("trl", reason="the oracle is in the extra `oracle`")
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -58,7 +58,11 @@ def trl_loss(loss_type, new, old, ref, advantages, mask, ratio=None, **settings)
         model=SimpleNamespace(training=False),
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
         _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *a, **k: (new, torch.zeros_like(new), None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (
+            new,
+            torch.zeros_like(new) if entropy is None else entropy,
+            None,
+        ),
     )
     inputs = {
         "prompt_ids": torch.zeros(len(LENGTHS), 1, dtype=torch.long),
@@ -77,6 +81,7 @@ def trl_loss(loss_type, new, old, ref, advantages, mask, ratio=None, **settings)
 def weights_of(aggregation, mask):
     lengths = mask.sum(1, keepdim=True).double()
     per_sample = {
+        "sample": torch.full_like(lengths, 1 / len(LENGTHS)),
         "sample_mean": 1 / (len(LENGTHS) * lengths),
         "token": torch.full_like(lengths, 1 / mask.sum().item()),
         "constant_length": torch.full_like(lengths, 1 / (len(LENGTHS) * MAX_LENGTH)),
@@ -84,7 +89,7 @@ def weights_of(aggregation, mask):
     return per_sample * mask
 
 
-def our_loss(new, old, ref, advantages, mask, aggregation, kl=0.0, **rl):
+def our_loss(new, old, ref, advantages, mask, aggregation, kl=0.0, entropy=None, bonus=0.0, **rl):
     inputs = LossInputs(
         new_logprobs=torch.where(mask, new, 0.0),
         old_logprobs=torch.where(mask, old, 0.0),
@@ -96,8 +101,9 @@ def our_loss(new, old, ref, advantages, mask, aggregation, kl=0.0, **rl):
         versions=torch.zeros(mask.shape, dtype=torch.long),
         num_segments=len(LENGTHS),
         step_tokens=int(mask.sum()),
+        entropy=entropy,
     )
-    return compute_loss(inputs, RLConfig(**rl), Coefficients(kl=kl, entropy=0.0)).loss
+    return compute_loss(inputs, RLConfig(**rl), Coefficients(kl=kl, entropy=bonus)).loss
 
 
 def compare(ours, theirs):
@@ -135,6 +141,37 @@ def test_gspo():
         lambda *x: our_loss(*x, "sample_mean", policy_loss="gspo", epsilon_low=0.05, epsilon_high=0.05),
         lambda n, o, r, a, m: trl_loss(
             "grpo", n, o, r, a, m, importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.05
+        ),
+    )
+
+
+def test_their_length_unbiased_sequence_loss_is_gspo_summed_over_the_sample():
+    compare(
+        lambda *x: our_loss(*x, "sample", policy_loss="gspo", epsilon_low=0.05, epsilon_high=0.05),
+        lambda n, o, r, a, m: trl_loss(
+            "luspo", n, o, r, a, m, importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.05
+        ),
+    )
+
+
+def test_entropy_bonus():
+    # Theirs is always a mean over tokens; ours has the weights of the loss, which are that with `token`.
+    def entropy_of(new):
+        return new.square() + 0.3 * new
+
+    compare(
+        lambda n, *x: our_loss(n, *x, "token", policy_loss="ppo", entropy=entropy_of(n), bonus=0.05),
+        lambda n, o, r, a, m: trl_loss(
+            "dapo",
+            n,
+            o,
+            r,
+            a,
+            m,
+            entropy=entropy_of(n),
+            _entropy_bonus_enabled=True,
+            use_adaptive_entropy=False,
+            entropy_coef=0.05,
         ),
     )
 

@@ -1,0 +1,87 @@
+"""Runs of the whole pipeline with parts of the algorithm that the default leaves out: adapters, KL, a value head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.whole_run import WholeRun, make_whole_run
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+STEPS = 4
+FEW = ("actor.test_samples=8", "max_lag=32", "finetune.gradient_accumulation_passes=32")
+
+
+def finished(folder: Path, *overrides: str) -> tuple[WholeRun, list[dict[str, Any]]]:
+    """A completed run, and the trainer's numbers step by step."""
+    run = make_whole_run(folder)
+    result = run.run(*FEW, f"finetune.max_train_steps={STEPS}", *overrides, timeout_s=2300)
+    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}\n{run.logs()}"
+    assert run.summary["status"] == "completed" and run.summary["steps"] == STEPS
+    assert run.summary["weight_updates"] == STEPS + 1
+    # The probe of the updates: servers run what the trainer trains.
+    assert run.summary["logprob_abs_diff_mean"] < 1e-4
+    records = [record for record in run.records("metrics") if "finetune/loss" in record["values"]]
+    steps = [record["values"] for record in sorted(records, key=lambda record: record["step"])]
+    assert len(steps) == STEPS
+    assert all(values["finetune/grad_norm"] > 0 for values in steps)
+    assert run.living_processes() == []
+    return run, steps
+
+
+def assert_kl_starts_at_0_and_moves(steps: list[dict[str, Any]], at_start: float) -> None:
+    found = [values["rl/kl_reference"] for values in steps]
+    assert 0 <= found[0] <= at_start
+    assert min(found[1:]) > 100 * max(at_start, 1e-9)
+
+
+def test_m4_w1_t3_adapters_with_a_frozen_model_beside_the_trainer(tmp_path: Path) -> None:
+    """LoRA and a KL term at temperature 0.6, the reference being the policy without its adapters."""
+    run, steps = finished(
+        tmp_path,
+        "finetune.lora.enabled=true",
+        "finetune.learning_rate=0.001",
+        "finetune.rl.kl_coef=0.05",
+        "llm.parameters.temperature=0.6",
+        "test_llm.parameters.temperature=0.6",
+    )
+    assert_kl_starts_at_0_and_moves(steps, at_start=0.0)
+    # The first step trains the policy that sampled its tokens.
+    assert steps[0]["finetune/lag_max_versions"] == 0
+    assert steps[0]["finetune/logprob_abs_diff_mean"] < 1e-4
+    assert (run.output_dir / "finetune" / "current" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_m4_kl_from_reference_servers(tmp_path: Path) -> None:
+    """The KL term of the loss and of the reward with log-probs of a server of the initial model."""
+    run, steps = finished(
+        tmp_path,
+        "world.num_preprocessor_llms=1",
+        "finetune.learning_rate=0.0002",
+        "finetune.rl.kl_coef=0.05",
+        "finetune.rl.reward_minus_kl_coef=0.001",
+    )
+    assert "preprocessor_llm_0" in {path.name for path in run.output_dir.iterdir()}
+    # Server and trainer agree within rounding: k3 of a difference d is d^2 / 2.
+    assert_kl_starts_at_0_and_moves(steps, at_start=1e-8)
+
+
+def test_w1_a_value_head_is_trained_saved_and_never_sent(tmp_path: Path) -> None:
+    run, steps = finished(
+        tmp_path,
+        "finetune.model_class=causal-language-modeling-with-value-head",
+        "finetune.rl.policy_loss=ppo",
+        "finetune.rl.advantage_estimator=gae",
+        "finetune.rl.value_loss_coef=0.5",
+        "finetune.learning_rate=0.0002",
+        "finetune.critic_learning_rate=0.0005",
+    )
+    # It starts at 0 and moves towards the rewards, which are 0 and 1.
+    assert steps[0]["rl/value_mean"] == 0.0
+    assert 0.02 < steps[-1]["rl/value_mean"] < 1
+    current = run.output_dir / "finetune" / "current"
+    head = load_file(current / "value_head" / "model.safetensors")
+    assert head["weight"].abs().max() > 0 and head["bias"].abs().max() > 0
+    assert not [name for name in load_file(current / "model.safetensors") if "value" in name]
