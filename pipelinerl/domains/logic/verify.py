@@ -37,8 +37,22 @@ def verify_logic(text: str, problem: dict[str, Any]) -> Grade:
         return Grade(0.0, "unparsable")
     recipe = {key: problem[key] for key in ("family", "seed", "size", "settings")}
     data = _dataset(msgspec.json.encode(recipe))
-    score = float(data.score_answer(answer, data[problem["index"]]))
+    entry = problem["entry"] if "entry" in problem else data[problem["index"]]
+    try:
+        score = float(data.score_answer(answer, entry))
+    except Exception:
+        # Some scorers raise on what they cannot read. Is it the answer, or the scorer itself?
+        if not _scorer_works(data, entry):
+            raise
+        return Grade(0.0, "unparsable")
     return Grade(score, "correct" if score >= _NEARLY else "wrong")
+
+
+def _scorer_works(data: Any, entry: Any) -> bool:
+    """Whether the scorer gives a right answer its due, or no answer a score; raises what the scorer raises."""
+    if entry["answer"] is None:
+        return float(data.score_answer(None, entry)) < _NEARLY
+    return float(data.score_answer(str(entry["answer"]), entry)) >= _NEARLY
 
 
 def validate(problem: dict[str, Any]) -> float | None:
