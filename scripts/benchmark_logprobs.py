@@ -4,7 +4,8 @@
     python scripts/benchmark_logprobs.py --device cuda --tokens 4096 16384 65536
 
 On a GPU the plain path needs about 30 GB at 16k tokens and 152k words. Gradient errors are relative to fp64 on a part
-of the rows. Every row of the table is the median of the repeats; memory is the peak above what the inputs take.
+of the rows, also for a plain head whose product is in the inputs' dtype (`plain_own_dtype`). Every row of the table is
+the median of the repeats; memory is the peak above what the inputs take.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path as FilePath
 
 import torch
@@ -87,12 +89,13 @@ def measure(name: str, tokens: int, args: argparse.Namespace) -> dict[str, float
 
 
 def gradient_errors(args: argparse.Namespace, tokens: int = 256) -> dict[str, float]:
-    """Relative error of the gradients of hidden states and head against fp64, for both paths."""
+    """Relative error of the gradients of hidden states and head against fp64, for every path."""
     inputs = make_inputs(tokens, args.hidden, min(args.vocabulary, 32768), getattr(torch, args.dtype), args.device)
     exact = [t.detach().double().requires_grad_() for t in inputs[:2]] + [inputs[2]]
     step(plain_token_logprobs, exact, args.entropy)
     errors = {}
-    for name, path in PATHS.items():
+    paths = {**PATHS, "plain_own_dtype": partial(plain_token_logprobs, fp32_head=False)}
+    for name, path in paths.items():
         step(path, inputs, args.entropy)
         for kind, ours, truth in zip(("hidden", "head"), inputs[:2], exact[:2], strict=True):
             assert ours.grad is not None and truth.grad is not None

@@ -95,6 +95,31 @@ def test_fp32_head_is_closer_than_a_bf16_head():
     assert low[0].grad.dtype == torch.bfloat16
 
 
+def test_bf16_gradients_are_as_exact_as_those_of_a_plain_bf16_head_and_log_probs_far_more():
+    """Relative errors against fp64. The chunked path rounds its slopes to bf16 once, as a plain bf16 head does."""
+    g = torch.Generator().manual_seed(0)
+    tokens, size, vocabulary = 128, 128, 4096
+    hidden = torch.randn(tokens, size, generator=g).bfloat16()
+    weight = (torch.randn(vocabulary, size, generator=g) / size**0.5).bfloat16()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=g)
+
+    def run(path, dtype, **options):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        logprobs, entropy = path(*leaves, targets, temperature=0.9, with_entropy=True, **options)
+        (logprobs.mean() + 0.01 * entropy.mean()).backward()
+        return [tensor.detach().double() for tensor in (logprobs, leaves[0].grad, leaves[1].grad)]
+
+    exact = run(plain_token_logprobs, torch.float64)
+
+    def errors(path, **options):
+        found = run(path, torch.bfloat16, **options)
+        return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+    chunked, plain = errors(token_logprobs, chunk_tokens=50), errors(plain_token_logprobs, fp32_head=False)
+    assert chunked[0] < 1e-3 * plain[0]
+    assert chunked[1] < 1.02 * plain[1] and chunked[2] < 1.02 * plain[2]
+
+
 def test_from_logits_agrees():
     hidden, weight, _, targets = head()
     a = logprobs_from_logits(hidden @ weight.T, targets, 0.8, True)
