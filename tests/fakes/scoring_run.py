@@ -6,9 +6,12 @@ As a program (`scoring_run.py CONFIG_JSON URL GROUP_PORT TOKEN TASK_DIR`) this m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -66,10 +69,14 @@ class ScoringServer(FakeServer):
         return answer
 
 
-def start_run(root: Path, model: Path, server: FakeServer, **overrides: Any) -> subprocess.Popen[str]:
+def start_run(
+    root: Path, model: Path, server: FakeServer, file_limit_bytes: int | None = None, **overrides: Any
+) -> subprocess.Popen[str]:
     """Start the launcher of a run in `root` / run on `server`; returns when it has entered that directory, or ended.
 
-    Its output is in `root` / launcher.log."""
+    Its output is in `root` / launcher.log. With `file_limit_bytes` no file of the run can become larger, as on a full
+    disk. `overrides` are sections and keys of the configuration; those under `finetune` are added to small defaults.
+    """
     task_dir = root / "task"
     task_dir.mkdir(parents=True, exist_ok=True)
     (task_dir / "my_task.py").write_text(textwrap.dedent(TASK), encoding="utf-8")
@@ -88,18 +95,59 @@ def start_run(root: Path, model: Path, server: FakeServer, **overrides: Any) -> 
         "use_deepspeed": False,
         "wandb": {"use_wandb": False},
         **overrides,
+        "finetune": {
+            "train_batch_size": 1,
+            "gradient_accumulation_passes": 8,
+            "seq_length": 64,
+            **overrides.get("finetune", {}),
+        },
     }
     with socket.create_server(("127.0.0.1", 0)) as probe:
         group_port = probe.getsockname()[1]
     command = [sys.executable, __file__, json.dumps(config), server.url, str(group_port), server.token, str(task_dir)]
     tests = Path(__file__).resolve().parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "OMP_NUM_THREADS": "1"}
+
+    def limit_files() -> None:
+        if file_limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
+
     with (root / "launcher.log").open("w") as log:
-        launcher = subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env, start_new_session=True)
+        launcher = subprocess.Popen(
+            command, stdout=log, stderr=log, text=True, env=env, start_new_session=True, preexec_fn=limit_files
+        )
     entered, deadline = RunDir(root / "run").world_file, time.monotonic() + 120
     while not entered.exists() and launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return launcher
+
+
+def end_run(launcher: subprocess.Popen[str], timeout_s: float) -> int:
+    """Wait for the end of the run and return its exit code. What is left then is killed."""
+    try:
+        return launcher.wait(timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def logs_of(root: Path) -> str:
+    """The ends of all logs, for messages."""
+    files = [root / "launcher.log", *sorted((root / "run").glob("*/stderr.log"))]
+    return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-2000:]}" for file in files if file.exists())
+
+
+def wait_for_step(root: Path, launcher: subprocess.Popen[str], step: int, timeout_s: float = 600) -> None:
+    """Return when the launcher has shown numbers of step `step`."""
+    file, deadline = root / "run" / "metrics.jsonl", time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        rows = file.read_text().split("\n")[:-1] if file.exists() else []
+        if any('"source":"finetune_0"' in row and json.loads(row)["step"] >= step for row in rows):
+            return
+        assert launcher.poll() is None, logs_of(root)
+        time.sleep(0.2)
+    raise AssertionError(f"no step {step} within {timeout_s} s\n{logs_of(root)}")
 
 
 def _job(kind: str, url: str | None = None, group_port: int | None = None) -> Job:

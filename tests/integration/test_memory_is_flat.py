@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from fakes.random_model import save_random_model
-from fakes.scoring_run import RUN_ID, ScoringServer, start_run
+from fakes.scoring_run import RUN_ID, ScoringServer, end_run, logs_of, start_run
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import StepDone, TrainerMessage
@@ -47,16 +45,10 @@ def test_o6_memory_of_every_process_is_flat_over_500_steps(tmp_path: Path) -> No
             tmp_path,
             model,
             server,
-            finetune={
-                "train_batch_size": 1,
-                "gradient_accumulation_passes": 8,
-                "max_train_steps": STEPS,
-                "learning_rate": 1e-5,
-                "seq_length": 64,
-            },
+            finetune={"max_train_steps": STEPS, "learning_rate": 1e-5},
         )
+        step, deadline = 0, time.monotonic() + 2300
         try:
-            step, deadline = 0, time.monotonic() + 2300
             reader = StreamHub(StreamsConfig(), RunDir(tmp_path / "run"), RUN_ID).reader(
                 "trainer", "finetune_0", TrainerMessage
             )
@@ -66,18 +58,11 @@ def test_o6_memory_of_every_process_is_flat_over_500_steps(tmp_path: Path) -> No
                         step = entry.record.step
                 if step >= WARM_STEP and step // 25 not in seen:
                     seen[step // 25] = _memory(launcher.pid)
-            assert launcher.wait(max(1.0, deadline - time.monotonic())) == 0, _logs(tmp_path)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+            code = end_run(launcher, max(1.0, deadline - time.monotonic()))
+    assert code == 0, logs_of(tmp_path)
     assert step == STEPS
     first, last = seen[min(seen)], seen[max(key for key in seen if key < STEPS // 25)]
     growth = {name: last[name] - first[name] for name in first}
     assert len(growth) >= 5, f"launcher, actor, its worker, preprocessor, trainer: {sorted(first)}"
     assert max(growth.values()) < GROWTH_BYTES, {name: f"{grown / 2**20:.1f} MiB" for name, grown in growth.items()}
-
-
-def _logs(root: Path) -> str:
-    files = [root / "launcher.log", *sorted((root / "run").glob("*/stderr.log"))]
-    return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-2000:]}" for file in files if file.exists())

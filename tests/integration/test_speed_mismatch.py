@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.random_model import save_random_model
-from fakes.scoring_run import RUN_ID, ScoringServer, start_run
+from fakes.scoring_run import RUN_ID, ScoringServer, end_run, logs_of, start_run
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
@@ -41,21 +38,10 @@ def test_l6_the_run_ends_by_itself_and_every_update_is_delivered(
             tmp_path,
             model,
             server,
-            finetune={
-                "train_batch_size": 1,
-                "gradient_accumulation_passes": 8,
-                "max_train_steps": STEPS,
-                "seq_length": 64,
-            },
+            finetune={"max_train_steps": STEPS},
             **keys,
         )
-        try:
-            code = launcher.wait(800)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-        assert code == 0, (tmp_path / "launcher.log").read_text()
+        assert end_run(launcher, 800) == 0, logs_of(tmp_path)
         assert server.version == str(STEPS)
     files = RunDir(tmp_path / "run")
     summary = json.loads(files.summary_file.read_text())
