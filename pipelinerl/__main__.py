@@ -19,7 +19,7 @@ _COMMANDS = {
     "status": "show what the processes of a run are doing",
     "audit": "account for every sample of a run",
     "replay": "train a run again from its recorded streams and compare",
-    "pool": "list and stop the servers of a pool",
+    "pool": "list, add and remove the servers of a running run",
 }
 
 

@@ -25,7 +25,7 @@ from pipelinerl.nodes.leading import OtherNodes, other_nodes
 from pipelinerl.nodes.messages import Plan
 from pipelinerl.supervise import preflight, workspace
 from pipelinerl.supervise.commands import Command, build_command
-from pipelinerl.supervise.context import LOG_FORMAT
+from pipelinerl.supervise.context import LOG_FORMAT, TOKEN_KEY
 from pipelinerl.supervise.machine import usable_cores
 from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.supervise.process import Event
@@ -169,7 +169,8 @@ def _run(
         identity=entered.identity,
         commands=plan_commands(composed, world, run_dir),
         environ=os.environ,
-        token=secrets.token_urlsafe(24),
+        # A token of the user's own lets servers join that somebody else starts (`pool add`).
+        token=os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24),
         events=events,
         restarts=tuple(restarts),
     )

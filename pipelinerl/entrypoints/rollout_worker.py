@@ -109,6 +109,10 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
         reader=reader,
         writer=writer,
         block_limit_s=block_limit_s,
+        make_llms=lambda url: (
+            make_llms(config, [url], tokenizer, evaluation=False)[0],
+            make_llms(config, [url], tokenizer, evaluation=True)[0],
+        ),
     )
     token = os.environ.get(TOKEN_KEY, "")
     urls = {kind: [job.url for job in world.jobs_of(kind) if job.url] for kind in ("verifier", "environment")}

@@ -62,6 +62,7 @@ class ServerPool:
         self._wake = wake
         self._clock = clock
         self._changed = threading.Condition()
+        self._planned = frozenset(names)
         self._generations = dict.fromkeys(names, 0)
         self._ready: set[str] = set()
 
@@ -101,6 +102,10 @@ class ServerPool:
         """The start of each server that this is about, to be handed to `ready` and `drop` later on."""
         with self._changed:
             return dict(self._generations)
+
+    def is_first_start(self, name: str, generation: int | None) -> bool:
+        """Whether that start of the server came with the run: then what is wrong with it is wrong with the run."""
+        return generation == 0 and name in self._planned
 
     def ready(self, name: str, generation: int, version: int, probe_abs_diff: float) -> None:
         """That start of the server has `version` and agrees with the trainer: it may sample for training."""

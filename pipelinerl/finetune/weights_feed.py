@@ -189,7 +189,7 @@ class WeightsFeed:
         try:
             mean = self._checked(version, result)
         except WeightSyncError as error:
-            if not is_fresh or generation == 0:
+            if not is_fresh or self._pool.is_first_start(name, generation):
                 raise
             self._pool.drop(name, generation, str(error))
             return None

@@ -25,7 +25,8 @@ State = Literal["starting", "serving", "down", "removed"]
 
 @dataclass
 class Server:
-    """One server. `is_ours`: the launcher started its process. `due`: when it is to be started again."""
+    """One server. `is_ours`: this launcher started its process. `joined`: it came in mid run. `due`: when it is to be
+    started (ours) or tried (others) again."""
 
     name: str
     url: str
@@ -40,6 +41,7 @@ class Server:
     due: float | None = None
     trouble: str = ""
     version: int | None = None
+    joined: bool = False
 
 
 class ServerKeeper:
@@ -52,6 +54,7 @@ class ServerKeeper:
         announce: writes a change to the stream `pool`.
         incarnation: of this start.
         on_change: called after every change, with this keeper.
+        node_rank: of the launcher: servers of other nodes are theirs.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class ServerKeeper:
         incarnation: int,
         now: float,
         on_change: Callable[[ServerKeeper], None] = lambda keeper: None,
+        node_rank: int = 0,
     ) -> None:
         self._config = config
         self._start_timeout_s = start_timeout_s
@@ -71,8 +75,8 @@ class ServerKeeper:
         self._on_change = on_change
         self.servers: dict[str, Server] = {}
         for job in jobs:
-            is_policy = job.kind == POLICY_KIND
-            server = Server(job.name, job.url or "", True, is_policy, self._budget(), now, job.weight_group_port)
+            is_policy, is_ours = job.kind == POLICY_KIND, job.node_rank == node_rank
+            server = Server(job.name, job.url or "", is_ours, is_policy, self._budget(), now, job.weight_group_port)
             self.servers[job.name] = server
         self._on_change(self)
 
@@ -121,6 +125,56 @@ class ServerKeeper:
         self._down(server, server.trouble, now)
         self._on_change(self)
 
+    def lose(self, name: str, trouble: str, now: float) -> None:
+        """A server whose process is not ours cannot be used: it is tried again, or leaves when that did not help."""
+        server = self.servers[name]
+        server.trouble = trouble
+        delay_s = server.budget.take(now)
+        if delay_s is None:
+            logger.error("%s %s%s: it leaves", name, trouble, self._cap_text(server))
+            server.state = "removed"
+            self._tell(server, "removed", trouble, now)
+        else:
+            logger.warning("%s %s; it is tried again in %.1f s", name, trouble, delay_s)
+            self._down(server, trouble, now)
+            server.due = now + delay_s
+        self._on_change(self)
+
+    def add(self, url: str, now: float) -> Server:
+        """Take in a server that is up already.
+
+        Raises:
+            ValueError: it is there already.
+        """
+        if any(server.url == url and server.state != "removed" for server in self.servers.values()):
+            raise ValueError(f"a server that the run does not have yet; {url} is one of it")
+        number = sum(server.joined for server in self.servers.values())
+        server = Server(f"joined_{number}", url, False, True, self._budget(), now, joined=True)
+        self.servers[server.name] = server
+        self._up(server, now)
+        return server
+
+    def remove(self, server_or_url: str, now: float) -> Server:
+        """Let a server go.
+
+        Raises:
+            ValueError: there is none of that name or URL, or it is the last one.
+        """
+        found = [server for server in self.policy_servers if server_or_url in (server.name, server.url)]
+        if not found:
+            names = ", ".join(f"{server.name} ({server.url})" for server in self.policy_servers)
+            raise ValueError(f"a server of the run: {names}")
+        if len(self.policy_servers) == 1:
+            raise ValueError("another server beside it: a run needs one")
+        server = found[0]
+        if server.is_ours:
+            # Its process ends, so what runs there cannot come to its end.
+            self._down(server, "it was removed", now)
+        server.state, server.due, server.trouble = "removed", None, "it was removed"
+        self._tell(server, "removed", "it was removed", now)
+        self._on_change(self)
+        return server
+
     def take_due(self, now: float) -> list[Server]:
         """Servers that are to be started (ours) or tried (others) again now."""
         due = [server for server in self.servers.values() if server.due is not None and server.due <= now]
@@ -148,7 +202,7 @@ class ServerKeeper:
             if server.generation:
                 logger.warning("%s is back with version %d", server.name, answer.version)
             server.state, server.has_served, server.since = "serving", True, now
-            server.version = answer.version
+            server.version, server.trouble = answer.version, ""
             self._on_change(self)
             return None
         return f"was dropped by the trainer: {answer.error}"
@@ -157,7 +211,7 @@ class ServerKeeper:
         """A restarted server that has not got the weights in time."""
         for server in self.policy_servers:
             late = now - server.since > self._start_timeout_s
-            if server.generation and server.state == "starting" and late:
+            if server.is_ours and server.generation and server.state == "starting" and late:
                 return server.name
         return None
 

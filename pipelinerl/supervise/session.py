@@ -28,10 +28,11 @@ from pipelinerl.supervise.descendants import become_subreaper
 from pipelinerl.supervise.identity import RunIdentity
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy
+from pipelinerl.supervise.pool_requests import forget_requests, write_state
 from pipelinerl.supervise.process import Event, PoolAnswered
 from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir
-from pipelinerl.supervise.server_keeper import ServerKeeper
+from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
 from pipelinerl.supervise.supervisor import Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
@@ -148,13 +149,21 @@ def _keep_servers(session: RunSession, hub: StreamHub, stack: ExitStack) -> Serv
 
     feed = Feed(hub.reader(POOL_TOPIC, "finetune_0", PoolAnswer), listen, "pool").start()
     stack.callback(feed.stop)
+    forget_requests(session.run_dir)
+    world = session.world
     return ServerKeeper(
-        [command.job for command in session.commands if command.job.kind in SERVER_KINDS],
+        [
+            job
+            for job in world.jobs
+            if job.kind == POLICY_KIND or (job.kind in SERVER_KINDS and job in world.local_jobs)
+        ],
         session.config.supervise,
         session.config.vllm_config.start_timeout_s,
         announce,
         incarnation,
         time.time(),
+        on_change=lambda keeper: write_state(session.run_dir, [s for s in keeper.servers.values() if s.is_policy]),
+        node_rank=world.rank,
     )
 
 

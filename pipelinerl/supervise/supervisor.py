@@ -23,6 +23,7 @@ from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
+from pipelinerl.supervise.pool_requests import PoolReply, PoolRequest, take_requests
 from pipelinerl.supervise.process import (
     Child,
     ChildExited,
@@ -135,6 +136,7 @@ class Supervisor:
                     return outcome
                 if self.policy.has_finished_jobs and finish_by is None:
                     finish_by = now + self.config.finish_timeout_s
+            take_requests(self.run_dir, self._answer_request)
             outcome = self._start_due_servers(now) or self._find_stuck(now)
             if outcome is not None:
                 return outcome
@@ -209,9 +211,29 @@ class Supervisor:
         return self.policy.is_done("finetune") and bool(others)
 
     def _take_answer(self, event: PoolAnswered, now: float) -> None:
+        name = event.answer.name
         trouble = self.keeper.on_answer(event.answer, now)
-        if trouble is not None:
-            self._end_server(event.answer.name, trouble, now)
+        if trouble is None:
+            return
+        if self.keeper.servers[name].is_ours:
+            self._end_server(name, trouble, now)
+        else:
+            self.keeper.lose(name, trouble, now)
+
+    def _answer_request(self, request: PoolRequest) -> PoolReply:
+        """Add or remove a server as another terminal asks."""
+        now = self.clock()
+        try:
+            if request.action == "add":
+                return PoolReply(self.keeper.add(request.server.rstrip("/"), now).name)
+            server = self.keeper.remove(request.server.rstrip("/"), now)
+        except ValueError as error:
+            return PoolReply(None, str(error))
+        logger.warning("%s (%s) was removed", server.name, server.url)
+        child = self._children.get(server.name)
+        if child is not None and child.returncode is None:
+            child.terminate()
+        return PoolReply(server.name)
 
     def _end_server(self, name: str, trouble: str, now: float) -> None:
         """End a server that is of no use any more; its end decides whether it is started again."""
@@ -226,11 +248,16 @@ class Supervisor:
         if late is not None:
             self._end_server(late, "did not get the weights in time after its start", now)
         for server in self.keeper.take_due(now):
+            if not server.is_ours:
+                self.keeper.started(server.name, now)
+                continue
             command = next(command for command in self.commands if command.job.name == server.name)
             outcome = self._spawn(command)
             if outcome is not None:
                 return outcome
             self.keeper.started(server.name, self.clock())
+        if not self.keeper.policy_servers and any(server.is_policy for server in self.keeper.servers.values()):
+            return Outcome("failed", "no server is left in the pool", EXIT_RUN_FAILED)
         return None
 
     def _blame(self, first: ChildExited, verdict: Verdict) -> Outcome:
@@ -269,7 +296,7 @@ class Supervisor:
             logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
             return None
         for name, child in self._children.items():
-            if child.returncode is not None or (name in self.keeper.servers and self.keeper.servers[name].trouble):
+            if child.returncode is not None or self._is_ending(name):
                 continue
             beat = read_heartbeat(self.run_dir.heartbeat_file(name))
             reason = self.monitor.judge(child.pid, child.started_at, beat, now)
@@ -280,6 +307,10 @@ class Supervisor:
                 continue
             return self._blame_stuck(child, reason)
         return None
+
+    def _is_ending(self, name: str) -> bool:
+        """Whether this is a server that is being ended."""
+        return name in self.keeper.servers and bool(self.keeper.servers[name].trouble)
 
     def _blame_stuck(self, child: Child, reason: str) -> Outcome:
         error = last_error(child.stdout, child.stderr)

@@ -158,6 +158,15 @@ def test_a_restarted_server_that_disagrees_is_dropped_and_the_run_goes_on(scene:
     assert scene.feed.send(1).num_servers == 1
 
 
+def test_a_server_that_joins_and_disagrees_is_dropped_and_the_run_goes_on(scene: Scene) -> None:
+    scene.feed.send(0, [[1, 2]])
+    with FakeServer(SHAPES, logprob=-1.5) as wrong:
+        scene.change("joined_0", "up", 0, wrong.url)
+        assert scene.woken.acquire(timeout=WAIT_S)
+        assert scene.feed.send(1).num_servers == 3
+    assert scene.dropped == [("joined_0", 0)]
+
+
 def test_a_server_that_disagrees_from_the_first_is_an_error(scene: Scene) -> None:
     scene.servers["s1"]._logprob = -1.5
     with pytest.raises(WeightSyncError, match="s1"):
