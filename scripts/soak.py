@@ -43,11 +43,11 @@ class SoakError(Exception):
 class Soak:
     """One output_dir and the runs in it."""
 
-    def __init__(self, output_dir: Path, overrides: list[str], seed: int) -> None:
+    def __init__(self, output_dir: Path, overrides: list[str], seed: int, steps: int) -> None:
         self.files = RunDir(output_dir.absolute())
         self.overrides = overrides
         self.rng = random.Random(seed)
-        self.steps = 40
+        self.steps = steps
         self.killed: Counter[str] = Counter()
         self.longest_end_s = 0.0
         self.longest_return_s = 0.0
@@ -233,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=52, help="optimizer steps; more if kills come after the last")
     parser.add_argument("--limit-s", type=float, default=6 * 3600.0, help="no kill after this long")
     parser.add_argument("--min-success", type=float, default=0.8, help="held-out success that the end has to reach")
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -241,7 +242,7 @@ def main() -> int:
     if args.output_dir.exists():
         print(f"{args.output_dir} exists: choose another folder, or remove it", file=sys.stderr)
         return 2
-    soak, started = Soak(args.output_dir, args.overrides, args.seed), time.monotonic()
+    soak, started = Soak(args.output_dir, args.overrides, args.seed, args.steps), time.monotonic()
     try:
         number = 0
         while soak.killed.total() < args.kills and time.monotonic() - started < args.limit_s:
