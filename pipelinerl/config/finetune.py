@@ -25,7 +25,7 @@ class RLConfig(Section):
     """The algorithm. Defaults follow arXiv 2509.19128: truncated importance weights with c = 5, leave-one-out
     baseline, no value network, no KL, no entropy bonus, no trust region."""
 
-    policy_loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled_ppo"] = "reinforce"
+    policy_loss: Literal["reinforce", "ppo", "gspo", "cispo", "decoupled_ppo", "sapo"] = "reinforce"
     clamp: float = Field(default=5.0, gt=0, description="upper bound c of the importance weight of `reinforce`")
     advantage_estimator: Literal["rloo", "grpo", "dr_grpo", "reinforce", "reinforce_baseline", "gae"] = "rloo"
     divide_advantage_by_std: bool = False
@@ -43,6 +43,8 @@ class RLConfig(Section):
     epsilon_low: float = Field(default=0.2, ge=0, lt=1)
     epsilon_high: float = Field(default=0.2, ge=0)
     dual_clip: float | None = Field(default=None, gt=1)
+    soft_gate_positive: float = Field(default=1.0, gt=0)
+    soft_gate_negative: float = Field(default=1.05, gt=0)
     use_advantages: bool = True
     relu_log_p_weights: bool = False
     clamp_log_ratio_ref_new_value: float = Field(default=5.0, gt=0)

@@ -174,6 +174,8 @@ HONOURED: dict[str, str] = {
     "finetune.rl.epsilon_low": "ratios are clipped below 1 - epsilon_low",
     "finetune.rl.epsilon_high": "ratios are clipped above 1 + epsilon_high",
     "finetune.rl.dual_clip": "second bound for negative advantages; null: none",
+    "finetune.rl.soft_gate_positive": "`sapo`: how fast the gate closes where the advantage is positive",
+    "finetune.rl.soft_gate_negative": "`sapo`: the same where it is negative",
     "finetune.rl.use_advantages": "false: plain rewards instead of advantages",
     "finetune.rl.relu_log_p_weights": "negative weights count as 0",
     "finetune.rl.clamp_log_ratio_ref_new_value": "bound of the log ratio inside the KL term",

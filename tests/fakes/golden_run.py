@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"epsilon_low": 0.05, "epsilon_high": 0.08, "aggregation": "sample_mean"},
     "cispo": {"epsilon_low": 0.5, "epsilon_high": 0.2, "aggregation": "token"},
     "decoupled_ppo": {"epsilon_low": 0.1, "epsilon_high": 0.1, "clamp": 1.5},
+    "sapo": {"soft_gate_positive": 1.5, "soft_gate_negative": 2.0, "aggregation": "sample_mean"},
 }
 
 

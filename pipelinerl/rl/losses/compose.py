@@ -18,6 +18,7 @@ from pipelinerl.rl.losses.gspo import gspo
 from pipelinerl.rl.losses.importance import correct
 from pipelinerl.rl.losses.ppo import ppo
 from pipelinerl.rl.losses.reinforce import reinforce
+from pipelinerl.rl.losses.sapo import sapo
 from pipelinerl.rl.losses.value import value_loss, with_gae_advantages
 from pipelinerl.rl.metrics import TensorMetric
 from pipelinerl.rl.schedule import linear_coefficient
@@ -28,6 +29,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo": gspo,
     "cispo": cispo,
     "decoupled_ppo": decoupled_ppo,
+    "sapo": sapo,
 }
 
 

@@ -75,6 +75,20 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert loss == pytest.approx(-(1.5 * (-2 + LOG2) + 0.8 * (-2 - LOG2)))
 
 
+def test_sapo_gates_by_the_sign_of_the_advantage():
+    # Ratios 2, 2 and 1; tau 1 for A > 0, 2 else. sigmoid(1) = 0.731059, sigmoid(2) = 0.880797, sigmoid(0) = 0.5.
+    loss, grad, metrics, _ = run(
+        [[LOG2, 0.0], [LOG2]], [1.0, -1.0], policy_loss="sapo", soft_gate_positive=1.0, soft_gate_negative=2.0
+    )
+    up, down = 0.731059, 0.880797
+    # Two samples: every token weighs 1/2.
+    assert loss == pytest.approx((-4 * up - 4 * 0.5 + 2 * down) / 2, rel=1e-5)
+    # d loss / d log pi = -4 gate (1 - gate) r A: what is left of the plain ratio's -r A.
+    left = [4 * up * (1 - up), 1.0, 4 * down * (1 - down)]
+    assert grad == pytest.approx([-2 * left[0] / 2, -1.0 / 2, 2 * left[2] / 2], rel=1e-4)
+    assert metrics["rl/soft_gate_mean"] == pytest.approx(sum(left) / 3, rel=1e-4)
+
+
 def test_decoupled_ppo_reads_the_proximal_policy_off_the_versions():
     # Trainer at version 5. Version 5 and 4: prox = mu, so plain PPO. Version 1 (lag 4): a = 3/4.
     rl = {"policy_loss": "decoupled_ppo", "epsilon_low": 0.2, "epsilon_high": 0.2}

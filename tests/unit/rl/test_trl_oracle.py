@@ -36,7 +36,13 @@ def trl_loss(loss_type, new, old, ref, advantages, mask, ratio=None, entropy=Non
     pytest.importorskip("trl", reason="the oracle is in the extra `oracle`")
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    args = SimpleNamespace(use_bias_correction_kl=False, delta=settings.pop("delta", None), steps_per_generation=1)
+    args = SimpleNamespace(
+        use_bias_correction_kl=False,
+        delta=settings.pop("delta", None),
+        steps_per_generation=1,
+        sapo_temperature_pos=1.5,
+        sapo_temperature_neg=2.0,
+    )
     values = {
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
@@ -173,6 +179,13 @@ def test_entropy_bonus():
             use_adaptive_entropy=False,
             entropy_coef=0.05,
         ),
+    )
+
+
+def test_sapo():
+    compare(
+        lambda *x: our_loss(*x, "sample_mean", policy_loss="sapo", soft_gate_positive=1.5, soft_gate_negative=2.0),
+        lambda n, o, r, a, m: trl_loss("sapo", n, o, r, a, m),
     )
 
 
