@@ -16,8 +16,10 @@ from aiohttp import web
 
 from pipelinerl.agents.openai_format import BadRequestError, chunks, completion, error, read_request
 from pipelinerl.agents.recording import Recording
+from pipelinerl.agents.responses_format import read_responses_request, response_events, response_object
 from pipelinerl.errors import RetryableRolloutError, RolloutError
-from pipelinerl.llm import LLMCall, TrainableLLM
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.messages import assistant_message
 from pipelinerl.llm.retry import EndRunError
 
 _MAX_BODY_BYTES = 64 * 2**20
@@ -35,6 +37,7 @@ class Proxy:
         """Listen on a free port of the loopback interface."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/responses", self._responses)
         app.router.add_get("/v1/models", self._models)
         # An agent that gives up (cancelled rollout) must not go on sampling.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -81,14 +84,33 @@ class Proxy:
             return _failed(problem)
         if not asked.stream:
             return web.json_response(completion(call, recording.model_name))
-        return await _stream(request, call, recording.model_name, asked.include_usage)
+        return await _stream(request, chunks(call, recording.model_name, asked.include_usage))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        recording = self._recording_of(request)
+        if recording is None:
+            return _unknown_key()
+        try:
+            asked = read_responses_request(await request.json())
+            if asked.previous is not None and asked.previous not in recording.responses:
+                raise BadRequestError(f"previous_response_id: {asked.previous!r} is no response of this rollout")
+            messages = [*recording.responses.get(asked.previous or "", []), *asked.new]
+            call = await recording.answer([*asked.instructions, *messages], asked.tools, asked.parameters)
+        except (BadRequestError, ValueError) as problem:
+            return web.json_response(error(str(problem), "invalid_request_error"), status=400)
+        except (RolloutError, EndRunError) as problem:
+            return _failed(problem)
+        answer = response_object(call, recording.model_name)
+        said = assistant_message(call.output.content or "", call.output.tool_calls)
+        recording.responses[answer["id"]] = [*messages, said]
+        return await _stream(request, response_events(answer)) if asked.stream else web.json_response(answer)
 
 
-async def _stream(request: web.Request, call: LLMCall, model: str, include_usage: bool) -> web.StreamResponse:
+async def _stream(request: web.Request, events: list[bytes]) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for chunk in chunks(call, model, include_usage):
-        await response.write(chunk)
+    for event in events:
+        await response.write(event)
     await response.write_eof()
     return response
 
@@ -96,7 +118,9 @@ async def _stream(request: web.Request, call: LLMCall, model: str, include_usage
 def _failed(problem: Exception) -> web.Response:
     """A full context is the agent's to deal with; anything else fails its rollout, whatever it makes of the answer."""
     if isinstance(problem, RolloutError) and problem.reason == "context_overflow":
-        body: dict[str, Any] = error(str(problem), "invalid_request_error", "context_length_exceeded")
+        # In the words by which agents know it.
+        text = f"This model's maximum context length is exceeded. {problem}"
+        body: dict[str, Any] = error(text, "invalid_request_error", "context_length_exceeded")
         return web.json_response(body, status=400)
     if isinstance(problem, RetryableRolloutError):
         return web.json_response(error(str(problem), "server_error"), status=503, headers={"x-should-retry": "false"})

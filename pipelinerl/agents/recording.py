@@ -31,6 +31,8 @@ class Recording:
         self.key = key
         self.model_name = llm.model_name
         self.failure: Exception | None = None
+        # Of the responses endpoint: what a request that names an earlier answer continues.
+        self.responses: dict[str, list[Message]] = {}
         self._llm = llm
         self._session = session
         self._chats: list[Chat] = []
