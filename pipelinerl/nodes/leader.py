@@ -6,6 +6,7 @@ A thread accepts connections and one for each checks the secret, so that a stran
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import socket
@@ -79,6 +80,8 @@ class Leader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the accepting thread; closing does not
             self._listener.close()
         self.end(Ended("failed", f"node 0 failed: {error}" if error else "node 0 ended", 1))
         for node in self._nodes.values():
@@ -112,7 +115,8 @@ class Leader:
 
     def send_plan(self, plan: Plan, on_end: Callable[[int, Ended], object]) -> None:
         """Let the nodes start their jobs. `on_end(rank, ended)` is called from a thread when one of them ends."""
-        for rank, node in sorted(self._nodes.items()):
+        nodes, self._nodes = self._nodes, {}
+        for rank, node in sorted(nodes.items()):
             send(node.connection, plan)
             peer = f"node {rank} ({self._cluster.hosts[rank]})"
             heard = functools.partial(on_end, rank)

@@ -1,12 +1,16 @@
 """One connection between the launchers of two nodes, watched from both ends. Used by `leader` and `follower`.
 
 A thread waits for the peer's messages, at most `timeout_s` for each; another sends a beat every `interval_s`. A peer
-that ends without a word, or falls silent (its node lost power), counts as failed.
+that ends without a word, or falls silent (its node lost power), counts as failed. The reading thread owns the
+connection and alone closes it: a second close could hit a descriptor that somebody else has got meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -75,11 +79,21 @@ class NodeLink:
         self._send(ended)
         # The peer closes when it has read that. Closing first, with a beat of the peer unread, could lose it.
         self._threads[0].join(_LAST_WORD_S)
-        self._connection.close()
+        if self._threads[0].is_alive():
+            self._shut_down()
+            self._threads[0].join()
 
     def _send(self, message: Message) -> None:
         with self._lock:
             send(self._connection, message)
+
+    def _shut_down(self) -> None:
+        """Wake the reading thread with an end of file."""
+        with self._lock:
+            if self._connection.closed:
+                return
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as double, contextlib.suppress(OSError):
+                double.shutdown(socket.SHUT_RDWR)
 
     def _beat(self) -> None:
         while not self._closing.wait(self._interval_s):
@@ -90,6 +104,7 @@ class NodeLink:
         if not self._closing.is_set():
             self._closing.set()
             self._on_end(ended)
+        with self._lock:
             self._connection.close()
 
     def _wait_for_end(self) -> Ended:
