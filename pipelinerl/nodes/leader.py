@@ -23,7 +23,7 @@ import msgspec
 
 from pipelinerl import __version__
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.nodes.link import NodeLink, receive, send
+from pipelinerl.nodes.link import LAST_WORD_S, NodeLink, receive, send
 from pipelinerl.nodes.messages import Ended, Hello, Plan, Refused
 from pipelinerl.supervise.process import Interrupted
 from pipelinerl.world import Cluster
@@ -125,7 +125,10 @@ class Leader:
     def end(self, ended: Ended) -> None:
         """Tell the nodes how the run ended."""
         for link in self._links:
-            link.end(ended)
+            link.tell_end(ended)
+        deadline = time.monotonic() + LAST_WORD_S
+        for link in self._links:
+            link.close(deadline)
 
     def _admit(self, arrival: _Joined) -> None:
         trouble = self._trouble_with(arrival.hello)

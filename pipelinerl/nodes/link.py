@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -21,7 +22,8 @@ from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.nodes.messages import MAX_BYTES, Beat, Ended, Message, decode, encode
 
 logger = logging.getLogger(__name__)
-_LAST_WORD_S = 5.0
+#: How long a peer may take to read the end.
+LAST_WORD_S = 5.0
 
 
 def send(connection: Connection, message: Message) -> bool:
@@ -73,15 +75,23 @@ class NodeLink:
 
     def end(self, ended: Ended) -> None:
         """Tell the peer how it went and close the connection. May be called twice, and after the peer's end."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._send(ended)
+        self.tell_end(ended)
+        self.close(time.monotonic() + LAST_WORD_S)
+
+    def tell_end(self, ended: Ended) -> None:
+        """Tell the peer how it went, if the run has not ended on either side yet."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._send(ended)
+
+    def close(self, deadline: float) -> None:
+        """Wait until the peer has read the end, at most to `deadline` (monotonic clock), and close the connection."""
+        reader = self._threads[0]
         # The peer closes when it has read that. Closing first, with a beat of the peer unread, could lose it.
-        self._threads[0].join(_LAST_WORD_S)
-        if self._threads[0].is_alive():
+        reader.join(max(0.0, deadline - time.monotonic()))
+        if reader.is_alive():
             self._shut_down()
-            self._threads[0].join()
+            reader.join()
 
     def _send(self, message: Message) -> None:
         with self._lock:
