@@ -47,8 +47,6 @@ REFUSED: dict[str, str] = {
     "finetune.optim": "AdamW is the one optimizer",
     "finetune.objective": "reinforcement learning is the one objective",
     "finetune.rl.aggregate_loss": "finetune.rl.aggregation names the divisor",
-    "debug.mode": "a run has all its stages (dry_run still plans)",
-    "debug.streams_from": "a run reads its own streams",
     "debug.use_existing_llms": "a run starts its own servers",
 }
 
@@ -57,7 +55,6 @@ REFUSED_VALUES: dict[str, str] = {
     "finetune.rl.temperature": "another value than llm.parameters.temperature is refused",
     "vllm_config.quantization": "bf16_last_layer_fp32 is refused: use fp32_lm_head=true",
     "finetune.model_class": "seq2seq and vision models are refused",
-    "world.env_replicas": "above 0 is refused where no such server is installed",
 }
 
 HONOURED: dict[str, str] = {
@@ -79,7 +76,7 @@ HONOURED: dict[str, str] = {
     "dataset_loader_params": "further arguments of load_problems",
     "train_dataset_names": "given to load_problems",
     "test_dataset_names": "given to load_problems",
-    "environment": "settings of environment servers; user code reads cfg.environment",
+    "environment": "{_target_, arguments}: what environment servers serve; user code reads cfg.environment",
     "custom": "settings of your own task, unchecked; user code reads cfg.custom",
     "dry_run": "print the plan and start nothing",
     "actor.rollout_policy": "dotted path of generate_rollout",
@@ -222,7 +219,7 @@ HONOURED: dict[str, str] = {
     "world.sleep_level": "colocated: what a server does with its weights meanwhile; 1: to host memory, 2: dropped, "
     "auto: 1 if they fit",
     "world.offload_optimizer": "colocated: optimizer state waits in host memory while servers generate (plain backend)",
-    "world.env_replicas": "environment servers",
+    "world.env_replicas": "environment servers (of the key environment)",
     "world.verifier_replicas": "verifier servers",
     "world.actor_group_port": "first port of the weight-update groups",
     "world.environment_start_port": "first port of environment servers",
@@ -264,6 +261,8 @@ HONOURED: dict[str, str] = {
     "supervise.max_server_restarts": "restarts of one server within the window before its end ends the run",
     "supervise.server_restart_window_s": "restarts longer ago than this are forgotten",
     "supervise.server_restart_backoff_s": "wait before the first restart; doubled for each further one, at most 60 s",
+    "debug.mode": "stages alone: actor, preprocessor, finetune; open_loop: all, but servers keep their first weights",
+    "debug.streams_from": "output_dir of the run whose streams preprocessor or finetune alone reads",
     "use_deepspeed": "train with DeepSpeed",
     "deepspeed_config": "name of a file in conf/deepspeed, or a path",
     "use_fsdp": "train with FSDP2",
