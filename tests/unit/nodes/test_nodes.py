@@ -91,6 +91,9 @@ def test_nodes_join_before_or_after_the_leader_and_get_the_plan(port: int) -> No
         assert {rank: node.busy_ports for rank, node in nodes.items()} == {1: [8080], 2: [9000]}
         leader.send_plan(PLAN, lambda rank, ended: None)
         assert early.done().plan == late.done().plan == PLAN
+        for node in (early, late):
+            assert node.connection is not None
+            node.connection.close()
     assert said[0].startswith("waiting for nodes 1, 2 at 127.0.0.1:")
     assert said[-1].endswith("joined")
 
