@@ -6,6 +6,7 @@ our transfer engines, before the worker creates one.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from pipelinerl.inference import plugin
@@ -13,6 +14,8 @@ from pipelinerl.inference.in_place import checkpoint_tensors, is_tied
 from pipelinerl.inference.reload import roll_back
 
 plugin.register()
+
+_PARTS = ("start", "transfer", "load")
 
 
 class WeightUpdateExtension:
@@ -35,13 +38,27 @@ class WeightUpdateExtension:
         engine.shutdown()
         return {"was_open": was_open}
 
+    def pipelinerl_whole_update(self, update_info: dict[str, Any]) -> dict[str, float]:
+        """Start, receive and finish in one call; returns the seconds of the three parts. The server is paused."""
+        worker: Any = self
+        times = [time.monotonic()]
+        worker.start_weight_update()
+        times.append(time.monotonic())
+        worker.update_weights(update_info)
+        times.append(time.monotonic())
+        worker.finish_weight_update()
+        times.append(time.monotonic())
+        return {name: end - begin for name, begin, end in zip(_PARTS, times, times[1:], strict=False)}
+
     def pipelinerl_model_info(self) -> dict[str, Any]:
         """What an update has to cover: `tensors` {name: shape} of the checkpoint that this server was started with
-        (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model."""
+        (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model, and whether a
+        `whole_update` in one call is served."""
         config = self.vllm_config.model_config
         tensors = checkpoint_tensors(config)
         return {
             "tensors": None if tensors is None else {name: list(shape) for name, shape in tensors.items()},
             "tied": is_tied(config),
             "dtype": str(config.dtype).removeprefix("torch."),
+            "whole_update": True,
         }

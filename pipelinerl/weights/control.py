@@ -83,16 +83,30 @@ class ControlClient:
 
     async def receive_update(self, metas: list[TensorMeta]) -> None:
         """Let the workers receive the tensors. Returns when they have all of them."""
-        update_info = {
-            "names": [meta.name for meta in metas],
-            "dtype_names": [meta.dtype_name for meta in metas],
-            "shapes": [list(meta.shape) for meta in metas],
-        }
-        await self._post("/update_weights", json={"update_info": update_info})
+        await self._post("/update_weights", json={"update_info": update_info_of(metas)})
 
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under the label `version`."""
         await self._post("/finish_weight_update", json={"weight_version": str(version)})
+
+    async def whole_update(
+        self, metas: list[TensorMeta], version: int, kv_cache: KVCache, wakes: bool, limit_s: float
+    ) -> dict[str, float]:
+        """Pause, receive, load and resume in one call (see `inference.update_route`); returns the seconds by phase.
+
+        Args:
+            wakes: the server sleeps and wakes on the way.
+            limit_s: after so long the server leaves itself paused.
+        """
+        body = {
+            "update_info": update_info_of(metas),
+            "weight_version": str(version),
+            "clear_cache": kv_cache == "recompute",
+            "wakes": wakes,
+            "limit_s": limit_s,
+        }
+        answer = await self._post("/pipelinerl/update", json=body)
+        return {str(phase): float(seconds) for phase, seconds in answer["seconds"].items()}
 
     async def weight_version(self) -> str:
         answer = await self._request("GET", "/weight_info")
@@ -118,6 +132,15 @@ class ControlClient:
         if not isinstance(answer, dict):
             raise WeightSyncError(self.name, f"{path}: got {str(answer)[:_QUOTE_CHARACTERS]!r}, expected a JSON object")
         return answer
+
+
+def update_info_of(metas: list[TensorMeta]) -> dict[str, Any]:
+    """What a worker is told about the tensors that are to come."""
+    return {
+        "names": [meta.name for meta in metas],
+        "dtype_names": [meta.dtype_name for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
+    }
 
 
 def control_session(token: str) -> aiohttp.ClientSession:

@@ -25,6 +25,8 @@ from pipelinerl.weights.transport import Transport
 
 #: Buffers that may wait for one server; more would only hold memory.
 _OUTBOX_BUFFERS = 2
+#: Of the time of an attempt, what the server may use for an update in one call.
+_SERVER_SHARE = 0.9
 
 
 class ServerLink:
@@ -59,6 +61,7 @@ class ServerLink:
         self._transport: Transport | None = None
         self._expected: Mapping[str, tuple[int, ...]] | None = None
         self._tied = False
+        self._takes_whole_updates = False
         self._phase = "connect"
         self._outbox: queue.Queue[torch.Tensor | None] = queue.Queue(_OUTBOX_BUFFERS)
         #: What `sleep` took from the server and no update has given back yet.
@@ -81,6 +84,7 @@ class ServerLink:
             tensors = info.get("tensors")
             self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
             self._tied = bool(info.get("tied", False))
+            self._takes_whole_updates = bool(info.get("whole_update", False))
             self._transport = transport = self._make_transport()
             init_info = transport.prepare(await self.client.world_size())
             await _together(self.client.init_engine(init_info), in_thread(f"weights-join-{self.name}", transport.join))
@@ -103,12 +107,15 @@ class ServerLink:
         Raises:
             WeightSyncError: with the phase and the quoted error; the server is left paused.
         """
+        if self._takes_whole_updates:
+            return ServerUpdate(self.name, await self._update_in_one_call(version, metas))
         seconds: dict[str, float] = {}
         async with self._attempt("pause"):
             with self._timed("pause", seconds):
-                await self.client.pause(self._kv_cache)
                 if self._asleep:
+                    # Before the pause: a server that is fully awake after this call has resumed.
                     await self.client.wake("weights")
+                await self.client.pause(self._kv_cache)
             with self._timed("start", seconds):
                 await self.client.start_update()
             with self._timed("transfer", seconds):
@@ -123,6 +130,20 @@ class ServerLink:
                     self._asleep = False
                 await self.client.resume()
         return ServerUpdate(self.name, seconds)
+
+    async def _update_in_one_call(self, version: int, metas: list[TensorMeta]) -> dict[str, float]:
+        """The round as one call; buffers are on their way while the server still pauses. Returns seconds by phase."""
+        seconds: dict[str, float] = {}
+
+        async def call() -> None:
+            # The server's limit comes first: what it gives up it does not resume.
+            limit_s = _SERVER_SHARE * self._timeout_s
+            seconds.update(await self.client.whole_update(metas, version, self._kv_cache, self._asleep, limit_s))
+
+        async with self._attempt("update"):
+            await _together(call(), in_thread(f"weights-send-{self.name}", self._send_all))
+            self._asleep = False
+        return seconds
 
     async def sleep(self, level: int) -> None:
         """Let the server leave its GPU (see `ControlClient.sleep`) until the next update.

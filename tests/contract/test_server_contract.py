@@ -33,7 +33,8 @@ def server(request: pytest.FixtureRequest, tiny_server: VLLMProcess) -> Iterator
     if request.param == "real":
         yield tiny_server
         return
-    with FakeServer(read_manifest(tiny_server.model), tied=True, token_delay_s=0.005) as fake:
+    manifest = read_manifest(tiny_server.model)
+    with FakeServer(manifest, tied=True, token_delay_s=0.005, whole_update=True) as fake:
         yield fake
 
 
@@ -67,7 +68,10 @@ def published(server: Server, version: int) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong-token-wrong-token"])
-@pytest.mark.parametrize("path", ["/pause", "/resume", "/update_weights", "/collective_rpc", "/inference/v1/generate"])
+@pytest.mark.parametrize(
+    "path",
+    ["/pause", "/resume", "/update_weights", "/collective_rpc", "/pipelinerl/update", "/inference/v1/generate"],
+)
 def test_no_token_no_answer(server: Server, path: str, token: str | None) -> None:
     assert call(server, "POST", path, {}, token)[0] == 401
     assert call(server, "GET", "/health")[0] == 200
@@ -121,6 +125,30 @@ def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
 
 
+def test_an_update_is_one_call(server: Server) -> None:
+    with WeightPublisher(server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("server", server.url)])
+        report = publisher.publish(5, ModuleSource(random_model()))
+        assert report.failed == {} and set(report.updated[0].seconds) == {
+            "pause",
+            "start",
+            "transfer",
+            "load",
+            "resume",
+        }
+    assert call(server, "GET", "/weight_info", token=server.token) == (200, {"weight_version": "5"})
+    assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": False})
+    if isinstance(server, FakeServer):
+        assert "/pipelinerl/update" in server.calls and "/pause" not in server.calls
+
+
+def test_a_call_for_an_update_that_says_too_little_changes_nothing(server: Server) -> None:
+    published(server, 6)
+    assert call(server, "POST", "/pipelinerl/update", {"weight_version": "7"}, server.token)[0] == 400
+    assert call(server, "GET", "/weight_info", token=server.token) == (200, {"weight_version": "6"})
+    assert len(generate(server)["choices"][0]["token_ids"]) == 8
+
+
 def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> None:
     assert call(server, "POST", "/pause?mode=keep&clear_cache=false", token=server.token)[0] == 200
     assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": True})
@@ -169,5 +197,5 @@ def test_model_info_describes_the_checkpoint(server: Server) -> None:
 
     info = asyncio.run(ask())
     shapes = {meta.name: list(meta.shape) for meta in ModuleSource(random_model()).metadata()}
-    assert info == {"tensors": shapes, "tied": True, "dtype": "float32"}
+    assert info == {"tensors": shapes, "tied": True, "dtype": "float32", "whole_update": True}
     assert TensorMeta("lm_head.weight", random_model().dtype, (1,)).name not in shapes

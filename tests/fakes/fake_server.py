@@ -49,6 +49,7 @@ class FakeServer:
         script: the output ids for a request body.
         token_delay_s: seconds per output token, so that updates can fall into a sequence.
         logprob: log-prob of every token.
+        whole_update: serve an update in one call, as our servers do; False: the trainer makes the calls one by one.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class FakeServer:
         token_delay_s: float = 0.0,
         logprob: float = -0.5,
         token: str = "fake-server-token-0123456789",
+        whole_update: bool = False,
     ) -> None:
+        self._whole_update = whole_update
         self.token = token
         self.url = ""
         self.tensors: dict[str, torch.Tensor] = {}
@@ -132,6 +135,7 @@ class FakeServer:
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._update,
             ("POST", "/finish_weight_update"): self._finish,
+            ("POST", "/pipelinerl/update"): self._update_in_one_call,
             ("POST", "/inference/v1/generate"): self._generate,
         }
         for (method, path), handler in routes.items():
@@ -197,7 +201,8 @@ class FakeServer:
         method = (await request.json())["method"]
         if method == "pipelinerl_model_info":
             expected = None if self._expected is None else {name: list(s) for name, s in self._expected.items()}
-            return web.json_response({"results": [{"tensors": expected, "tied": self._tied, "dtype": "float32"}]})
+            info = {"tensors": expected, "tied": self._tied, "dtype": "float32", "whole_update": self._whole_update}
+            return web.json_response({"results": [info]})
         if method == "pipelinerl_abort_update":
             was_open, self._open = self._open, False
             self._leave_group()
@@ -246,6 +251,17 @@ class FakeServer:
         self.tensors, self._open = self._received, False
         self.version = (await request.json())["weight_version"]
         return web.json_response({"message": "Weight update finished"})
+
+    async def _update_in_one_call(self, request: web.Request) -> web.Response:
+        if not {"update_info", "weight_version", "clear_cache", "limit_s"} <= set(await request.json()):
+            return _error(400, "update: something is missing")
+        await self._pause(request)
+        for part in (self._start, self._update, self._finish):
+            answer = await part(request)
+            if answer.status != 200:
+                return answer
+        await self._resume(request)
+        return web.json_response({"seconds": dict.fromkeys(("pause", "start", "transfer", "load", "resume"), 0.001)})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
