@@ -47,7 +47,16 @@ def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
 
 
 def test_the_shipped_names() -> None:
-    expected = {"agent", "base", "base_4gpu", "guessing", "guessing_2gpu", "quickstart", "two_servers_two_ranks"}
+    expected = {
+        "agent",
+        "arithmetic_2gpu",
+        "base",
+        "base_4gpu",
+        "guessing",
+        "guessing_2gpu",
+        "quickstart",
+        "two_servers_two_ranks",
+    }
     assert expected <= set(NAMES)
 
 
