@@ -26,6 +26,7 @@ from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import PHASES, ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.transport import TransportName
 from pipelinerl.weights.verify import ProbeSequence
 
 
@@ -104,7 +105,7 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     vocabulary = model.config.vocab_size
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    transport = "nccl" if args.device == "cuda" else "gloo"
+    transport = transport_of(args)
     rounds: list[dict[str, float]] = []
     with WeightPublisher(server.token, transport=transport, timeout_s=60) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
@@ -134,6 +135,13 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
     if max(before["mean_abs_diff"], after["mean_abs_diff"]) > 0.1:
         result["void"] = "the server does not compute with what was sent: these seconds are of no update"
     return result | {"floor_s": floor_s(num_bytes, args.sender_gpu, args.server_gpu)}
+
+
+def transport_of(args: argparse.Namespace) -> TransportName:
+    """Two processes on one GPU share memory."""
+    if args.device == "cpu":
+        return "gloo"
+    return "ipc" if args.sender_gpu == args.server_gpu else "nccl"
 
 
 def main() -> None:
@@ -168,8 +176,9 @@ def main() -> None:
             if args.url:
                 results[size] = measure(Server(args.url, args.token, 0.0), folder, args)
             else:
-                transport = "nccl" if args.device == "cuda" else "gloo"
-                with running_server(folder, transport, kwargs, Path(scratch) / "server.log", environ=environ) as server:
+                with running_server(
+                    folder, transport_of(args), kwargs, Path(scratch) / "server.log", environ=environ
+                ) as server:
                     results[size] = measure(server, folder, args) | {"server_start_s": server.start_s}
             write_result(args.output, {"concurrency": args.concurrency, "results": results})
 
