@@ -237,7 +237,7 @@ def test_the_interval_policy_syncs_without_another_write(tmp_path: Path, monkeyp
     writer: FileWriter[MetricRecord] = FileWriter(tmp_path, MetricRecord, 10**6, "interval")
     synced.clear()
     writer.write(record(0))
-    assert synced.wait(5)
+    assert synced.wait(60)
     writer.close()
 
 
@@ -255,8 +255,8 @@ def test_without_inotify_the_wait_is_bounded(tmp_path: Path) -> None:
     reader: FileReader[MetricRecord] = FileReader(tmp_path, MetricRecord, use_inotify=False)
     threading.Timer(0.1, lambda: write(tmp_path, 1)).start()
     start = time.monotonic()
-    assert len(reader.read(20)) == 1
-    assert time.monotonic() - start < 10
+    assert len(reader.read(600)) == 1
+    assert time.monotonic() - start < 60
 
 
 WRITE_FOREVER = """
@@ -280,11 +280,11 @@ def test_a_killed_writer_loses_nothing_and_frees_the_stream(tmp_path: Path) -> N
         with pytest.raises(StreamError, match=f"process {process.pid} is already writing"):
             open_writer(tmp_path)
         for _ in range(50):
-            for entry in reader.read(10):
+            for entry in reader.read(60):
                 assert entry.offset == entry.record.step == expected
                 expected += 1
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
     writer = open_writer(tmp_path)
     while entries := reader.read(0):

@@ -51,7 +51,7 @@ def open_reader(server: RedisServer, offset: int = 0) -> RedisReader[MetricRecor
 
 def read_steps(reader: RedisReader[MetricRecord], count: int) -> list[int]:
     steps: list[int] = []
-    while len(steps) < count and (entries := reader.read(5)):
+    while len(steps) < count and (entries := reader.read(60)):
         steps += [entry.record.step for entry in entries]
     return steps
 
@@ -195,7 +195,7 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
