@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -82,8 +82,8 @@ def _run(
         ).start()
         ended = Ended("failed", f"the launcher of node {cluster.rank} failed", EXIT_RUN_FAILED)
         try:
-            outcome = _supervise(plan, cluster, search_dirs, events)
-            ended = Ended(outcome.status, outcome.reason, outcome.exit_code)
+            outcome = _supervise(plan, cluster, search_dirs, events, lambda known: link.tell_end(_ended(known)))
+            ended = _ended(outcome)
         except PipelineRLError as error:
             code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
             ended = Ended("failed", str(error), code)
@@ -94,7 +94,13 @@ def _run(
     return outcome.exit_code
 
 
-def _supervise(plan: Plan, cluster: Cluster, search_dirs: Sequence[Path], events: SimpleQueue[Event]) -> Outcome:
+def _supervise(
+    plan: Plan,
+    cluster: Cluster,
+    search_dirs: Sequence[Path],
+    events: SimpleQueue[Event],
+    on_outcome: Callable[[Outcome], object],
+) -> Outcome:
     run_dir = RunDir(Path(plan.run_dir))
     identity = _shared_identity(run_dir, plan)
     config = load_config(run_dir.config_file)
@@ -106,7 +112,7 @@ def _supervise(plan: Plan, cluster: Cluster, search_dirs: Sequence[Path], events
     )
     commands = [build_command(job, world, run_dir, os.environ, search_dirs) for job in world.local_jobs]
     _say(f"node {cluster.rank}: starting {len(commands)} processes of run {plan.run_id} in {run_dir.root}")
-    return supervise_node(config, run_dir, identity, commands, os.environ, plan.token, events)
+    return supervise_node(config, run_dir, identity, commands, os.environ, plan.token, events, on_outcome)
 
 
 def _shared_identity(run_dir: RunDir, plan: Plan) -> RunIdentity:
@@ -122,6 +128,10 @@ def _shared_identity(run_dir: RunDir, plan: Plan) -> RunIdentity:
             "Put output_dir on a file system that all nodes share, under the same path.",
         )
     return identity
+
+
+def _ended(outcome: Outcome) -> Ended:
+    return Ended(outcome.status, outcome.reason, outcome.exit_code)
 
 
 def _by(peer: str, ended: Ended) -> str | None:

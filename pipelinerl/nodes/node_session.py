@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
 
@@ -38,8 +38,12 @@ def supervise_node(
     environ: Mapping[str, str],
     token: str,
     events: SimpleQueue[Event],
+    on_outcome: Callable[[Outcome], object],
 ) -> Outcome:
-    """Start this node's jobs and block until the run is over and all of them are gone."""
+    """Start this node's jobs and block until the run is over and all of them are gone.
+
+    `on_outcome` hears how it ended before they are gone: the other nodes should not wait for that.
+    """
     hub = StreamHub(config.streams, run_dir, identity.run_id, environ)
     reader = hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage)
     become_subreaper()
@@ -67,4 +71,5 @@ def supervise_node(
                 incarnation=identity.incarnation,
                 now=time.time(),
             ),
+            on_outcome=on_outcome,
         ).run()

@@ -44,7 +44,11 @@ MAX_GRACE_S = 10.0
 # After a failure somebody waits for the answer, and what is left has nothing to save.
 MAX_GRACE_AFTER_FAILURE_S = 5.0
 MIN_GRACE_S = 1.0
-_COLLECT_S = 1.0
+#: `collect_s` of a run on one node, and of one over several.
+COLLECT_S = 1.0
+NODES_COLLECT_S = 5.0
+# From here on in the order of blame, the cause may be another death.
+_UNCLEAR = 2
 _STACK_DUMP_S = 3.0
 
 
@@ -60,7 +64,11 @@ class Outcome:
 
 @dataclass
 class Supervisor:
-    """Supervises one run on one node; `run` is called once."""
+    """Supervises one run on one node; `run` is called once.
+
+    `on_outcome` hears how the run ended before its processes are ended. `collect_s`: how long the cause of a death may
+    take to show; more with several nodes, where it can be the death of a process on another one.
+    """
 
     commands: Sequence[Command]
     run_dir: RunDir
@@ -73,6 +81,8 @@ class Supervisor:
     events: SimpleQueue[Event]
     keeper: ServerKeeper
     clock: Callable[[], float] = time.time
+    on_outcome: Callable[[Outcome], object] = lambda outcome: None
+    collect_s: float = COLLECT_S
     _children: dict[str, Child] = field(default_factory=dict)
     _last_tick: float = 0.0
 
@@ -81,6 +91,7 @@ class Supervisor:
         grace_s = MAX_GRACE_AFTER_FAILURE_S
         try:
             outcome = self._start() or self._watch()
+            self.on_outcome(outcome)
             if outcome.status == "completed":
                 grace_s = MAX_GRACE_S
             elif outcome.status == "interrupted":
@@ -263,12 +274,7 @@ class Supervisor:
     def _blame(self, first: ChildExited, verdict: Verdict) -> Outcome:
         """Name the job that failed. One death causes others: those that follow at once are looked at, too."""
         ends: list[tuple[ChildExited, Verdict]] = [(first, verdict)]
-        deadline = self.clock() + _COLLECT_S
-        while (left_s := deadline - self.clock()) > 0:
-            event = self._next_event(left_s)
-            if isinstance(event, ChildExited):
-                ends.append((event, self.policy.on_exit(self._job_of(event.name), event.returncode)))
-        ends = [end for end in ends if end[1].kind in ("failed", "user_error")]
+        node = self._collect_ends(ends)
         event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
         child = self._children[event.name]
         if verdict.kind == "user_error":
@@ -279,7 +285,26 @@ class Supervisor:
         others = [f"{e.name} ({describe_exit(e.returncode)})" for e, _ in ends if e.name != event.name]
         if others:
             reason += f"\nAlso ended: {', '.join(others)}"
-        return Outcome("failed", f"{reason}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, event.name)
+        reason += f"\nIts log: {child.stderr.file}"
+        if node is not None:
+            reason = f"{node.reason}\nOn this node: {reason}"
+        return Outcome("failed", reason, EXIT_RUN_FAILED, event.name)
+
+    def _collect_ends(self, ends: list[tuple[ChildExited, Verdict]]) -> NodeEnded | None:
+        """Add the bad ends of the next moment to `ends`; the failure of another node if that may be the cause."""
+        start = self.clock()
+        while True:
+            is_clear = any(self._blame_order(end) < _UNCLEAR for end in ends)
+            left_s = start + (min(self.collect_s, COLLECT_S) if is_clear else self.collect_s) - self.clock()
+            if left_s <= 0:
+                return None
+            event = self._next_event(left_s)
+            if isinstance(event, NodeEnded) and event.status == "failed" and not is_clear:
+                return event
+            if isinstance(event, ChildExited):
+                verdict = self.policy.on_exit(self._job_of(event.name), event.returncode)
+                if verdict.kind in ("failed", "user_error"):
+                    ends.append((event, verdict))
 
     def _blame_order(self, end: tuple[ChildExited, Verdict]) -> int:
         """User errors first, then what was killed by a signal, then servers, then the rest."""
@@ -288,7 +313,7 @@ class Supervisor:
             return 0
         if event.returncode < 0:
             return 1
-        return 2 if self._job_of(event.name).kind in SERVER_KINDS else 3
+        return _UNCLEAR if self._job_of(event.name).kind in SERVER_KINDS else _UNCLEAR + 1
 
     def _find_stuck(self, now: float) -> Outcome | None:
         pause_s, self._last_tick = now - self._last_tick, now
