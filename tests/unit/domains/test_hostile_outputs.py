@@ -103,7 +103,7 @@ SELECTIONS = [
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("name", "labels"), SELECTIONS)
-async def test_every_hostile_output_is_graded_in_time_and_scores_nothing(
+async def test_r2_every_hostile_output_is_graded_in_time_and_scores_nothing(
     name: str, labels: tuple[str, ...], tmp_path: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -131,7 +131,7 @@ async def test_every_hostile_output_is_graded_in_time_and_scores_nothing(
     assert not (tmp_path / "owned").exists()
 
 
-async def test_the_event_loop_is_free_while_a_megabyte_is_graded() -> None:
+async def test_r2_the_event_loop_is_free_while_a_megabyte_is_graded() -> None:
     # The best of three: another process on the same core must not decide.
     lags_s: list[float] = []
     while not lags_s or (lags_s[-1] >= 0.1 and len(lags_s) < 3):
@@ -158,7 +158,7 @@ async def _lag_p99_s() -> float:
     return lags[int(len(lags) * 0.99)]
 
 
-def test_hostile_programs_are_verdicts() -> None:
+def test_r2_hostile_programs_are_verdicts() -> None:
     problem = coding_problem()
     for program in (
         "import sys; sys.exit(0)",

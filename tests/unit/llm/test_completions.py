@@ -67,14 +67,14 @@ def entries(*values: float | None) -> dict[str, Any]:
         ({"finish_reason": "mystery"}, "bad_finish_reason"),
     ],
 )
-def test_answers_that_cannot_be_trained_on_are_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
+def test_t2_answers_that_cannot_be_trained_on_are_refused_with_a_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(RolloutError) as refused:
         read(**changes)
     assert refused.value.reason == reason
     assert not isinstance(refused.value, RetryableRolloutError)
 
 
-def test_nan_and_garbage_are_refused() -> None:
+def test_t2_nan_and_garbage_are_refused() -> None:
     for content in (b"{", b"\xff", b'{"choices": []}', json.dumps(answer(logprobs=entries(float("nan")))).encode()):
         with pytest.raises(RolloutError, match="bad_response"):
             read_completion(content)
@@ -98,7 +98,7 @@ def make_llm(url: str = "http://unused", **settings: Any) -> TrainableLLM:
     )
 
 
-def test_the_context_is_checked_before_anything_is_sent() -> None:
+def test_t6_the_context_is_checked_before_anything_is_sent() -> None:
     llm = make_llm(max_model_len=8)
     assert request_body(llm, [1] * 5)["sampling_params"]["max_tokens"] == 3
     with pytest.raises(RolloutError, match="context_overflow"):

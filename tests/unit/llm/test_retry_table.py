@@ -28,7 +28,7 @@ from pipelinerl.llm.retry import Fault, Verdict, classify, reason_of, retry_dela
         (Fault.EMPTY, Verdict.RETRY),
     ],
 )
-def test_every_problem_has_one_verdict(problem: int | Fault, verdict: Verdict) -> None:
+def test_r3_every_problem_has_one_verdict(problem: int | Fault, verdict: Verdict) -> None:
     assert classify(problem) is verdict
 
 

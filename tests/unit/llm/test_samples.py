@@ -79,7 +79,7 @@ def test_samples_carry_ids_spans_and_reward() -> None:
         ({"reward": "1.0"}, "bad_reward"),
     ],
 )
-def test_texts_that_do_not_fit_together_fail_with_a_reason(changes: dict[str, Any], reason: str) -> None:
+def test_t2_texts_that_do_not_fit_together_fail_with_a_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(RolloutError) as refused:
         build_samples([make_text(), make_text(**changes)], group_id="g", rollout_id="r")
     assert refused.value.reason == reason
