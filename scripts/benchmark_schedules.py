@@ -57,6 +57,14 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
         "concurrent": [f"max_lag={args.max_lag}"],
         "pipeline": [f"max_lag={args.max_lag}"],
     }
+    on_gpu = [
+        "vllm_config.vllm_kwargs.dtype=bfloat16",
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.5",
+        "~vllm_config.vllm_kwargs.enforce-eager",
+        "finetune.dtype=auto",
+        "finetune.load_as_bf16=true",
+        "finetune.logprob_chunk_tokens=4096",
+    ]
     return [
         f"schedule={schedule}",
         *own[schedule],
@@ -74,6 +82,7 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
         f"llm.parameters.max_tokens={longest}",
         f"+custom.mean_tokens={args.mean_tokens}",
         f"+custom.variance={variance}",
+        *(on_gpu if args.device == "cuda" else []),
         *args.overrides,
     ]
 
