@@ -14,6 +14,7 @@ pytest.importorskip("verifiers")
 from fakes.fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
+from pipelinerl.__main__ import main
 from pipelinerl.agents.openai_agent import BlackBox
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.domains.verifiers import load_problems
@@ -167,3 +168,7 @@ async def test_a_public_environment_agrees_with_its_own_scorer(
 def test_what_cannot_be_used_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(DomainError, match=words):
         load_problems(["train"], **settings)
+
+
+def test_check_domain() -> None:
+    assert main(["check-domain", "verifiers", "+dataset_loader_params.env_args.num_train_examples=20"]) == 0
