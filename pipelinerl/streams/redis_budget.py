@@ -7,6 +7,7 @@ back, the audit and the replay find it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.fsync import FsyncPolicy
 from pipelinerl.streams.layout import list_shards
 from pipelinerl.streams.redis_client import StreamKeys
+
+logger = logging.getLogger(__name__)
 
 FIELD = "r"
 # Redis needs about this much for an entry beside its bytes.
@@ -98,15 +101,21 @@ class Mover:
         Raises:
             StreamError: no consumer took a step for `timeout_s`, or records are missing.
         """
-        deadline = time.monotonic() + self.budget.timeout_s
+        started, is_told = time.monotonic(), False
+        deadline = started + self.budget.timeout_s
         while True:
             mark = self._mark()
             if self.move(self._releasable(count)):
+                if is_told:
+                    logger.info("%s has room again after %.1f s", self._keys.log, time.monotonic() - started)
                 return
             if stopped():
                 raise StreamError("is closed")
             if (rest := deadline - time.monotonic()) <= 0:
                 raise StreamError(self._full())
+            if not is_told:
+                is_told = True
+                logger.warning("%s is full: waiting for %s", self._keys.log, " and ".join(self.budget.consumers))
             self._client.xread({self._keys.notice: mark}, block=int(min(rest, SLICE_S) * 1000) + 1)
 
     def move(self, end: int) -> int:

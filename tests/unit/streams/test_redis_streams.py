@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import RecordCodec, encode
 from pipelinerl.streams.base import StreamSpec
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
-from pipelinerl.streams.redis_client import connect, shown, stream_keys
+from pipelinerl.streams.redis_client import check_server, connect, shown, stream_keys
 from pipelinerl.streams.redis_reader import RedisReader
 from pipelinerl.streams.redis_writer import FIELD, RedisWriter
 from pipelinerl.supervise.redis_server import RedisServer
@@ -162,6 +163,16 @@ def test_d6_servers_that_could_lose_records_are_refused(server: RedisServer, tmp
     connect(server.url).config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(StreamError, match="eviction policy 'allkeys-lru'"):
         hub(server.url, tmp_path)
+
+
+@pytest.mark.parametrize(("version", "is_good"), [("6.0.16", False), ("5.0.7", False), ("6.2.0", True), ("10.1", True)])
+def test_d6_an_old_server_is_refused(version: str, is_good: bool) -> None:
+    client = Mock(info=lambda: {"redis_version": version, "maxmemory_policy": "noeviction"})
+    if is_good:
+        check_server(client, "redis://host:6379/0")
+        return
+    with pytest.raises(StreamError, match=r"redis://host:6379/0 is version .*, streams need \(6, 2\) or later"):
+        check_server(client, "redis://:secret@host:6379/0")
 
 
 def test_d6_o5_the_server_needs_its_password_which_is_nowhere_to_be_seen(server: RedisServer, tmp_path: Path) -> None:
