@@ -14,6 +14,8 @@ from pipelinerl.domains import gymnasium_text, textarena
 from pipelinerl.domains.gymnasium_text.game import GymnasiumGame
 from pipelinerl.domains.textarena.game import TextArenaGame
 from pipelinerl.errors import DomainError
+from pipelinerl.servers.game_messages import GameOpened, GameStep, OpenGame
+from pipelinerl.servers.game_pool import GamePool
 
 LAKE = {
     "env_id": "FrozenLake-v1",
@@ -88,3 +90,19 @@ def test_splits_have_seeds_of_their_own() -> None:
 @pytest.mark.parametrize("name", ["gymnasium_text", "textarena"])
 def test_check_domain(name: str) -> None:
     assert main(["check-domain", name]) == 0
+
+
+async def test_both_play_in_game_processes() -> None:
+    lake = gymnasium_text.load_problems(["train"], **LAKE, num_train=1)[0]
+    number = textarena.load_problems(["train"], num_train=1)[0]
+    async with GamePool(1, timeout_s=120.0, memory_bytes=4 << 30, max_games=2, idle_timeout_s=3600) as games:
+        walk = await games.open(OpenGame("pipelinerl.domains.gymnasium_text.game.GymnasiumGame", lake))
+        guess = await games.open(OpenGame("pipelinerl.domains.textarena.game.TextArenaGame", number))
+        assert isinstance(walk, GameOpened) and "Actions: left, down, right, up." in walk.text
+        assert isinstance(guess, GameOpened) and "between" in guess.text
+        for word in ("down", "down", "right", "down", "right"):
+            step = await games.act(walk.number, f"<action>{word}</action>")
+            assert isinstance(step, GameStep) and not step.done
+        assert isinstance(await games.act(guess.number, "[7]"), GameStep)
+        last = await games.act(walk.number, "<action>right</action>")
+        assert isinstance(last, GameStep) and last.done and last.reward == 1.0
