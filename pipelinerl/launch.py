@@ -19,6 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.agent import steps_of_epochs
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.load import save_config
+from pipelinerl.config.stages import has_stage, stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
 from pipelinerl.nodes.following import follow
 from pipelinerl.nodes.leading import OtherNodes, other_nodes
@@ -29,6 +30,7 @@ from pipelinerl.supervise.context import LOG_FORMAT, TOKEN_KEY
 from pipelinerl.supervise.machine import usable_cores
 from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.supervise.process import Event
+from pipelinerl.supervise.recorded_streams import bounded_by_record
 from pipelinerl.supervise.restarts import can_resume
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.session import RunSession, supervise
@@ -48,11 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{composed.help_text}\n")
             return 0
         cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
-        if composed.config.dry_run:
-            return show_plan(composed, composed.config, cluster)
+        config = stage_config(composed.config)
+        if config.dry_run:
+            return show_plan(composed, config, cluster)
         if cluster.rank > 0:
-            return follow(composed.config, cluster, composed.search_dirs)
-        return launch(composed, composed.config, cluster)
+            return follow(config, cluster, composed.search_dirs)
+        return launch(composed, config, cluster)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
@@ -106,8 +109,10 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)
-    problems = preflight.check_domain(config, os.environ, composed.search_dirs)
-    config = bounded_by_epochs(config, problems)
+    problems = "no rollouts"
+    if has_stage(config, "actor"):
+        problems = preflight.check_domain(config, os.environ, composed.search_dirs)
+    config = bounded_by_record(bounded_by_epochs(config, problems))
     with (
         other_nodes(config, cluster) as nodes,
         FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir(), busy_elsewhere=nodes.busy_ports) as ports,

@@ -89,7 +89,11 @@ async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPoo
 
 async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> None:
     trainer = parts.trainer
-    with context.heartbeat.waiting("the first weight update", context.config.vllm_config.start_timeout_s):
+    start_timeout_s = context.config.vllm_config.start_timeout_s
+    if parts.alone is not None:
+        with context.heartbeat.waiting("servers to start", start_timeout_s):
+            await parts.alone.wait_for_servers(parts.server_urls, context.token, start_timeout_s)
+    with context.heartbeat.waiting("the first weight update", start_timeout_s):
         await trainer.wait_for(lambda: trainer.version is not None)
     servers = await fetch_max_model_lens(parts.server_urls, context.token)
     await pool.wait_ready(servers)
@@ -109,7 +113,7 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
         tasks.create_task(parts.training.run())
         tasks.create_task(_evaluate_when_due(parts))
 
-    if (trainer.current_version, True) not in made:
+    if parts.alone is None and (trainer.current_version, True) not in made:
         logger.info("training is done at version %d: last evaluation", trainer.current_version)
         await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
     parts.report()
@@ -128,6 +132,8 @@ def _take_up(context: RoleContext, parts: ActorParts) -> None:
     groups = find_unsettled_groups(context.streams, context.job.name, steps_done)
     for group_id, sample_ids in groups.items():
         parts.budget.publish(group_id, sample_ids)
+        if parts.alone is not None:
+            parts.alone.published(group_id, len(sample_ids))
         for count in Counter(sample_id.rpartition("/")[0] for sample_id in sample_ids).values():
             parts.budget.observe_rollout(count)
     logger.info(

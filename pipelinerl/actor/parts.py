@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.alone import AloneTrainer
 from pipelinerl.actor.drain_requests import drain_answers
 from pipelinerl.actor.evaluation import EvaluationSchedule, Evaluator
 from pipelinerl.actor.failures import FailureLimit
@@ -49,6 +50,7 @@ class ActorParts:
 
     server_urls: list[str]
     members: ServerMembership
+    alone: AloneTrainer | None
     budget: SampleBudget
     trainer: TrainerState
     slots: ServerSlots
@@ -123,6 +125,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         if isinstance(answer, RolloutEnded):
             budget.observe_rollout(answer.summary.num_samples)
 
+    alone = AloneTrainer(config, budget, trainer) if config.debug.mode == "actor" else None
     training = TrainingRollouts(
         problems=ProblemOrder(problems.train, str(config.seed)),
         attempts=config.attempts,
@@ -135,6 +138,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         trainer=trainer,
         publisher=publisher,
         on_answer=on_training_answer,
+        on_published=alone.published if alone is not None else None,
     )
     evaluator = Evaluator(
         scheduler=scheduler,
@@ -145,6 +149,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     )
     return ActorParts(
         server_urls=list(urls.values()),
+        alone=alone,
         members=ServerMembership(urls, slots, pool, context.token, incarnation),
         budget=budget,
         trainer=trainer,

@@ -98,6 +98,16 @@ class TrainerState:
         self.steps_done = step
         self._budget.stand_at(step)
 
+    def serve(self, version: int) -> None:
+        """Without a trainer: the servers sample with `version` from now on."""
+        self.version = version
+        self.notify()
+
+    def finish(self) -> None:
+        """Without a trainer: there is nothing left to do."""
+        self.done = True
+        self.notify()
+
     def notify(self) -> None:
         """Wake everyone who waits for a change."""
         for event in self._subscribers:

@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 class TrainingRollouts:
     """Training rollouts of one run. `on_answer` hears of every attempt that ended, with its problem.
 
-    `numbers` are the places in the order of problems to run; a restart sets them to what is left.
+    `numbers` are the places in the order of problems to run; a restart sets them to what is left. `on_published` hears
+    of every group that was written and of the number of its samples.
     """
 
     problems: ProblemOrder
@@ -45,6 +46,7 @@ class TrainingRollouts:
     publisher: Publisher
     on_answer: Callable[[Answer, Problem], None]
     numbers: Iterator[int] = field(default_factory=itertools.count)
+    on_published: Callable[[str, int], None] | None = None
     _groups: set[asyncio.Task[None]] = field(default_factory=set)
     _unfinished_attempts: int = 0
 
@@ -107,4 +109,6 @@ class TrainingRollouts:
         # Fate first, then the group, then the budget: nothing is acted on that is not written.
         self.publisher.publish_group(group, self.trainer.current_version)
         self.budget.publish(group_id, [sample.id for sample in group.record.samples])
+        if self.on_published is not None:
+            self.on_published(group_id, len(group.record.samples))
         self.trainer.notify()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from pipelinerl.config.agent import AGENT_ROLLOUT
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.stages import READING_MODES, STAGE_KINDS
 from pipelinerl.errors import ConfigError
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -130,13 +132,34 @@ def subset(config: RunConfig) -> ConfigError | None:
 
 
 def own_streams(config: RunConfig) -> ConfigError | None:
-    """A run reads what it wrote."""
-    if config.debug.streams_from is not None:
+    """A run reads what it wrote; a stage alone reads what another run wrote."""
+    source, mode = config.debug.streams_from, config.debug.mode
+    if mode in READING_MODES and source is None:
+        return ConfigError(
+            "debug.streams_from", None, f"the output_dir of another run with debug.mode={mode}", "Name a recorded run."
+        )
+    if mode in READING_MODES and Path(str(source)).absolute() == Path(config.output_dir).absolute():
+        return ConfigError(
+            "debug.streams_from", source, "another run than output_dir", "Choose another output_dir for this stage."
+        )
+    if mode not in READING_MODES and source is not None:
         return ConfigError(
             "debug.streams_from",
-            config.debug.streams_from,
-            "null: a run reads its own streams",
+            source,
+            f"null with debug.mode={mode!r}: a run reads its own streams",
             "Leave it out; to go on with that run, give its folder as output_dir.",
+        )
+    return None
+
+
+def known_stages(config: RunConfig) -> ConfigError | None:
+    """A mode names stages that can run without the others."""
+    if config.debug.mode not in STAGE_KINDS:
+        return ConfigError(
+            "debug.mode",
+            config.debug.mode,
+            "one of " + ", ".join(repr(mode) for mode in STAGE_KINDS),
+            "Run debug.mode=preprocessor first, then debug.mode=finetune on its streams.",
         )
     return None
 
@@ -174,6 +197,7 @@ RULES = (
     heartbeat,
     subset,
     own_streams,
+    known_stages,
     rollout_function,
     agent_prompts,
 )

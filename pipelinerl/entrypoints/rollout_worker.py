@@ -137,6 +137,8 @@ def make_llms(config: RunConfig, urls: Sequence[str], tokenizer: Any, *, evaluat
             collect_logprobs=not evaluation,
             request_timeout_s=config.actor.request_timeout_s,
             max_retries=config.actor.max_retries,
+            # Without a trainer nobody labels the weights: they are the model's own.
+            unlabelled_version=0 if config.debug.mode == "actor" else None,
         )
         for url in urls
     ]

@@ -47,6 +47,7 @@ from pipelinerl.streams.base import (
     TURNS_TOPIC,
 )
 from pipelinerl.supervise.context import RoleContext
+from pipelinerl.supervise.recorded_streams import recorded_streams
 from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.weights.publisher import WeightPublisher
 
@@ -100,13 +101,16 @@ def build_loop(
     dtype = backend.policy.compute_dtype
     tokenizer = load_tokenizer(config.model_path, trust_remote_code=finetune.trust_remote_code)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    reader = context.streams.reader(
+    recorded = recorded_streams(config)
+    reader = (recorded or context.streams).reader(
         TRAINING_DATA_TOPIC,
         PREPROCESSOR,
         TrainingBatch,
         offset=state.data_offset,
-        consumer=TRAINER_CONSUMER if ranks.is_first else None,  # all ranks take the same steps
+        # All ranks take the same steps, and the records of another run stay as they are.
+        consumer=TRAINER_CONSUMER if ranks.is_first and recorded is None else None,
     )
+    has_servers = bool(context.world.jobs_of("actor_llm"))
     stack.callback(reader.close)
     stop = StopRequest(ranks)
     reporter = None
@@ -121,7 +125,7 @@ def build_loop(
         for writer in (messages, fates, metrics):
             stack.callback(writer.close)
         reporter = Reporter(messages, fates, metrics, context.incarnation)
-        if finetune.send_weight_updates:
+        if has_servers:
             publisher, pool = open_pool(context, stack, reader.wake)
     drain = drain_of(context, stop, stack) if ranks.is_first and takes_turns(config) else None
     turns = turns_of(context, ranks, backend, drain, publisher) if takes_turns(config) else None
@@ -134,7 +138,7 @@ def build_loop(
     stack.enter_context(stop_on_sigterm(stop, wake))
     first_tokens = text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size)
     weights = None
-    if finetune.send_weight_updates:
+    if has_servers:
         start_timeout_s = config.vllm_config.start_timeout_s
         weights = WeightsFeed(backend, ranks, publisher, dtype, pool, first_tokens, start_timeout_s)
     return TrainingLoop(
@@ -167,6 +171,7 @@ def build_loop(
         delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
         stop=stop,
         turns=turns,
+        updates_servers=finetune.send_weight_updates,
     )
 
 

@@ -56,6 +56,8 @@ class TrainingLoop:
     delivery_deadline_s: float | None = None
     stop: StopRequest | None = None
     turns: Turns | None = None
+    #: False: the servers keep the weights that they got at the start.
+    updates_servers: bool = True
     clock: Callable[[], float] = time.perf_counter
 
     def run(self, state: TrainerState) -> TrainerState:
@@ -79,7 +81,7 @@ class TrainingLoop:
             trained = self.clock()
             state = state.after(batch, self.feed.offset)
             is_stopped = False
-            if state.step % self.config.weight_update_interval == 0 or state.step == last:
+            if self._update_is_due(state.step):
                 probed = is_first_step or state.step == last
                 if is_stopped := not self._may_update(state.step):
                     logger.info("asked to stop while rollouts ended: version %d is not sent", state.step)
@@ -155,6 +157,10 @@ class TrainingLoop:
             values["finetune/step_s"],
             values["finetune/wait_data_s"],
         )
+
+    def _update_is_due(self, step: int) -> bool:
+        is_last = step == self.config.last_step
+        return self.updates_servers and (step % self.config.weight_update_interval == 0 or is_last)
 
     def _save_is_due(self, step: int) -> bool:
         return step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps

@@ -24,6 +24,8 @@ GENERATE_PATH = "/inference/v1/generate"
 LOWEST_LOGPROB = -9998.0
 _FINISHED = {"stop": True, "length": False, "repetition": False}
 _QUOTED_CHARACTERS = 300
+# What vLLM calls its weights before the first update.
+_UNLABELLED = "default"
 
 
 class WireSpan(msgspec.Struct, gc=False):
@@ -101,7 +103,7 @@ async def complete(llm: TrainableLLM, prompt_ids: list[int], session: aiohttp.Cl
     while True:
         problem, detail, retry_after_s = await _post(llm, session, url, body)
         if problem is None:
-            completion = read_completion(detail, llm.collect_logprobs)
+            completion = read_completion(detail, llm.collect_logprobs, llm.unlabelled_version)
             if isinstance(completion, Completion):
                 return completion
             problem, detail = completion, b"no complete answer"
@@ -193,8 +195,15 @@ def _seconds(value: str | None) -> float | None:
     return float(value) if value is not None and value.strip().isdigit() else None
 
 
-def read_completion(content: bytes, collect_logprobs: bool = True) -> Completion | Fault:
+def read_completion(
+    content: bytes, collect_logprobs: bool = True, unlabelled_version: int | None = None
+) -> Completion | Fault:
     """Check a server's answer and return it, or the fault (aborted, empty) for which the request is tried again.
+
+    Args:
+        content: of the answer.
+        collect_logprobs: whether log-probs were asked for.
+        unlabelled_version: of a server that was never given a version; None refuses its tokens.
 
     Raises:
         RolloutError: `bad_response`, `bad_finish_reason`, `length_mismatch`, `missing_logprobs`, `bad_logprob`,
@@ -218,7 +227,7 @@ def read_completion(content: bytes, collect_logprobs: bool = True) -> Completion
         logprobs=_checked_logprobs(choice) if collect_logprobs else [],
         finish_reason=choice.finish_reason,
         stop_string=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
-        version_spans=_checked_spans(choice),
+        version_spans=_checked_spans(choice, unlabelled_version),
     )
 
 
@@ -251,19 +260,22 @@ def _all_usable(logprobs: list[float | None]) -> TypeGuard[list[float]]:
     return math.isfinite(sum(values)) and min(values) > LOWEST_LOGPROB and max(values) <= 1e-3
 
 
-def _checked_spans(choice: WireChoice) -> list[VersionSpan]:
+def _checked_spans(choice: WireChoice, unlabelled_version: int | None) -> list[VersionSpan]:
     length = len(choice.token_ids or [])
     if not choice.weight_versions:
         raise RolloutError("unversioned", "the server named no weight version")
     spans = []
     expected_start = 0
     for span in choice.weight_versions:
-        if not (span.version.isascii() and span.version.isdecimal()):
+        label = span.version
+        if label == _UNLABELLED and unlabelled_version is not None:
+            label = str(unlabelled_version)
+        if not (label.isascii() and label.isdecimal()):
             raise RolloutError("unversioned", f"weight version {span.version!r} is not a policy version")
         if span.start != expected_start or span.end <= span.start:
             raise RolloutError("bad_version_spans", f"span [{span.start}, {span.end}) after {expected_start}")
         expected_start = span.end
-        spans.append(VersionSpan(int(span.version), span.start, span.end))
+        spans.append(VersionSpan(int(label), span.start, span.end))
     if expected_start != length:
         raise RolloutError("bad_version_spans", f"spans cover {expected_start} of {length} tokens")
     return spans

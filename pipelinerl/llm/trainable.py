@@ -47,6 +47,7 @@ class TrainableLLM:
         max_retries: attempts after the first one, for transient failures.
         seed: seed of this rollout's requests; None lets the server draw.
         connections: used for plain HTTP instead of the session; the rollout worker's.
+        unlabelled_version: the version of tokens whose server was never given one; None refuses them.
     """
 
     base_url: str
@@ -62,6 +63,7 @@ class TrainableLLM:
     counters: CallCounters = field(default_factory=CallCounters, repr=False)
     connections: Connections | None = field(default=None, repr=False)
     _renderer: ChatRenderer | None = field(default=None, repr=False)
+    unlabelled_version: int | None = None
 
     @property
     def renderer(self) -> ChatRenderer:
@@ -91,6 +93,7 @@ class TrainableLLM:
             CallCounters(),
             self.connections,
             self.renderer,
+            self.unlabelled_version,
         )
 
     def chat(

@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.placement.cluster import Cluster, url_of
 from pipelinerl.placement.jobs import Job
@@ -62,7 +63,8 @@ class Placer:
         servers += self._services("verifier", world.verifier_replicas)
         clients = [self._job(kind, i, i, 0, []) for i in range(world.replicas) for kind in ("actor", "preprocessor")]
         ranks = self._ranks(self._all_gpus() if world.placement == "colocated" else free)
-        return self._with_cores([*self._with_group_ports(servers, ranks), *clients, *ranks])
+        jobs = [*self._with_group_ports(servers, ranks), *clients, *ranks]
+        return self._with_cores([job for job in jobs if has_stage(self.config, job.kind)])
 
     def _all_gpus(self) -> _FreeGpus:
         return _FreeGpus([list(self.cluster.gpus) for _ in range(self.cluster.world_size)])

@@ -25,6 +25,7 @@ from pipelinerl.schedules.rounds import rounds_of
 from pipelinerl.streams.base import ACTOR_TOPIC, PREPROCESSOR_CONSUMER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.supervise.context import RoleContext
+from pipelinerl.supervise.recorded_streams import recorded_streams
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ TRAINER_INSTANCE = "finetune_0"
 
 
 def preprocess(context: RoleContext) -> None:
-    """Run the preprocessor of a run until the trainer says that training is done."""
+    """Run the preprocessor of a run until the trainer says that training is done, or what was recorded is used up."""
     resume = find_resume_point(context.streams, context.job.name, context.incarnation)
     loop = PreprocessLoop(context, resume, reference_scorer(context))
     logger.info("next step %d, reading %s from offset %d", resume.next_step, ACTOR_TOPIC, resume.actor_offset)
@@ -73,8 +74,15 @@ class PreprocessLoop:
         self._outputs = Outputs(
             context.streams, context.job.name, context.incarnation, config.finetune, max(trainer_ranks, 1)
         )
-        self._groups = context.streams.reader(
-            ACTOR_TOPIC, ACTOR_INSTANCE, Group, resume.actor_offset, consumer=PREPROCESSOR_CONSUMER
+        recorded = recorded_streams(config)
+        # The groups of another run are all there; when they are used up, so is the work.
+        self._is_recorded, self._used_up = recorded is not None, False
+        self._groups = (recorded or context.streams).reader(
+            ACTOR_TOPIC,
+            ACTOR_INSTANCE,
+            Group,
+            resume.actor_offset,
+            consumer=None if recorded is not None else PREPROCESSOR_CONSUMER,
         )
         self._feed: Feed[TrainerMessage] = Feed(
             context.streams.reader(TRAINER_TOPIC, TRAINER_INSTANCE, TrainerMessage),
@@ -85,7 +93,7 @@ class PreprocessLoop:
 
     def run(self) -> None:
         self._feed.start()
-        while not self._view.is_done:
+        while not self._view.is_done and not self._used_up:
             entries = self._wait()
             for start in range(0, len(entries), self._chunk_groups):
                 self._take(entries[start : start + self._chunk_groups])
@@ -100,6 +108,10 @@ class PreprocessLoop:
 
     def _wait(self) -> Sequence[Entry[Group]]:
         """Block until groups came in or the trainer said something; the latter gives an empty list."""
+        if self._is_recorded:
+            recorded = self._groups.read(0, max_records=64)
+            self._used_up = not recorded
+            return recorded
         heard = self._view.changes
         what = "the trainer (queue is full)" if self._batcher.is_full else "groups from the actor"
         with self._heartbeat.waiting(what, self._deadline_s):

@@ -29,6 +29,8 @@ FIXED = {
     "use_deepspeed": "the training state is in that backend's format",
     "deepspeed_config": "the training state is in that backend's format",
     "use_fsdp": "the training state is in that backend's format",
+    "debug.mode": "the streams are those of its stages",
+    "debug.streams_from": "the records are those of that run",
 }
 
 

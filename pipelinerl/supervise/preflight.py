@@ -37,8 +37,12 @@ def check_supported(config: RunConfig, cluster: Cluster) -> None:
             "the address of a Redis server that all nodes reach (WORLD_SIZE is above 1)",
             "Start one and set streams.url, or use streams=files with output_dir on a shared file system.",
         )
-    if config.debug.mode or config.debug.use_existing_llms:
-        raise ConfigError("debug.mode", config.debug.mode, "'': a run has all its stages", "Remove the debug.* keys.")
+    if config.debug.use_existing_llms:
+        raise ConfigError("debug.use_existing_llms", True, "false: a run starts its own servers", "Remove the key.")
+    if config.debug.mode and cluster.world_size > 1:
+        raise ConfigError(
+            "debug.mode", config.debug.mode, "'' with several nodes (WORLD_SIZE)", "Run the stage on one node."
+        )
     if config.supervise.max_restarts and cluster.world_size > 1:
         raise ConfigError(
             "supervise.max_restarts",

@@ -10,13 +10,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER_TOPIC, Entry
@@ -33,7 +34,7 @@ from pipelinerl.supervise.process import Event, PoolAnswered
 from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
-from pipelinerl.supervise.supervisor import Outcome, Supervisor
+from pipelinerl.supervise.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
 from pipelinerl.world import SERVER_KINDS, WorldMap
@@ -110,9 +111,10 @@ def _supervise_and_report(session: RunSession) -> Outcome:
 
 def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
     config = session.config
-    completion = TrainingCompletion(
-        hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage), session.identity.incarnation
-    )
+    completion: Callable[[], bool] = _stage_is_done
+    if has_stage(config, "finetune"):
+        reader = hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage)
+        completion = TrainingCompletion(reader, session.identity.incarnation)
     if not become_subreaper():
         logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
     death_read, death_write = os.pipe()
@@ -130,7 +132,13 @@ def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
             death_fd=death_read,
             events=session.events,
             keeper=_keep_servers(session, hub, stack),
+            collect_s=COLLECT_S if session.world.world_size == 1 else NODES_COLLECT_S,
         ).run()
+
+
+def _stage_is_done() -> bool:
+    """Without a trainer the other stages know themselves when they are done."""
+    return True
 
 
 def _keep_servers(session: RunSession, hub: StreamHub, stack: ExitStack) -> ServerKeeper:

@@ -38,8 +38,6 @@ REFUSED_WORDS: dict[str, str | None] = {
     "finetune.optim": "lion",
     "finetune.objective": "sft",
     "finetune.rl.aggregate_loss": "mean",
-    "debug.mode": None,
-    "debug.streams_from": "y",
     "debug.use_existing_llms": None,
 }
 # Required, bound to another key, and merged with what base.yaml says.

@@ -74,6 +74,7 @@ CASES = {
     "heartbeat": (["supervise.heartbeat_timeout_s=1"], "supervise.heartbeat_timeout_s: got 1.0, expected more than"),
     "subset": (["train_subset={begin:5,end:5}"], "train_subset: got {'begin': 5, 'end': 5}"),
     "own_streams": (["debug.streams_from=results/y"], "debug.streams_from: got 'results/y', expected null"),
+    "known_stages": (["debug.mode=finetune+preprocessor"], "debug.mode: got 'finetune+preprocessor', expected one of"),
     "rollout_function": (
         ["actor.agent_func_path=a.py", "actor.rollout_policy=a.b", "agent.prompt_data=x.jsonl"],
         "actor.rollout_policy: got 'a.b', expected null with actor.agent_func_path=",
@@ -131,6 +132,9 @@ def test_the_rule_refuses(name: str) -> None:
         ["llm.parameters.temperature=0.6"],
         ["world.actor_fraction=0", "world.num_actor_llms=1"],
         ["world.finetune_fraction=0", "debug.mode=actor"],
+        ["debug.mode=open_loop"],
+        ["debug.mode=finetune", "debug.streams_from=results/y", "world.actor_fraction=0"],
+        ["debug.mode=preprocessor", "debug.streams_from=results/y"],
         ["streams=redis", "streams.url=redis://localhost:1/0"],
         ["train_subset={begin:0,end:5}"],
         ["schedule=concurrent", "finetune.weight_update_interval=2"],

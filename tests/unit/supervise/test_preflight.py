@@ -32,7 +32,8 @@ def world(*kinds: str) -> WorldMap:
     ("changes", "nodes", "key"),
     [
         ({"streams": {"backend": "redis"}}, 2, "streams.url"),
-        ({"debug": {"mode": "actor"}}, 1, "debug.mode"),
+        ({"debug": {"mode": "actor"}}, 2, "debug.mode"),
+        ({"debug": {"use_existing_llms": True}}, 1, "debug.use_existing_llms"),
         ({"supervise": {"max_restarts": 1}}, 2, "supervise.max_restarts"),
     ],
 )
