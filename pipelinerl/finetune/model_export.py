@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import save_torch_state_dict
 
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import remove_folder
-from pipelinerl.finetune.durable import finish_folder, point_link, start_folder
+from pipelinerl.finetune.durable import finish_folder, partial_folder, point_link, start_folder
 from pipelinerl.finetune.lora import ADAPTER, has_adapters, is_adapter_part, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.shard_files import MAX_SHARD_BYTES, ShardWriter
+from pipelinerl.finetune.weight_names import export_name
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.weights.source import CollectiveSource, WeightSource
 
@@ -32,6 +34,7 @@ class ModelExporter:
     Args:
         tokenizer_path: model folder or name whose tokenizer goes along.
         keep_intermediate: keep older exports; else only the newest and those of `keep_steps` stay.
+        max_shard_bytes: about how much one tensor file holds, and how much of the model waits in memory.
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class ModelExporter:
         ranks: Ranks,
         keep_intermediate: bool = True,
         keep_steps: frozenset[int] = frozenset(),
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         self._root = root
         self._tokenizer_path = tokenizer_path
         self._ranks = ranks
         self._keep_intermediate = keep_intermediate
         self._keep_steps = keep_steps
+        self._max_shard_bytes = max_shard_bytes
 
     def export(self, step: int, policy: PolicyModel, source: WeightSource) -> Path:
         """Write the weights of `source` and return the folder. Raises OSError if the disk does not take them."""
@@ -55,14 +60,9 @@ class ModelExporter:
             if isinstance(source, CollectiveSource):
                 source.follow()
             return final
-        try:
-            weights = {name: tensor.to("cpu", copy=True) for bucket in source.buckets() for name, tensor in bucket}
-        finally:
-            if isinstance(source, CollectiveSource):
-                source.done()
-        partial = start_folder(final)
-        dtype = next(iter(weights.values())).dtype
-        _write_model(partial, policy, weights, dtype)
+        kept = _write_weights(final, policy, source, self._max_shard_bytes)
+        partial = partial_folder(final)
+        _write_rest(partial, policy, kept, source.metadata()[0].dtype)
         load_tokenizer(self._tokenizer_path).save_pretrained(partial)
         finish_folder(final)
         point_link(self._root / "current", final)
@@ -76,14 +76,46 @@ class ModelExporter:
                 remove_folder(folder)
 
 
-def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _write_weights(final: Path, policy: PolicyModel, source: WeightSource, max_bytes: int) -> dict[str, torch.Tensor]:
+    """Write the model's weights into the partial folder of `final` while they come; returns what belongs elsewhere:
+    value head and trained adapter.
+
+    A pass is a collective: it is read to its end also if the disk fails meanwhile.
+    """
+    trained = {export_name(name) for name, p in policy.named_parameters() if p.requires_grad}
+    adapted = has_adapters(policy)
+    metas = [meta for meta in source.metadata() if _is_models(meta.name)]
+    kept: dict[str, torch.Tensor] = {}
+    writer: ShardWriter | None = None
+    fault: OSError | None = None
+    try:
+        for bucket in source.buckets():
+            for name, tensor in bucket:
+                if not _is_models(name) or (adapted and name in trained):
+                    kept[name] = tensor.to("cpu", copy=True)
+                if not _is_models(name) or fault is not None:
+                    continue
+                try:
+                    writer = writer or ShardWriter(start_folder(final), metas, max_bytes)
+                    writer.add(name, tensor)
+                except OSError as error:
+                    fault = error
+    finally:
+        if isinstance(source, CollectiveSource):
+            source.done()
+    if fault is not None:
+        raise fault
+    assert writer is not None
+    writer.close()
+    return kept
+
+
+def _is_models(name: str) -> bool:
+    return not name.startswith(f"{VALUE_HEAD}.") and not is_adapter_part(name)
+
+
+def _write_rest(folder: Path, policy: PolicyModel, kept: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     model = policy.language_model
-    prefix = f"{VALUE_HEAD}."
-    head = {name.removeprefix(prefix): weights.pop(name) for name in list(weights) if name.startswith(prefix)}
-    if has_adapters(policy):
-        save_adapter(folder / ADAPTER, policy, weights)
-        weights = {name: tensor for name, tensor in weights.items() if not is_adapter_part(name)}
-    save_torch_state_dict(weights, folder, max_shard_size="5GB", metadata={"format": "pt"})
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
@@ -91,6 +123,10 @@ def _write_model(folder: Path, policy: PolicyModel, weights: dict[str, torch.Ten
     if model.generation_config is not None:
         content = model.generation_config.to_diff_dict()
         (folder / "generation_config.json").write_text(json.dumps(content, indent=1) + "\n")
+    if has_adapters(policy):
+        save_adapter(folder / ADAPTER, policy, kept)
+    prefix = f"{VALUE_HEAD}."
+    head = {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
     if head:
         # In a folder of its own: servers load every tensor file that lies beside config.json.
         (folder / VALUE_HEAD).mkdir()

@@ -16,11 +16,11 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 _SEPARATOR = "/"
 
 
-def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write `tensors` to `file`. Raises OSError if the disk does not take them."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(contiguous, str(file))
+        save_file(contiguous, str(file), metadata)
     except Exception as error:
         # safetensors reports a full disk with an error class of its own.
         raise OSError(f"{file}: {error}") from error

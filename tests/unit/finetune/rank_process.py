@@ -29,6 +29,8 @@ CHOICES = {
     "zero1": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage1_bf16"},
     "zero2": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage2_fp32"},
     "zero3": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage3_fp32"},
+    "zero2_offload": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage2_bf16_offload"},
+    "zero3_offload": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage3_bf16_offload"},
     "fsdp": {"use_fsdp": True},
 }
 

@@ -62,6 +62,8 @@ def test_starts_of_a_run_meet_in_different_places(tmp_path):
         pytest.param("zero1", marks=pytest.mark.slow),
         pytest.param("zero2", marks=pytest.mark.slow),
         pytest.param("zero3", marks=pytest.mark.slow),
+        pytest.param("zero2_offload", marks=pytest.mark.slow),
+        pytest.param("zero3_offload", marks=pytest.mark.slow),
         pytest.param("fsdp", marks=pytest.mark.slow),
     ],
 )
