@@ -97,9 +97,9 @@ def run_once(args: argparse.Namespace, folder: Path, model: str, words: Sequence
     command += [f"output_dir={folder / 'run'}", f"model_path={model}", *words]
     done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=args.timeout_s, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-        )
+        ends = [f"{log}:\n{log.read_text(errors='replace')[-2000:]}" for log in folder.glob("run/*/stderr.log")]
+        text = "\n".join([done.stdout[-2000:], done.stderr[-4000:], *ends])
+        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{text}")
     summary = json.loads((folder / "run" / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return figures(summary, rows, args.concurrency, args.success)
