@@ -107,7 +107,7 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     transport = transport_of(args)
     rounds: list[dict[str, float]] = []
-    with WeightPublisher(server.token, transport=transport, timeout_s=60) as publisher:
+    with WeightPublisher(server.token, transport=transport, timeout_s=60, one_call=not args.five_calls) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
         publisher.publish(0, ModuleSource(model))
         before = probe(publisher, model, vocabulary)
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--warm-up-s", type=float, default=3.0)
     parser.add_argument("--pause-between-s", type=float, default=0.7)
     parser.add_argument("--eager", action="store_true", help="no compilation: a quicker start, slower generation")
+    parser.add_argument("--five-calls", action="store_true", help="phase by phase instead of one call")
     parser.add_argument("--in-place", action="store_true", help="load in place instead of layer by layer")
     parser.add_argument("--server-gpu", type=int, default=0)
     parser.add_argument("--sender-gpu", type=int, default=1)

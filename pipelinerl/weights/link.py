@@ -38,6 +38,7 @@ class ServerLink:
         make_transport: opens a fresh transport; called again after a failure.
         timeout_s: limit of one attempt at connecting or updating.
         kv_cache: what happens to the KV cache of running requests at an update.
+        one_call: update in one call if the server offers it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ServerLink:
         make_transport: Callable[[], Transport],
         timeout_s: float,
         kv_cache: KVCache,
+        one_call: bool = True,
     ) -> None:
         self.address = address
         self.client = client
@@ -61,6 +63,7 @@ class ServerLink:
         self._transport: Transport | None = None
         self._expected: Mapping[str, tuple[int, ...]] | None = None
         self._tied = False
+        self._one_call = one_call
         self._takes_whole_updates = False
         self._phase = "connect"
         self._outbox: queue.Queue[torch.Tensor | None] = queue.Queue(_OUTBOX_BUFFERS)
@@ -84,7 +87,7 @@ class ServerLink:
             tensors = info.get("tensors")
             self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
             self._tied = bool(info.get("tied", False))
-            self._takes_whole_updates = bool(info.get("whole_update", False))
+            self._takes_whole_updates = self._one_call and bool(info.get("whole_update", False))
             self._transport = transport = self._make_transport()
             init_info = transport.prepare(await self.client.world_size())
             await _together(self.client.init_engine(init_info), in_thread(f"weights-join-{self.name}", transport.join))

@@ -48,6 +48,7 @@ class WeightPublisher:
         master_address: address of this machine at which the servers' workers reach it.
         chunk_bytes: size of the packed buffers.
         transports: by server name, where one needs another transport (`ipc`: it shares the trainer's device).
+        one_call: update in one call the servers that offer it; False: always phase by phase.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class WeightPublisher:
         master_address: str = "127.0.0.1",
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         transports: Mapping[str, TransportName] | None = None,
+        one_call: bool = True,
     ) -> None:
         self._token = token
         self._transport: TransportName = transport
@@ -68,6 +70,7 @@ class WeightPublisher:
         self._chunk_bytes = chunk_bytes
         # Transports are made in the thread of the event loop, where another GPU is current than here.
         self._transports = dict(transports or {})
+        self._one_call = one_call
         on_gpu = not {transport, *self._transports.values()}.isdisjoint(("nccl", "ipc")) and torch.cuda.is_available()
         self._device_index = torch.cuda.current_device() if on_gpu else None
         self._links: dict[str, ServerLink] = {}
@@ -311,7 +314,7 @@ class WeightPublisher:
             )
 
         client = ControlClient(session, address.name, address.url)
-        return ServerLink(address, client, make_transport, self._timeout_s, self._kv_cache)
+        return ServerLink(address, client, make_transport, self._timeout_s, self._kv_cache, self._one_call)
 
     def _submit(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)

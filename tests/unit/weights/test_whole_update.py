@@ -182,6 +182,15 @@ def test_servers_that_can_take_it_get_one_call_and_the_others_five(model: torch.
             assert_has(server, model, 1)
 
 
+def test_the_phases_can_be_asked_for_one_by_one(servers, model) -> None:
+    first, _ = servers
+    with WeightPublisher(first.token, timeout_s=TIMEOUT_S, one_call=False) as publisher:
+        publisher.connect([ServerAddress("first", first.url)])
+        assert publisher.publish(2, ModuleSource(model)).failed == {}
+    assert "/pipelinerl/update" not in first.calls
+    assert_has(first, model, 2)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
 def test_l1_one_fault_is_mended_and_the_other_server_does_not_wait(servers, model, fault: Fault) -> None:
     first, second = servers
