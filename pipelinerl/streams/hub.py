@@ -24,7 +24,7 @@ OWNER_FILE = "run_id"
 REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
 ARCHIVE_FOLDER = "archive"
 # Of `byte_budget`: what a stream with consumers may hold (there are two), and what each of the small ones may.
-LARGE_SHARE, SMALL_SHARE = 3 / 8, 1 / 32
+LARGE_SHARE, SMALL_SHARE = 3 / 8, 1 / 64
 
 
 class StreamHub:
