@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pipelinerl.actor.deadlines import Deadlines
 from pipelinerl.actor.frames import (
     BLOCKED_EXIT_CODE,
     CancelRollout,
@@ -82,6 +83,7 @@ class WorkerPool:
         self._next_ticket = 0
         # Rollouts by the server that they are on: (worker, ticket).
         self._on_server: dict[int, set[tuple[_Worker, int]]] = {}
+        self._deadlines = Deadlines()
         self._tasks: asyncio.TaskGroup | None = None
         self._closing = False
         self.replaced_workers = 0
@@ -128,15 +130,15 @@ class WorkerPool:
         worker.writer.write(start)
         place = (worker, start.ticket)
         self._on_server.setdefault(start.server, set()).add(place)
-        # A timer and a future rather than asyncio.timeout and shield: this is done for every rollout.
-        timer = loop.call_later(timeout_s, _give_up, answer)
+        # A shared timer and a future rather than asyncio.timeout and shield: this is done for every rollout.
+        self._deadlines.watch(start.ticket, answer, timeout_s)
         try:
             result = await answer
         except asyncio.CancelledError:
             self._cancel(worker, start.ticket)
             raise
         finally:
-            timer.cancel()
+            self._deadlines.forget(start.ticket)
             self._on_server.get(start.server, set()).discard(place)
         if result is None:
             self._cancel(worker, start.ticket)
@@ -146,6 +148,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Close the connections, which ends the workers; kill those that do not end."""
         self._closing = True
+        self._deadlines.close()
         for worker in self._workers:
             worker.writer.close()
         for worker in self._workers:
@@ -267,11 +270,6 @@ def _take(worker: _Worker, message: FromWorker) -> None:
             raise DomainError(message.message)
         case Fatal():
             raise WorkerError(f"rollout worker {worker.index}: {message.message}")
-
-
-def _give_up(answer: asyncio.Future[Answer | None]) -> None:
-    if not answer.done():
-        answer.set_result(None)
 
 
 def _kill(worker: _Worker) -> None:

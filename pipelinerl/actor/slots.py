@@ -36,8 +36,11 @@ class ServerSlots:
         return not self._waiting and self._has_free()
 
     def _has_free(self) -> bool:
-        free = self._slots_per_server
-        return any(count < free and usable for count, usable in zip(self.busy, self.usable, strict=True))
+        # A plain loop: this is asked several times for every rollout.
+        for count, usable in zip(self.busy, self.usable, strict=True):
+            if usable and count < self._slots_per_server:
+                return True
+        return False
 
     def add(self) -> int:
         """One more server, not usable yet; returns its number."""
@@ -83,7 +86,9 @@ class ServerSlots:
 
     def _take(self, avoid: int | None) -> int:
         full = self._slots_per_server
-        busy = [count if usable else full for count, usable in zip(self.busy, self.usable, strict=True)]
+        busy = self.busy
+        if not all(self.usable):
+            busy = [count if usable else full for count, usable in zip(self.busy, self.usable, strict=True)]
         if avoid is not None:
             others = [count if server != avoid else full for server, count in enumerate(busy)]
             if min(others) < full:

@@ -52,8 +52,7 @@ class RolloutAverages:
     """Means of reward, success and the user's own metrics, in all and by data set."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._sums: dict[str, list[float]] = {}  # name -> [sum, number of values]
 
     def add(self, summary: RolloutSummary, dataset_name: str) -> None:
         """Note one rollout that came to an end."""
@@ -67,11 +66,15 @@ class RolloutAverages:
 
     def take(self) -> dict[str, float]:
         """Return the means and start again."""
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        self._sums, self._counts = {}, {}
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        self._sums = {}
         return means
 
     def _add(self, name: str, value: float) -> None:
         if math.isfinite(value):
-            self._sums[name] = self._sums.get(name, 0.0) + value
-            self._counts[name] = self._counts.get(name, 0) + 1
+            entry = self._sums.get(name)
+            if entry is None:
+                self._sums[name] = [value, 1]
+            else:
+                entry[0] += value
+                entry[1] += 1
