@@ -33,7 +33,8 @@ def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
 
 def connected(servers: tuple[FakeServer, ...], chunk_bytes: int = 2**20) -> WeightPublisher:
     publisher = WeightPublisher(servers[0].token, timeout_s=TIMEOUT_S, chunk_bytes=chunk_bytes)
-    publisher.connect([ServerAddress(f"server_{index}", server.url) for index, server in enumerate(servers)])
+    addresses = [ServerAddress(f"server_{index}", server.url) for index, server in enumerate(servers)]
+    publisher.connect(addresses, start_timeout_s=60)
     return publisher
 
 
