@@ -28,7 +28,7 @@ def open_pool(context: RoleContext, stack: ExitStack, wake: Callable[[], None]) 
     """
     publisher = stack.enter_context(make_publisher(context))
     pool = follow_pool(context, publisher, stack, wake)
-    connect_servers(context, publisher)
+    connect_servers(context, pool)
     return publisher, pool
 
 
@@ -45,14 +45,13 @@ def make_publisher(context: RoleContext) -> WeightPublisher:
     )
 
 
-def connect_servers(context: RoleContext, publisher: WeightPublisher) -> None:
+def connect_servers(context: RoleContext, pool: ServerPool) -> None:
     """Connect every server of the pool `actor` in the plan, once they are up."""
-    timeout_s = context.config.vllm_config.start_timeout_s
     addresses = [
         ServerAddress(job.name, str(job.url), job.weight_group_port) for job in context.world.jobs_of("actor_llm")
     ]
-    with context.heartbeat.waiting("servers to start", deadline_s=timeout_s):
-        publisher.connect(addresses, timeout_s)
+    with context.heartbeat.waiting("servers to start", deadline_s=context.config.vllm_config.start_timeout_s):
+        pool.connect_all(addresses)
 
 
 def follow_pool(

@@ -24,7 +24,11 @@ class Membership(Protocol):
     """The part of `WeightPublisher` that is used here."""
 
     def join(
-        self, address: ServerAddress, start_timeout_s: float, on_done: Callable[[ServerAddress, str | None], None]
+        self,
+        address: ServerAddress,
+        start_timeout_s: float,
+        on_done: Callable[[ServerAddress, str | None], None],
+        late: bool = True,
     ) -> None: ...
 
     def drop(self, name: str, reason: str) -> None: ...
@@ -37,8 +41,8 @@ class ServerPool:
     """The servers of one start of a run.
 
     Args:
-        publisher: connected with the servers of the plan, or about to be.
-        names: those servers.
+        publisher: connects with the servers.
+        names: those of the plan.
         start_timeout_s: how long a server may take to come up.
         announce: writes to the trainer's stream `pool`.
         incarnation: of this start; changes of others are history.
@@ -65,6 +69,29 @@ class ServerPool:
         self._planned = frozenset(names)
         self._generations = dict.fromkeys(names, 0)
         self._ready: set[str] = set()
+        self._removed: set[str] = set()
+        self._last_error = ""
+
+    def connect_all(self, addresses: Sequence[ServerAddress]) -> None:
+        """Connect the servers of the plan; returns when all are connected that have not been removed meanwhile.
+
+        One that dies while it starts is started again by the launcher, and joins then.
+
+        Raises:
+            WeightSyncError: not all of them came in time.
+        """
+        for address in addresses:
+            if self.is_first_start(address.name, self.generations().get(address.name)):
+                self._join(address, 0, late=False)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._missing(), self._start_timeout_s):
+                error = f"; the last error: {self._last_error}" if self._last_error else ""
+                raise WeightSyncError(
+                    ", ".join(self._missing()), f"not connected within {self._start_timeout_s:g} s of the start{error}"
+                )
+
+    def _missing(self) -> list[str]:
+        return sorted(self._planned - self._removed - set(self._publisher.servers))
 
     def take(self, entry: Entry[PoolChange]) -> None:
         """Apply one change of the launcher. Called in the thread that follows the stream."""
@@ -78,18 +105,21 @@ class ServerPool:
                 self._generations[name] = change.generation
             else:
                 self._generations.pop(name, None)
+            if change.event == "removed":
+                self._removed.add(name)
+            self._changed.notify_all()
         if change.event == "up":
             logger.info("%s is started (%d): it joins when it is up", name, change.generation)
-            address = ServerAddress(name, change.url, change.group_port)
-            generation = change.generation
-
-            def on_joined(joined: ServerAddress, error: str | None) -> None:
-                self._on_joined(joined, generation, error)
-
-            self._publisher.join(address, self._start_timeout_s, on_joined)
+            self._join(ServerAddress(name, change.url, change.group_port), change.generation, late=True)
         else:
             logger.warning("%s is out (%s): %s", name, change.event, change.reason)
             self._publisher.drop(name, f"{change.event}: {change.reason}")
+
+    def _join(self, address: ServerAddress, generation: int, late: bool) -> None:
+        def on_joined(joined: ServerAddress, error: str | None) -> None:
+            self._on_joined(joined, generation, error)
+
+        self._publisher.join(address, self._start_timeout_s, on_joined, late)
 
     @property
     def fresh(self) -> list[str]:
@@ -155,6 +185,8 @@ class ServerPool:
 
     def _on_joined(self, address: ServerAddress, generation: int, error: str | None) -> None:
         if error is not None:
+            with self._changed:
+                self._last_error = error
             self.drop(address.name, generation, error)
             return
         with self._changed:

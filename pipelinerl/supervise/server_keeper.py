@@ -100,8 +100,8 @@ class ServerKeeper:
         reason = f"ended while the run needed it ({describe_exit(returncode)})"
         if server.trouble:
             reason = f"{server.trouble}; it was ended"
-        # What ends by itself before it ever served would only do so again.
-        if server.is_policy and not server.has_served and returncode >= 0 and not server.trouble:
+        # What ends by itself, or cannot be used, before it ever served would only do so again.
+        if server.is_policy and not server.has_served and (returncode >= 0 or server.trouble):
             return reason
         delay_s = server.budget.take(now)
         if delay_s is None:

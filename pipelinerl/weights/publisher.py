@@ -112,7 +112,11 @@ class WeightPublisher:
         self._run(self._connect_all(servers, limit), limit + self._timeout_s)
 
     def join(
-        self, address: ServerAddress, start_timeout_s: float, on_done: Callable[[ServerAddress, str | None], None]
+        self,
+        address: ServerAddress,
+        start_timeout_s: float,
+        on_done: Callable[[ServerAddress, str | None], None],
+        late: bool = True,
     ) -> None:
         """Connect one more server in the background, once it is up: the next `publish` reaches it. Any thread.
 
@@ -120,12 +124,13 @@ class WeightPublisher:
             address: the server.
             start_timeout_s: how long it may take to come up.
             on_done: called on another thread with the error, or None when it is connected.
+            late: it comes while the run goes on: should its model be another one, that is its own trouble.
         """
         self.drop(address.name, "it joins anew")
 
         async def join_now() -> None:
             link = self._new_link(self._open_session(), address)
-            link.joined_later = True
+            link.joined_later = late
             error: str | None = None
             try:
                 await self._bring_up(link, start_timeout_s)

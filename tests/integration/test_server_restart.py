@@ -109,9 +109,10 @@ def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_only_server_is_killed_and_the_run_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_only_server_is_killed_and_the_run_waits_for_it(ranks: int, tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
-    launcher = run.start("finetune.max_train_steps=1000")
+    launcher = run.start("finetune.max_train_steps=1000", f"world.num_finetune_ranks={ranks}")
     try:
         _kill_and_await_return(run, launcher)
         reached = max(_steps(run))
@@ -123,6 +124,24 @@ def test_the_only_server_is_killed_and_the_run_waits_for_it(tmp_path: Path) -> N
     assert run.summary["status"] == "interrupted"
     assert _audit(run)["clean"]
     assert run.living_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_is_killed_while_it_starts(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    launcher = run.start("finetune.max_train_steps=3")
+    try:
+        beat = run.output_dir / "actor_llm_0" / "heartbeat.json"
+        _wait(run, launcher, "the server's first sign of life", beat.exists, 120)
+        psutil.Process(_pid_of(run, "actor_llm_0")).kill()
+        output, _ = launcher.communicate(timeout=600)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, f"{output}\n{run.logs()}"
+    assert run.summary["status"] == "completed"
+    assert _ready(run, "actor_llm_0", 1)
+    assert _audit(run)["clean"]
 
 
 @pytest.mark.slow

@@ -57,7 +57,9 @@ class Scene:
         self.woken = threading.Semaphore(0)
         self.heard = threading.Semaphore(0)
         self.pool = ServerPool(self.publisher, list(servers), WAIT_S, self.announce, 0, self.woken.release)
-        self.publisher.connect([ServerAddress(name, server.url) for name, server in servers.items()])
+        self.pool.connect_all([ServerAddress(name, server.url) for name, server in servers.items()])
+        for _ in servers:
+            self.woken.acquire(timeout=WAIT_S)
         self.backend = FakeBackend()
         self.backend.policy = type("Policy", (), {"compute_dtype": torch.float32})()
         self.feed = Feed(
@@ -203,6 +205,44 @@ def test_the_last_version_waits_for_a_server(scene: Scene) -> None:
         assert scene.feed.send(2, required=True).num_servers == 1
         timer.join()
         assert again.version == "2"
+
+
+def test_a_server_that_dies_while_it_starts_joins_when_it_is_started_again() -> None:
+    with FakeServer(SHAPES) as first, FakeServer(SHAPES) as again:
+        publisher = WeightPublisher(first.token, timeout_s=TIMEOUT_S)
+        said: list[ServerReady | ServerDropped] = []
+        pool = ServerPool(publisher, ["s0", "s1"], WAIT_S, said.append, 0)
+        nobody = "http://127.0.0.1:9"
+
+        def restart() -> None:
+            for event, generation, url in (("down", 0, nobody), ("up", 1, again.url)):
+                record = PoolChange(name="s1", url=url, event=event, generation=generation, time=0.0)
+                pool.take(Entry(0, record))
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        pool.connect_all([ServerAddress("s0", first.url), ServerAddress("s1", nobody)])
+        thread.join()
+        assert sorted(pool.fresh) == ["s0", "s1"] and pool.generations() == {"s0": 0, "s1": 1}
+        assert again.calls and said == []
+        publisher.close()
+
+
+def test_servers_that_do_not_come_up_are_named() -> None:
+    publisher = WeightPublisher("a-token-of-sixteen", timeout_s=TIMEOUT_S)
+    said: list[ServerReady | ServerDropped] = []
+    pool = ServerPool(publisher, ["s0"], 0.5, said.append, 0)
+    with pytest.raises(WeightSyncError, match=r"s0: not connected within 0\.5 s of the start"):
+        pool.connect_all([ServerAddress("s0", "http://127.0.0.1:9")])
+    publisher.close()
+
+
+def test_a_model_that_does_not_fit_from_the_first_is_an_error() -> None:
+    with FakeServer({"weight": (30, 40), "bias": (30,)}) as other:
+        scene = Scene({"s0": other})
+        with pytest.raises(WeightSyncError, match="does not fit"):
+            scene.feed.send(0, [[1, 2]])
+        scene.publisher.close()
 
 
 def test_changes_of_an_older_start_are_history(scene: Scene) -> None:

@@ -83,6 +83,15 @@ def test_what_ends_by_itself_before_it_served_is_not_tried_again(returncode: int
     assert Kept().keeper.on_exit("actor_llm_0", -9, 5.0) is None
 
 
+def test_a_server_that_cannot_be_used_from_the_first_ends_the_run() -> None:
+    kept = Kept()
+    dropped = ServerDropped(name="actor_llm_0", generation=0, error="401", time=2.0, incarnation=4)
+    trouble = kept.keeper.on_answer(dropped, 2.0)
+    assert trouble is not None
+    kept.keeper.give_up("actor_llm_0", trouble, 2.0)
+    assert kept.keeper.on_exit("actor_llm_0", -9, 3.0) == "was dropped by the trainer: 401; it was ended"
+
+
 def test_no_restarts_at_all() -> None:
     kept = Kept(max_server_restarts=0)
     kept.ready("actor_llm_0", 0)
