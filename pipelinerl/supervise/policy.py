@@ -43,8 +43,9 @@ class ExitPolicy:
         return bool(self._done)
 
     def is_done(self, kind: str) -> bool:
-        """Whether every job of that kind has ended well."""
-        return all(job.name in self._done for job in self.jobs if job.kind == kind)
+        """Whether there are jobs of that kind and every one has ended well."""
+        names = [job.name for job in self.jobs if job.kind == kind]
+        return bool(names) and all(name in self._done for name in names)
 
     def on_exit(self, job: Job, returncode: int) -> Verdict:
         """Judge the end of one job."""

@@ -207,8 +207,9 @@ class Supervisor:
             logger.warning("%s ended (%s) after training", job.name, describe_exit(event.returncode))
             return None
         child = self._children[job.name]
-        end_rest_of_job(child.pid, JOB_KEY, job.name)
+        # The others hear of it first; what is left of the server must be gone before it is started again.
         why_not = self.keeper.on_exit(job.name, event.returncode, self.clock())
+        end_rest_of_job(child.pid, JOB_KEY, job.name)
         if why_not is None:
             logger.warning("the last error of %s: %s", job.name, last_error(child.stdout, child.stderr))
             return None

@@ -53,6 +53,15 @@ def test_the_run_is_finished_when_all_but_the_servers_ended_well() -> None:
     assert [policy.on_exit(one, 0).kind for one in order] == ["go_on", "go_on", "go_on", "finished"]
 
 
+def test_a_kind_is_done_when_all_its_jobs_are() -> None:
+    policy = ExitPolicy(JOBS, lambda: True)
+    policy.on_exit(JOBS[3], 0)
+    assert not policy.is_done("finetune")
+    policy.on_exit(JOBS[4], 0)
+    assert policy.is_done("finetune") and not policy.is_done("actor")
+    assert not policy.is_done("verifier")  # there is none
+
+
 @pytest.mark.parametrize(
     ("which", "returncode", "is_complete", "kind", "reason"),
     [
