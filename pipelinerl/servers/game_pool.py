@@ -32,6 +32,7 @@ from pipelinerl.servers.messages import Load, Loaded, clean_text, frame, read_pa
 
 LOAD_TIMEOUT_S = 120.0
 _KILL_GRACE_S = 0.5
+_OPENING_ATTEMPTS = 3
 _decode = msgspec.msgpack.Decoder(Loaded | GameOpened | GameStep | GameFailed).decode
 _encode = msgspec.msgpack.Encoder().encode
 _Reply = Loaded | GameOpened | GameStep | GameFailed
@@ -99,14 +100,18 @@ class GamePool:
         if len(self._last_used) >= self._max_games:
             return self._counted(GameFailed("environment_busy", f"{len(self._last_used)} games are played already"))
         number = next(self._numbers)
-        self._last_used[number] = self._clock()
-        process = await self._least_busy()
-        self._games[number] = process
-        process.games.add(number)
-        answer = await self._ask(process, msgspec.structs.replace(request, number=number), request.game)
-        if isinstance(answer, GameOpened):
+        answer: _Reply = _out_of_turn()
+        for _ in range(_OPENING_ATTEMPTS):
             self._last_used[number] = self._clock()
-            return answer
+            process = await self._least_busy()
+            self._games[number] = process
+            process.games.add(number)
+            answer = await self._ask(process, msgspec.structs.replace(request, number=number), request.game)
+            if isinstance(answer, GameOpened):
+                self._last_used[number] = self._clock()
+                return answer
+            if not isinstance(answer, GameFailed) or answer.reason != "environment_lost":
+                break  # else another game ended the process before it was this one's turn
         self._forget(number)
         return self._counted(answer if isinstance(answer, GameFailed) else _out_of_turn())
 

@@ -36,7 +36,7 @@ def _games_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def service(**settings: Any) -> AsyncIterator[str]:
-    app: Any = TokenMiddleware(make_app({"_target_": TARGET, "processes": 1, "timeout_s": 1.0, **settings}), TOKEN)
+    app: Any = TokenMiddleware(make_app({"_target_": TARGET, "processes": 1, "timeout_s": 3.0, **settings}), TOKEN)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
@@ -52,7 +52,7 @@ async def service(**settings: Any) -> AsyncIterator[str]:
 
 
 def pool(**settings: Any) -> GamePool:
-    return GamePool(**{"size": 1, "timeout_s": 1.0, "memory_bytes": 2 << 30, "max_games": 8, "idle_timeout_s": 3600,
+    return GamePool(**{"size": 1, "timeout_s": 3.0, "memory_bytes": 2 << 30, "max_games": 8, "idle_timeout_s": 3600,
                        **settings})  # fmt: skip
 
 
