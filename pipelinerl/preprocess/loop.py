@@ -173,4 +173,5 @@ def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
         concurrency=context.config.actor.llm_max_rollouts,
         request_timeout_s=context.config.actor.request_timeout_s,
         max_retries=context.config.actor.max_retries,
+        return_timeout_s=context.config.vllm_config.start_timeout_s,
     )

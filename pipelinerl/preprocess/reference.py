@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ class ReferenceServers:
         token: bearer token of the run.
         temperature: at which the samples were drawn; must be 1.
         concurrency: requests in flight per server.
+        return_timeout_s: how long a server may be away while it is started again.
 
     Raises:
         ConfigError: no server, or a temperature that they cannot apply.
@@ -68,6 +70,7 @@ class ReferenceServers:
         concurrency: int = 64,
         request_timeout_s: float = 300.0,
         max_retries: int = 3,
+        return_timeout_s: float = 0.0,
     ) -> None:
         check_temperature(temperature)
         if not urls:
@@ -83,6 +86,7 @@ class ReferenceServers:
         self._concurrency = concurrency * len(urls)
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._max_retries = max_retries
+        self._return_timeout_s = return_timeout_s
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample | None]:
         """Return the samples with `ref_logprobs`; None for one that the servers could not score.
@@ -117,6 +121,7 @@ class ReferenceServers:
             return None
 
     async def _post(self, url: str, body: bytes, session: aiohttp.ClientSession) -> bytes:
+        give_up_at = time.monotonic() + self._return_timeout_s
         for attempt in itertools.count():
             problem, content = await self._try(url, body, session)
             if problem is None:
@@ -125,7 +130,8 @@ class ReferenceServers:
             verdict = classify(problem)
             if verdict is Verdict.END_RUN:
                 raise EndRunError(text)
-            if verdict is Verdict.FAIL_ROLLOUT or attempt >= self._max_retries:
+            is_away = problem in (Fault.REFUSED, Fault.DISCONNECTED) and time.monotonic() < give_up_at
+            if verdict is Verdict.FAIL_ROLLOUT or (attempt >= self._max_retries and not is_away):
                 raise RolloutError(reason_of(problem), text)
             await asyncio.sleep(retry_delay_s(attempt, 0.5))
         raise AssertionError("unreachable")

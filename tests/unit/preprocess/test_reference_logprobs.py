@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from preprocess_groups import context, group, sample
 
+import pipelinerl.preprocess.reference as reference_module
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError, RolloutError
-from pipelinerl.llm.retry import EndRunError
+from pipelinerl.llm.retry import EndRunError, Fault
 from pipelinerl.preprocess.intake import Intake
 from pipelinerl.preprocess.loop import reference_scorer
 from pipelinerl.preprocess.recovery import ResumePoint
@@ -107,6 +108,25 @@ def test_samples_are_scored_with_retries():
     assert authorization == "Bearer secret"
     assert body["sampling_params"] == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
     assert len(one.requests) + len(two.requests) == 5
+
+
+def test_a_server_that_is_started_again_is_waited_for(monkeypatch):
+    monkeypatch.setattr(reference_module, "retry_delay_s", lambda attempt, jitter: 0.0)
+
+    class Away(ReferenceServers):
+        problems = [Fault.REFUSED] * 9
+
+        async def _try(self, url, body, session):
+            if self.problems:
+                return self.problems.pop(0), b"away"
+            return await super()._try(url, body, session)
+
+    with Server() as server:
+        assert Away([server.url], "t", 1.0, return_timeout_s=60.0)([sample("g/r0/s0")])[0] is not None
+        Away.problems = [Fault.REFUSED] * 9
+        assert Away([server.url], "t", 1.0)([sample("g/r0/s0")]) == [None]
+        Away.problems = [503] * 9  # a server that is there and busy is not waited for so long
+        assert Away([server.url], "t", 1.0, return_timeout_s=60.0)([sample("g/r0/s0")]) == [None]
 
 
 def test_a_refused_sample_fails_alone_and_a_wrong_token_ends_the_run():
