@@ -1,4 +1,4 @@
-"""The wait for the next batch: it ends for a server that needs weights, for a stop, and in time; ranks stay together."""
+"""The wait for the next batch: it ends for a server that needs weights, for a stop, and in time."""
 
 from __future__ import annotations
 
