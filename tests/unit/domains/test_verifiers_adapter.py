@@ -113,11 +113,12 @@ async def test_a_rollout_is_scored_by_the_rubric(
         assert sample.num_trained_tokens == len(answer) + 1 and sample.reward == reward
 
 
+@pytest.mark.parametrize("score_in", [pytest.param("process", marks=pytest.mark.slow), "worker"])
 async def test_several_turns_are_one_growing_sample(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+    score_in: str, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
     texts.left = ["5", "1"]
-    result = await run(problem_of("fakes.verifiers_envs.TwoTries"), server, tokenizer)
+    result = await run(problem_of("fakes.verifiers_envs.TwoTries", score_in=score_in), server, tokenizer)
     assert result.metrics.reward == pytest.approx(1.03)
     (sample,) = build_samples(result.training_texts, group_id="g", rollout_id="r")
     assert sample.metadata["turns"] == 2 and sample.num_trained_tokens == 4
@@ -137,6 +138,7 @@ async def test_r1_reward_functions_that_raise_or_spin_fail_the_rollout(
     assert caught.value.reason == reason
 
 
+@pytest.mark.slow
 async def test_a_public_environment_agrees_with_its_own_scorer(
     server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
@@ -170,5 +172,6 @@ def test_what_cannot_be_used_is_refused(settings: dict[str, Any], words: str) ->
         load_problems(["train"], **settings)
 
 
+@pytest.mark.slow
 def test_check_domain() -> None:
     assert main(["check-domain", "verifiers", "+dataset_loader_params.env_args.num_train_examples=20"]) == 0
