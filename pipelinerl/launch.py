@@ -92,7 +92,8 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
         sys.stderr.write(f"{text}\n")
         logger.warning("%s, after: %s", text, outcome.reason)
         # The run that is there now is the one to continue.
-        config = config.model_copy(update={"force_restart": False})
+        finetune = config.finetune.model_copy(update={"force_restart": False})
+        config = config.model_copy(update={"force_restart": False, "finetune": finetune})
 
 
 def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, restarts: Sequence[str]) -> Outcome:

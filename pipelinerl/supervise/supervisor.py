@@ -80,6 +80,8 @@ class Supervisor:
     death_fd: int
     events: SimpleQueue[Event]
     keeper: ServerKeeper
+    #: Whether this is the launcher that the command `pool` talks to: of several nodes, the first.
+    takes_requests: bool = True
     clock: Callable[[], float] = time.time
     on_outcome: Callable[[Outcome], object] = lambda outcome: None
     collect_s: float = COLLECT_S
@@ -147,7 +149,8 @@ class Supervisor:
                     return outcome
                 if self.policy.has_finished_jobs and finish_by is None:
                     finish_by = now + self.config.finish_timeout_s
-            take_requests(self.run_dir, self._answer_request)
+            if self.takes_requests:
+                take_requests(self.run_dir, self._answer_request)
             outcome = self._start_due_servers(now) or self._find_stuck(now)
             if outcome is not None:
                 return outcome

@@ -57,15 +57,20 @@ def test_how_often(
     starts: int,
     code: int,
 ) -> None:
-    seen: list[tuple[bool, list[str]]] = []
+    seen: list[tuple[bool, list[str]]] = []  # (starts anew, reasons so far)
 
     def launch_once(composed: Any, config: RunConfig, cluster: Any, restarts: list[str]) -> Outcome:
-        seen.append((config.force_restart, list(restarts)))
+        seen.append((config.force_restart or config.finetune.force_restart, list(restarts)))
         return outcomes[len(seen) - 1]
 
     monkeypatch.setattr(launch_module, "launch_once", launch_once)
     config = RunConfig.model_validate(
-        {"output_dir": "x", "force_restart": True, "supervise": {"max_restarts": max_restarts}}
+        {
+            "output_dir": "x",
+            "force_restart": True,
+            "finetune": {"force_restart": True},
+            "supervise": {"max_restarts": max_restarts},
+        }
     )
     with caplog.at_level(logging.WARNING):
         assert launch_module.launch(SimpleNamespace(), config, SimpleNamespace()) == code  # type: ignore[arg-type]
