@@ -70,6 +70,8 @@ def supervise_node(
                 announce=lambda change: None,
                 incarnation=identity.incarnation,
                 now=time.time(),
+                node_rank=commands[0].job.node_rank if commands else 0,
             ),
+            takes_requests=False,
             on_outcome=on_outcome,
         ).run()
