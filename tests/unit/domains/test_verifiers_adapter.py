@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,8 @@ def server(texts: Texts) -> Iterator[FakeServer]:
 
 
 @pytest.fixture(autouse=True)
-async def _verifier(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+def _environments_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    yield
 
 
 async def run(problem: dict[str, Any], server: FakeServer, tokenizer: Any) -> RolloutResult:
