@@ -13,10 +13,11 @@ ROWS = re.findall(
 )
 
 
-def test_every_line_has_its_row() -> None:
+def test_every_line_has_one_row() -> None:
     lines = [line for line, _ in ROWS]
-    expected = [f"{kind}{n}" for kind, count in (("L", 9), ("D", 9), ("O", 6)) for n in range(1, count + 1)]
-    assert lines == [*expected, "W2"]
+    assert len(set(lines)) == len(lines)
+    expected = {f"{kind}{n}" for kind, count in (("L", 9), ("D", 9), ("O", 6)) for n in range(1, count + 1)}
+    assert {*expected, "W2"} <= set(lines)
 
 
 @pytest.mark.parametrize(("line", "files"), ROWS, ids=[line for line, _ in ROWS])
