@@ -108,7 +108,11 @@ def run_once(args: argparse.Namespace, folder: Path, model: str, words: Sequence
 def figures(
     summary: dict[str, Any], rows: Sequence[dict[str, Any]], concurrency: int, success: float
 ) -> dict[str, float | None]:
-    """The figures of one run. `seconds_to_success` counts from the first weights; None: it was not reached."""
+    """The figures of one run. `seconds_to_success` counts from the first weights; None: it was not reached.
+
+    `server_busy` is that of the actor's reports, which come at every new version and every few seconds: of runs that
+    are short beside that it says little.
+    """
 
     def column(name: str) -> list[float]:
         return [row[name] for row in rows if name in row]
