@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipelinerl.supervise.context import run_role
 
@@ -26,5 +26,18 @@ def main(context: RoleContext) -> None:
         raise SystemExit(EXIT_STOPPED)
 
 
+def run() -> NoReturn:
+    """Run the role and end the process at once: the interpreter's own end can hang in torch (see `end_process`)."""
+    try:
+        code = run_role(main)
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    if "torch" in sys.modules:
+        from pipelinerl.finetune.ranks import end_process
+
+        end_process(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(run_role(main))
+    run()

@@ -9,10 +9,14 @@ with Accelerate. A collective waits for the other ranks, at most `timeout_s`.
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -69,8 +73,22 @@ class Ranks:
         return tensor.tolist()
 
     def close(self) -> None:
-        if dist.is_initialized():
+        """Leave the process group. A gloo group stays, until `end_process` ends the process with it."""
+        if dist.is_initialized() and dist.get_backend() != "gloo":
             dist.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """End a process that has or had a gloo group, with everything printed so far, and without an interpreter's end.
+
+    torch (seen with 2.13) frees DDP's reducer with the interpreter's lock held. If that frees the group too, its
+    threads are joined meanwhile, and one of them may just be dropping the tensors of the last collective, for which it
+    needs that lock: then the process hangs for ever.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeting_file: Path | None = None) -> Ranks:

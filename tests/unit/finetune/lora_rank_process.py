@@ -17,6 +17,7 @@ from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import end_process
 from pipelinerl.finetune.reference import ReferenceModel
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
@@ -97,3 +98,4 @@ def main(name, folder):
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    end_process(0)

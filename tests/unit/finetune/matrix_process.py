@@ -14,6 +14,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import end_process
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.rl.packing import make_plan
 
@@ -54,3 +55,4 @@ def main(name, folder, device):
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    end_process(0)

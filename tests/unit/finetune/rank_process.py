@@ -17,7 +17,7 @@ from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import start_ranks
+from pipelinerl.finetune.ranks import end_process, start_ranks
 from pipelinerl.finetune.reductions import reduce_metrics
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
@@ -141,3 +141,4 @@ def full_weights(backend):
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    end_process(0)

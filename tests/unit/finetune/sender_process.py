@@ -14,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.ranks import end_process
 
 MIB = 2**20
 
@@ -69,3 +70,4 @@ def main(name, folder):
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]))
+    end_process(0)

@@ -1,6 +1,8 @@
 """Two processes over gloo, every backend: gradients as on one rank, weights delivered whole, exact resume."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +45,21 @@ def test_ranks_meet_whoever_comes_first(tmp_path, order):
     stores[2].set("key", "value")
     assert [stores[rank].get("key") for rank in range(3)] == [b"value"] * 3
     assert not file.exists()
+
+
+def test_a_rank_ends_at_once_with_what_it_printed():
+    """The interpreter's end could free a gloo group with its lock held, which hangs: nothing of it runs."""
+    code = """
+import atexit, sys, torch.distributed as dist
+from pipelinerl.finetune.ranks import Ranks, end_process, ensure_process_group
+atexit.register(print, "the interpreter's end")
+ensure_process_group(Ranks())
+Ranks().close()
+sys.stdout.write(f"the group stays: {dist.is_initialized()}")
+end_process(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (3, "the group stays: True"), done.stderr
 
 
 def test_starts_of_a_run_meet_in_different_places(tmp_path):
