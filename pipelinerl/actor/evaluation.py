@@ -28,10 +28,12 @@ class EvaluationSchedule:
 
     Args:
         every_n_versions: distance between evaluations beside training; 0: none.
+        last_version: of the run; the final evaluation measures it, so nothing is due from there on.
     """
 
-    def __init__(self, every_n_versions: int) -> None:
+    def __init__(self, every_n_versions: int, last_version: int | None = None) -> None:
         self._every = every_n_versions
+        self._last_version = last_version
         self._last_due = 0
 
     def start_at(self, version: int) -> None:
@@ -40,6 +42,8 @@ class EvaluationSchedule:
 
     def take_due(self, version: int) -> int | None:
         """Return the version that an evaluation is due at by now, or None. A jump over several gives the latest."""
+        if self._last_version is not None and version >= self._last_version:
+            return None
         latest = self._latest_multiple(version)
         if latest <= self._last_due:
             return None

@@ -157,7 +157,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         scheduler=scheduler,
         training=training,
         evaluator=evaluator,
-        evaluations=EvaluationSchedule(config.eval_every_n_versions),
+        evaluations=EvaluationSchedule(config.eval_every_n_versions, config.finetune.last_step),
         evaluation_concurrency=config.actor.evaluation_concurrency or max(1, slots.total // _EVALUATION_SHARE),
         throughput=throughput,
         averages=averages,

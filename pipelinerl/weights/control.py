@@ -6,12 +6,14 @@ The token travels in a header only. Proxies from the environment are ignored: se
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.packing import TensorMeta
+
+if TYPE_CHECKING:  # the actor uses this client too, and has no need of torch
+    from pipelinerl.weights.packing import TensorMeta
 
 KVCache = Literal["keep", "recompute"]
 _QUOTE_CHARACTERS = 800

@@ -150,6 +150,9 @@ def test_o2_evaluations_are_due_once_also_when_versions_jump() -> None:
     schedule = EvaluationSchedule(10)
     schedule.start_at(25)
     assert (schedule.take_due(29), schedule.take_due(30)) == (None, 30)
+    # The final evaluation measures the last version.
+    schedule = EvaluationSchedule(10, last_version=30)
+    assert [schedule.take_due(version) for version in (10, 21, 30)] == [10, 20, None]
 
 
 FRAME = EvaluationFrame(due_version=4, versions=(4, 6), is_final=False, seconds=2.0, incarnation=0)
