@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipelinerl.weights.gloo_group import GlooGroup
+from pipelinerl.weights.meeting_port import listen
 
 
 class GlooTransport:
@@ -28,7 +28,7 @@ class GlooTransport:
     def prepare(self, num_workers: int) -> dict[str, Any]:
         self._world_size = 1 + num_workers
         # The store would listen on every interface; a socket of our own listens on the one address that workers use.
-        listener = socket.create_server((self._address, self._port or 0))
+        listener = listen(self._address, self._port)
         port = int(listener.getsockname()[1])
         self._store = TCPStore(
             self._address,

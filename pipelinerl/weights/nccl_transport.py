@@ -6,10 +6,11 @@ time-out: a call that never returns is left to its thread, and the server is rep
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pipelinerl.weights.meeting_port import listen
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -34,9 +35,9 @@ class NCCLTransport:
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
         self._world_size = 1 + num_workers
-        if self._port is None:
-            with socket.create_server((self._address, 0)) as listener:
-                self._port = int(listener.getsockname()[1])
+        # The store of vLLM's group listens by itself; it can only be told a port that is free now.
+        with listen(self._address, self._port) as listener:
+            self._port = int(listener.getsockname()[1])
         return {
             "master_address": self._address,
             "master_port": self._port,
