@@ -83,15 +83,23 @@ def read_state(run_dir: RunDir) -> list[ServerState]:
 def take_requests(run_dir: RunDir, answer: Callable[[PoolRequest], PoolReply]) -> None:
     """Launcher: answer every request that is there, oldest first."""
     folder = pool_dir(run_dir)
-    requests = sorted(folder.glob(f"*{_REQUEST_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
-    for file in requests:
+    for file in sorted(folder.glob(f"*{_REQUEST_SUFFIX}"), key=_age_key):
         try:
             reply = answer(msgspec.json.decode(file.read_bytes(), type=PoolRequest))
+        except FileNotFoundError:
+            continue  # taken back: nobody waits for the answer any more
         except msgspec.MsgspecError as error:
             reply = PoolReply(None, f"not a request: {error}")
-        file.unlink()
+        file.unlink(missing_ok=True)
         name = file.name.removesuffix(_REQUEST_SUFFIX)
         _write(folder / f"{name}{_ANSWER_SUFFIX}", msgspec.json.encode(reply))
+
+
+def _age_key(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def forget_requests(run_dir: RunDir) -> None:
@@ -99,7 +107,7 @@ def forget_requests(run_dir: RunDir) -> None:
     folder = pool_dir(run_dir)
     for suffix in (_REQUEST_SUFFIX, _ANSWER_SUFFIX):
         for file in folder.glob(f"*{suffix}"):
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def ask(run_dir: RunDir, request: PoolRequest, timeout_s: float) -> str:

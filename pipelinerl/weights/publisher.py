@@ -173,9 +173,9 @@ class WeightPublisher:
         """
         started = time.monotonic()
         metas = source.metadata()
-        links = self._chosen(names)
-        refused = _refused(links, metas)
-        links = [link for link in links if link.name not in refused]
+        chosen = self._chosen(names)
+        refused = _refused(chosen, metas)
+        links = [link for link in chosen if link.name not in refused]
         # A pass of the source may be a collective: it is made only if somebody takes it.
         updated, failed = self._round(version, source, metas, links) if links else ([], [])
         first_errors = {link.name: str(link.error) for link in failed}
@@ -185,8 +185,10 @@ class WeightPublisher:
             updated += [replace(update, recovered_from=first_errors[update.name]) for update in recovered]
         errors = {link.name: f"{link.error} (first attempt: {first_errors[link.name]})" for link in failed} | refused
         with self._lock:
-            for name in errors:
-                self._links.pop(name, None)
+            for link in chosen:
+                # A server that was started again meanwhile has another link by now, which stays.
+                if link.name in errors and self._links.get(link.name) is link:
+                    del self._links[link.name]
         return UpdateReport(version, updated, errors, time.monotonic() - started)
 
     def _chosen(self, names: Collection[str] | None) -> list[ServerLink]:

@@ -139,3 +139,19 @@ def test_refusals_and_time_limits_are_errors_with_a_reason(tmp_path: Path) -> No
     assert "not a request" in (pool_dir(kept.run_dir) / "a.answer.json").read_text()
     forget_requests(kept.run_dir)
     assert sorted(file.name for file in pool_dir(kept.run_dir).iterdir()) == ["servers.json"]
+
+
+def test_a_request_that_is_taken_back_meanwhile_is_no_trouble(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    for name in ("a", "b"):
+        (pool_dir(kept.run_dir) / f"{name}.request.json").write_text('{"action": "add", "server": "http://x:1"}')
+    answered: list[PoolRequest] = []
+
+    def answer(request: PoolRequest) -> PoolReply:
+        answered.append(request)
+        for file in pool_dir(kept.run_dir).glob("*.request.json"):
+            file.unlink()  # both commands are interrupted
+        return PoolReply("joined_0")
+
+    take_requests(kept.run_dir, answer)
+    assert len(answered) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -169,3 +170,24 @@ def test_an_error_of_the_source_is_raised_to_the_trainer(servers, model) -> None
 
     with connected(servers) as publisher, pytest.raises(ArithmeticError, match="gather failed"):
         publisher.publish(0, Broken(model))
+
+
+def test_a_server_that_joins_anew_while_its_old_start_fails_stays_connected(servers, model) -> None:
+    joined = threading.Event()
+
+    class Restarting(ModuleSource):
+        """In the middle of the update server 0 ends, and its next start is connected."""
+
+        def buckets(self):
+            if not joined.is_set():
+                publisher.drop("server_0", "down: killed by SIGKILL")
+                publisher.join(ServerAddress("server_0", again.url), 60, lambda address, error: joined.set())
+                assert joined.wait(60)
+            yield from super().buckets()
+
+    with FakeServer(SHAPES) as again, connected(servers) as publisher:
+        report = publisher.publish(0, Restarting(model))
+        assert list(report.failed) == ["server_0"]
+        assert sorted(publisher.servers) == ["server_0", "server_1"]
+        assert publisher.publish(1, ModuleSource(model)).failed == {}
+        assert (again.version, again.paused) == ("1", False)
