@@ -100,6 +100,17 @@ class GamePool:
         if len(self._last_used) >= self._max_games:
             return self._counted(GameFailed("environment_busy", f"{len(self._last_used)} games are played already"))
         number = next(self._numbers)
+        try:
+            answer = await self._begin(number, request)
+        except BaseException:
+            self._forget(number)
+            raise
+        if isinstance(answer, GameOpened):
+            return answer
+        self._forget(number)
+        return self._counted(answer if isinstance(answer, GameFailed) else _out_of_turn())
+
+    async def _begin(self, number: int, request: OpenGame) -> _Reply:
         answer: _Reply = _out_of_turn()
         for _ in range(_OPENING_ATTEMPTS):
             self._last_used[number] = self._clock()
@@ -109,11 +120,10 @@ class GamePool:
             answer = await self._ask(process, msgspec.structs.replace(request, number=number), request.game)
             if isinstance(answer, GameOpened):
                 self._last_used[number] = self._clock()
-                return answer
+                break
             if not isinstance(answer, GameFailed) or answer.reason != "environment_lost":
                 break  # else another game ended the process before it was this one's turn
-        self._forget(number)
-        return self._counted(answer if isinstance(answer, GameFailed) else _out_of_turn())
+        return answer
 
     async def act(self, number: int, text: str) -> GameAnswer:
         """Make a move. Always returns; the deadline starts when it is this game's turn."""

@@ -22,6 +22,7 @@ from pipelinerl.servers.game_messages import (
     GameAnswer,
     GameFailed,
     GameOpened,
+    GameStep,
     OpenGame,
     TextGame,
     as_step,
@@ -102,7 +103,8 @@ class GameProcess:
         step = as_step(game.act(request.text))
         if isinstance(step, GameFailed):
             return step
-        return msgspec.structs.replace(step, observation=clean_text(step.observation), reward=float(step.reward))
+        # Plain values: a flag of NumPy, say, could not be sent, and that would end this process with all its games.
+        return GameStep(clean_text(step.observation), float(step.reward), bool(step.done), bool(step.valid))
 
     def _close(self, number: int) -> Reply:
         game = self._games.pop(number, None)

@@ -7,6 +7,8 @@ import signal
 import time
 from typing import Any
 
+import numpy as np
+
 from pipelinerl.games import GameStep, text_game
 
 
@@ -37,6 +39,8 @@ class Echo:
             os._exit(7)
         if action == "nan":
             return GameStep("", float("nan"), done=True)
+        if action == "numpy":
+            return GameStep("n", np.float32(0.5), done=np.bool_(False), valid=np.bool_(True))  # type: ignore[arg-type]
         if action == "none":
             return None  # type: ignore[return-value]
         if action == "secret":

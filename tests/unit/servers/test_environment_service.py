@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from pipelinerl.domains.text_game import play
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.inference.auth import TokenMiddleware
+from pipelinerl.servers import game_pool
 from pipelinerl.servers.environment_target import find_target, make_app
 from pipelinerl.servers.environments import Environments, open_environments
 from pipelinerl.servers.game_messages import GameFailed, GameOpened, GameStep, OpenGame
@@ -93,6 +94,25 @@ async def test_r1_a_bad_move_costs_its_own_game_only(move: str, reason: str) -> 
         gone = await games.act(bad, "a")
         assert isinstance(gone, GameFailed) and gone.reason == "environment_lost"
         assert games.outcomes[reason] == 1 and games.num_games == 1
+
+
+async def test_r1_numbers_and_flags_of_numpy_are_a_step() -> None:
+    async with pool() as games:
+        first, other = await begin(games), await begin(games)
+        assert await games.act(first, "numpy") == GameStep("n", 0.5, False)
+        assert await games.act(other, "a") == GameStep("a 1", 0.0, False)
+
+
+async def test_r1_a_game_whose_process_cannot_be_started_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(module: str, memory_bytes: int) -> None:
+        raise OSError("no more processes")
+
+    async with pool() as games:
+        with monkeypatch.context() as patch:
+            patch.setattr(game_pool, "start_child", refused)
+            with pytest.raises(OSError, match="no more processes"):
+                await games.open(OpenGame(ECHO, {"moves": 1}))
+        assert games.num_games == 0
 
 
 @pytest.mark.parametrize(("move", "reason"), [("block", "environment_timeout"), ("die", "environment_died")])
