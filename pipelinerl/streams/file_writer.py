@@ -49,6 +49,8 @@ class FileWriter(Generic[T]):
         self._mutex = threading.Lock()
         self._fd = -1
         self._first = self._next = self._size = 0
+        # A shard could not be begun: the next write tries again, even if its record fits into the one before.
+        self._is_shard_due = False
         self._broken: str | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,7 @@ class FileWriter(Generic[T]):
         with self._mutex:
             self._check_usable()
             try:
-                if self._size and self._size + len(line) > self._shard_bytes:
+                if self._size and (self._is_shard_due or self._size + len(line) > self._shard_bytes):
                     self._start_shard()
                 self._append(line)
             except OSError as error:
@@ -124,26 +126,32 @@ class FileWriter(Generic[T]):
         path = shard_path(self._directory, self._first)
         records, self._size = repair_shard(path) if shards else (0, 0)
         self._next = self._first + records
-        self._open(path)
+        self._open(path, self._size)
 
     def _start_shard(self) -> None:
-        self._first, self._size = self._next, 0
-        self._open(shard_path(self._directory, self._first))
+        self._is_shard_due = True
+        self._open(shard_path(self._directory, self._next), 0)
+        self._first, self._size, self._is_shard_due = self._next, 0, False
         if not self._keep_tokens and (self._stripper is None or not self._stripper.is_alive()):
             self._stripper = threading.Thread(
                 target=strip_old_shards, args=(self._directory,), name="stream-retention", daemon=True
             )
             self._stripper.start()
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, size: int) -> None:
+        """Go on in the shard at `path`, which has `size` bytes; after an error the one before is still in use."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        old, self._fd = self._fd, fd
-        self._syncer.replace(fd)
-        self._index = IndexWriter(path, fd, self._size)
+        try:
+            index = IndexWriter(path, fd, size)
+            if self._syncer.policy != "never":
+                _sync_directory(self._directory)
+            self._syncer.replace(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        old, self._fd, self._index = self._fd, fd, index
         if old >= 0:
             os.close(old)
-        if self._syncer.policy != "never":
-            _sync_directory(self._directory)
 
     def _append(self, line: bytes) -> None:
         """Write the whole line or none of it."""

@@ -219,6 +219,30 @@ def test_o1_a_full_disk_is_a_stream_error_and_leaves_no_half_record(
     assert read_steps(open_reader(tmp_path)) == [0, 2]
 
 
+def test_o1_a_shard_that_cannot_be_begun_is_begun_by_the_next_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    writer = open_writer(tmp_path, shard_bytes=len(LINE))
+    writer.write(record(0))
+    shard(tmp_path, 1).mkdir()
+    with pytest.raises(StreamError, match="offset 1 cannot be written"):
+        writer.write(record(1))
+    shard(tmp_path, 1).rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(file_writer.os, "write", full)
+        with pytest.raises(StreamError, match="no space"):
+            writer.write(record(1))
+    assert shard(tmp_path, 0).read_bytes() == LINE
+    writer.write(record(1))
+    writer.write(record(2))
+    assert list_shards(tmp_path) == [0, 1, 2]
+    assert read_steps(open_reader(tmp_path)) == [0, 1, 2]
+    writer.close()
+
+
 def test_o1_a_failed_fsync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer: FileWriter[MetricRecord] = FileWriter(tmp_path, MetricRecord, 10**6, "always")
 
