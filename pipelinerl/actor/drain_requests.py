@@ -36,13 +36,19 @@ def follow_drain_requests(
     """Close `gate` at every request of this incarnation while the context is open.
 
     Args:
-        on_failure: called on the event loop with what ended the thread.
+        on_failure: called on the event loop with what ended the thread, or kept the answer from being written.
     """
     loop = asyncio.get_running_loop()
 
+    def take(version: int) -> None:
+        try:
+            gate.close(version)
+        except Exception as error:  # noqa: BLE001 - a callback's error would only be logged; it ends the run
+            on_failure(error)
+
     def listen(entry: Entry[DrainRequest]) -> None:
         if entry.record.incarnation == incarnation:
-            loop.call_soon_threadsafe(gate.close, entry.record.version)
+            loop.call_soon_threadsafe(take, entry.record.version)
 
     def fail(error: BaseException) -> None:
         loop.call_soon_threadsafe(on_failure, error)

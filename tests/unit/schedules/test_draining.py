@@ -18,7 +18,7 @@ from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.datasets import Problem
-from pipelinerl.errors import WorkerError
+from pipelinerl.errors import StreamError, WorkerError
 from pipelinerl.records import RolloutSummary, WeightUpdateSuccess
 from pipelinerl.records.turns import Drained, DrainRequest
 from pipelinerl.schedules.drain import Drain
@@ -185,6 +185,19 @@ async def test_request_and_answer_over_the_streams(hub: StreamHub) -> None:
             assert not waiting.done()
         assert await asyncio.wait_for(waiting, 60) is True
     assert failures == []
+
+
+async def test_an_answer_that_cannot_be_written_ends_the_actor(hub: StreamHub) -> None:
+    def full(version: int) -> None:
+        raise StreamError("no space")
+
+    failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    with follow_drain_requests(hub, RolloutGate(full), 1, failed.set_result):
+        requests = hub.writer(TURNS_TOPIC, "finetune_0", DrainRequest)
+        requests.write(DrainRequest(version=1, time=0.0, incarnation=1))
+        async with asyncio.timeout(60):
+            assert str(await failed) == "no space"
+        requests.close()
 
 
 def test_a_drain_that_never_ends_is_named(hub: StreamHub) -> None:
