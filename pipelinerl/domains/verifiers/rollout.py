@@ -30,7 +30,7 @@ async def _rollout(base_url: str, api_key: str, problem: dict[str, Any]) -> tupl
     if state["error"] is not None:
         raise state["error"]
     if problem["score_in"] == "worker":
-        grade = await score_state(problem, state)
+        grade = await score_state(environment, problem, state)
     else:
         path = "pipelinerl.domains.verifiers.score.score_verifiers"
         timeout_s = float(problem["score_timeout_s"])

@@ -26,16 +26,16 @@ def score_verifiers(text: str, problem: dict[str, Any], *, state: dict[str, Any]
     Raises:
         ValueError: a reward function raised.
     """
-    return asyncio.run(score_state(problem, State(**state)))
+    environment = environment_of(problem["env_id"], problem["env_args"])
+    return asyncio.run(score_state(environment, problem, State(**state)))
 
 
-async def score_state(problem: dict[str, Any], state: Any) -> Grade:
+async def score_state(environment: Any, problem: dict[str, Any], state: Any) -> Grade:
     """Return the rubric's reward of a rollout's `state`.
 
     Raises:
         ValueError: a reward function raised.
     """
-    environment = environment_of(problem["env_id"], problem["env_args"])
     try:
         await environment.rubric.score_rollout(state, score_sem=contextlib.nullcontext())
     except RewardFunctionError as error:

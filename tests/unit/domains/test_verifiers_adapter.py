@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.__main__ import main
 from pipelinerl.agents.openai_agent import BlackBox
 from pipelinerl.config.sections import VerifierConfig
-from pipelinerl.domains.verifiers import load_problems
+from pipelinerl.domains.verifiers import load_problems, score
 from pipelinerl.domains.verifiers.rollout import _rollout
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.grading import open_verifier
@@ -110,6 +110,17 @@ async def test_a_rollout_is_scored_by_the_rubric(
         assert result.metrics.model_dump()["is_short"] == short
         (sample,) = build_samples(result.training_texts, group_id="g", rollout_id="r")
         assert sample.num_trained_tokens == len(answer) + 1 and sample.reward == reward
+
+
+async def test_scoring_beside_the_rollout_does_not_wait_while_another_environment_is_made(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made_elsewhere(env_id: str, env_args: Any) -> Any:
+        raise AssertionError("the event loop would wait for the lock")
+
+    monkeypatch.setattr(score, "environment_of", made_elsewhere)
+    texts.left = ["1"]
+    assert (await run(problem_of(score_in="worker"), server, tokenizer)).metrics.reward == 1.0
 
 
 @pytest.mark.parametrize("score_in", [pytest.param("process", marks=pytest.mark.slow), "worker"])
