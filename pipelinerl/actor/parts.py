@@ -24,6 +24,7 @@ from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.actor.training import TrainingRollouts
+from pipelinerl.config import RunConfig
 from pipelinerl.domains.datasets import Problem, ProblemSets
 from pipelinerl.records import EvaluationResult, FateRecord, Group, MetricRecord
 from pipelinerl.records.turns import Drained
@@ -36,6 +37,7 @@ from pipelinerl.streams.base import (
     TURNS_TOPIC,
     StreamWriter,
 )
+from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.context import RoleContext
 
 logger = logging.getLogger(__name__)
@@ -90,12 +92,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     name = context.job.name
     urls = {job.name: job.url for job in context.world.jobs_of("actor_llm") if job.url is not None}
     hub = context.streams
-    rounds = rounds_of(config)
-    budget = (
-        SampleBudget(config.finetune.samples_per_step, config.max_lag, config.attempts)
-        if rounds is None
-        else RoundBudget(rounds, config.attempts)
-    )
+    budget = _budget_of(config)
     answers = hub.writer(TURNS_TOPIC, name, Drained) if takes_turns(config) else None
     gate = None if answers is None else RolloutGate(drain_answers(answers, incarnation))
     trainer = TrainerState(budget, incarnation, gate)
@@ -104,14 +101,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     throughput = ThroughputWindow(config.actor.throughput_window_size * config.attempts, time.monotonic)
     averages = RolloutAverages()
     failures = FailureLimit(config.actor.max_failure_rate, config.actor.min_rollouts_for_failure_rate)
-    publisher = Publisher(
-        source=name,
-        incarnation=incarnation,
-        groups=hub.writer(ACTOR_TOPIC, name, Group),
-        fates=hub.writer(FATES_TOPIC, name, FateRecord),
-        evaluations=hub.writer(EVALUATION_TOPIC, name, EvaluationResult),
-        metrics=hub.writer(METRICS_TOPIC, name, MetricRecord),
-    )
+    publisher = _publisher_of(hub, name, incarnation)
 
     def on_training_answer(answer: Answer, problem: Problem) -> None:
         context.heartbeat.progress()
@@ -167,4 +157,22 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         gate=gate,
         answers=answers,
         evaluations_pass_gate=config.world.placement == "colocated",
+    )
+
+
+def _budget_of(config: RunConfig) -> SampleBudget | RoundBudget:
+    rounds = rounds_of(config)
+    if rounds is not None:
+        return RoundBudget(rounds, config.attempts)
+    return SampleBudget(config.finetune.samples_per_step, config.max_lag, config.attempts)
+
+
+def _publisher_of(hub: StreamHub, name: str, incarnation: int) -> Publisher:
+    return Publisher(
+        source=name,
+        incarnation=incarnation,
+        groups=hub.writer(ACTOR_TOPIC, name, Group),
+        fates=hub.writer(FATES_TOPIC, name, FateRecord),
+        evaluations=hub.writer(EVALUATION_TOPIC, name, EvaluationResult),
+        metrics=hub.writer(METRICS_TOPIC, name, MetricRecord),
     )

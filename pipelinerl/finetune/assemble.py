@@ -117,14 +117,7 @@ def build_loop(
     publisher = None
     pool = None
     if ranks.is_first:
-        messages = context.streams.writer(TRAINER_TOPIC, context.job.name, TrainerMessage)
-        fates = context.streams.writer(FATES_TOPIC, context.job.name, FateRecord)
-        metrics = MetricRecorder(
-            context.streams.writer(METRICS_TOPIC, context.job.name, MetricRecord), context.job.name
-        )
-        for writer in (messages, fates, metrics):
-            stack.callback(writer.close)
-        reporter = Reporter(messages, fates, metrics, context.incarnation)
+        reporter = _open_reporter(context, stack)
         if has_servers:
             publisher, pool = open_pool(context, stack, reader.wake)
     drain = drain_of(context, stop, stack) if ranks.is_first and takes_turns(config) else None
@@ -173,6 +166,16 @@ def build_loop(
         turns=turns,
         updates_servers=finetune.send_weight_updates,
     )
+
+
+def _open_reporter(context: RoleContext, stack: ExitStack) -> Reporter:
+    name, streams = context.job.name, context.streams
+    messages = streams.writer(TRAINER_TOPIC, name, TrainerMessage)
+    fates = streams.writer(FATES_TOPIC, name, FateRecord)
+    metrics = MetricRecorder(streams.writer(METRICS_TOPIC, name, MetricRecord), name)
+    for writer in (messages, fates, metrics):
+        stack.callback(writer.close)
+    return Reporter(messages, fates, metrics, context.incarnation)
 
 
 def drain_of(context: RoleContext, stop: StopRequest, stack: ExitStack) -> Drain:

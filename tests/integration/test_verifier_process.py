@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
 from fakes.random_model import save_random_model
-
-from pipelinerl.placement.jobs import Job, WorldMap
-from pipelinerl.supervise.context import TOKEN_KEY
+from fakes.service_process import service
 
 TASK = """
     from pipelinerl.async_llm import llm_async_generate, make_training_text
@@ -49,42 +38,6 @@ TASK = """
 """
 
 
-def add_verifier(run: ActorRun) -> str:
-    """Put a verifier job into the run's plan and return its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    world = WorldMap.from_json(run.files.world_file.read_bytes())
-    job = Job("verifier", "verifier_0", 0, 0, 0, 0, "127.0.0.1", [], port, url, None, 1)
-    run.files.world_file.write_text(msgspec.structs.replace(world, jobs=[*world.jobs, job]).to_json())
-    return url
-
-
-@contextlib.contextmanager
-def verifier(run: ActorRun, url: str) -> Iterator[None]:
-    """Run the service until it answers, then until the end; it leaves on SIGTERM."""
-    argv = [sys.executable, "-m", "pipelinerl.entrypoints.verifier", "--run-dir", str(run.files.root)]
-    env = {**os.environ, TOKEN_KEY: run.token, "PYTHONPATH": str(run.task_dir)}
-    process = subprocess.Popen([*argv, "--job", "verifier_0"], env=env)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-                    assert response.status == 200
-                    break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.1)
-        yield
-        process.send_signal(signal.SIGTERM)
-        process.wait(10)
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("with_service", [False, True])
 def test_r1_the_run_goes_on_and_counts_the_reasons(with_service: bool, tmp_path: Path) -> None:
@@ -92,7 +45,7 @@ def test_r1_the_run_goes_on_and_counts_the_reasons(with_service: bool, tmp_path:
     with FakeServer() as server, contextlib.ExitStack() as stack:
         run = ActorRun(tmp_path, model, [server.url], server.token, TASK, actor={"max_failure_rate": 0.9})
         if with_service:
-            stack.enter_context(verifier(run, add_verifier(run)))
+            stack.enter_context(service(run, "verifier"))
 
         def set_version(version: int) -> None:
             server.version = str(version)
