@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -29,6 +31,9 @@ from pipelinerl.servers.messages import clean_text
 
 _ATTEMPTS = 5
 _FIRST_DELAY_S = 0.5
+_LONGEST_DELAY_S = 4.0
+# A service that died is started again in place.
+RETURN_TIMEOUT_S = 120.0
 _TIMEOUT_S = 600.0
 _QUOTED_BYTES = 300
 _decode = msgspec.json.Decoder(GameOpened | GameStep | GameFailed).decode
@@ -43,9 +48,17 @@ class Environments:
         urls: their addresses; may be none.
         headers: to send with every request: the run's token.
         session: for requests to them.
+        return_timeout_s: how long a game may wait to begin while a service is started again.
     """
 
-    def __init__(self, urls: Sequence[str], headers: dict[str, str], session: aiohttp.ClientSession | None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        headers: dict[str, str],
+        session: aiohttp.ClientSession | None,
+        return_timeout_s: float = RETURN_TIMEOUT_S,
+    ) -> None:
+        self._return_timeout_s = return_timeout_s
         self.urls = [url.rstrip("/") for url in urls]
         self.headers = headers
         self.session = session
@@ -65,10 +78,10 @@ class Environments:
             body = _encode(OpenGame(game, problem))
         except (TypeError, ValueError, OverflowError) as error:
             raise RolloutError("environment_bad_request", f"the problem cannot be sent: {error}") from error
-        trouble, avoid = "", ""
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
+        avoid = ""
+        give_up_at = time.monotonic() + self._return_timeout_s
+        for attempt in itertools.count(1):
+            is_away = False
             url = min(self._playing, key=lambda each: (each == avoid, self._playing[each]))
             self._playing[url] += 1
             taken = False
@@ -84,10 +97,15 @@ class Environments:
                 if error.reason != "environment_unreachable":
                     raise
                 trouble = str(error)
+                is_away = isinstance(error.__cause__, aiohttp.ClientError | ConnectionError)
+                is_away = is_away and not isinstance(error.__cause__, TimeoutError)
             finally:
                 self._playing[url] -= not taken
             avoid = url
-        raise RetryableRolloutError("environment_unreachable", f"{trouble} ({_ATTEMPTS} attempts)")
+            if attempt >= _ATTEMPTS and not (is_away and time.monotonic() < give_up_at):
+                raise RetryableRolloutError("environment_unreachable", f"{trouble} ({attempt} attempts)")
+            await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _LONGEST_DELAY_S))
+        raise AssertionError("unreachable")
 
     def forget(self, url: str) -> None:
         """Note that a game of this service is over."""
@@ -160,11 +178,13 @@ def current_environments() -> Environments:
 
 
 @contextlib.asynccontextmanager
-async def open_environments(urls: Sequence[str], token: str = "") -> AsyncIterator[Environments]:
+async def open_environments(
+    urls: Sequence[str], token: str = "", return_timeout_s: float = RETURN_TIMEOUT_S
+) -> AsyncIterator[Environments]:
     """Make services current for this task and the tasks that it starts."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as session:
         environments = Environments(
-            urls, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}, session
+            urls, {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}, session, return_timeout_s
         )
         previous = _current.set(environments)
         try:

@@ -36,10 +36,11 @@ def _games_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def service(**settings: Any) -> AsyncIterator[str]:
+async def service(port: int = 0, **settings: Any) -> AsyncIterator[str]:
     app: Any = TokenMiddleware(make_app({"_target_": TARGET, "processes": 1, "timeout_s": 3.0, **settings}), TOKEN)
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -236,9 +237,35 @@ async def test_another_service_is_taken_when_one_is_gone(monkeypatch: pytest.Mon
             game = await environments.open_game(ECHO, {"moves": 3})
             assert await game.act("a") == GameStep("a 1", 0.0, False)
             await game.close()
-        async with open_environments([dead], TOKEN) as environments:
+        async with open_environments([dead], TOKEN, return_timeout_s=0) as environments:
             with pytest.raises(RetryableRolloutError, match="environment_unreachable"):
                 await environments.open_game(ECHO, {"moves": 3})
+
+
+async def test_l1_a_service_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.servers.environments._ATTEMPTS", 1)
+    monkeypatch.setattr("pipelinerl.servers.environments._FIRST_DELAY_S", 0.01)
+    tried = asyncio.Event()
+
+    class Watched(Environments):
+        async def request(self, method: str, url: str, body: bytes | None = None) -> Any:
+            try:
+                return await super().request(method, url, body)
+            finally:
+                tried.set()
+
+    monkeypatch.setattr("pipelinerl.servers.environments.Environments", Watched)
+    with socket.socket() as nobody:
+        nobody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        async with open_environments([f"http://127.0.0.1:{port}"], TOKEN) as environments:
+            begun = asyncio.create_task(environments.open_game(ECHO, {"moves": 3}))
+            await tried.wait()
+            async with service(port=port):
+                game = await begun
+                assert await game.act("a") == GameStep("a 1", 0.0, False)
+                await game.close()
 
 
 async def test_a_full_service_and_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
