@@ -44,6 +44,7 @@ def join(
     say(f"node {hello.rank}: waiting for node 0 at {host}:{port} (at most {timeout_s:.0f} s)")
     deadline = time.monotonic() + timeout_s
     connection = _call(host, port, deadline, signals)
+    _await_challenge(connection, f"{host}:{port}", deadline, signals)
     _authenticate(connection, secret)
     send(connection, hello)
     say(f"node {hello.rank}: joined, waiting for the plan")
@@ -67,6 +68,14 @@ def _connect(host: str, port: int) -> socket.socket:
     connected = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
     connected.settimeout(None)
     return connected
+
+
+def _await_challenge(connection: Connection, where: str, deadline: float, signals: SimpleQueue[Any]) -> None:
+    """Node 0 speaks first; another service that waits for us to speak would hold this node for ever."""
+    while not connection.poll(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
+        _raise_if_interrupted(signals, 0.0)
+        if time.monotonic() > deadline:
+            raise UserError(f"what listens at {where} says nothing: is that node 0, and is world.node_port its port?")
 
 
 def _authenticate(connection: Connection, secret: bytes) -> None:

@@ -57,7 +57,7 @@ def supervise_node(
             commands=commands,
             run_dir=run_dir,
             config=without_restarts,
-            policy=ExitPolicy(jobs, TrainingCompletion(reader, identity.incarnation)),
+            policy=ExitPolicy(jobs, TrainingCompletion(reader, identity.incarnation), ends_run=False),
             monitor=StuckMonitor(config.supervise, START_GRACE_S + config.supervise.heartbeat_timeout_s),
             environ=environ,
             token=token,

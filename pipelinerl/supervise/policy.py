@@ -27,10 +27,12 @@ class Verdict:
 
 @dataclass
 class ExitPolicy:
-    """State: which jobs have ended well. `is_training_complete` asks the trainer's stream."""
+    """State: which jobs have ended well. `is_training_complete` asks the trainer's stream. `ends_run`: the run is over
+    when all jobs ended; False on a node above 0, whose servers the other nodes may still need."""
 
     jobs: Sequence[Job]
     is_training_complete: Callable[[], bool]
+    ends_run: bool = True
     _done: set[str] = field(default_factory=set)
 
     @property
@@ -59,4 +61,4 @@ class ExitPolicy:
         if not is_other_rank and not self.is_training_complete():
             return Verdict("failed", "ended (exit code 0) before training was complete")
         self._done.add(job.name)
-        return Verdict("go_on") if self.unfinished else Verdict("finished")
+        return Verdict("finished") if self.ends_run and not self.unfinished else Verdict("go_on")

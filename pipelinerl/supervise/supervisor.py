@@ -154,7 +154,7 @@ class Supervisor:
             outcome = self._start_due_servers(now) or self._find_stuck(now)
             if outcome is not None:
                 return outcome
-            if finish_by is not None and now > finish_by:
+            if finish_by is not None and now > finish_by and self.policy.unfinished:
                 return self._late_finish()
 
     def _next_event(self, timeout_s: float) -> Event | None:
@@ -206,8 +206,9 @@ class Supervisor:
         if self.keeper.is_removed(job.name):
             return None
         if job.kind == POLICY_KIND and self._is_spare(job):
-            # Nobody is left to give it weights, and the others can finish what is left.
+            # Nobody is left to give it weights, and the others can finish what is left: what ran there, too.
             logger.warning("%s ended (%s) after training", job.name, describe_exit(event.returncode))
+            self.keeper.give_up(job.name, f"ended ({describe_exit(event.returncode)}) after training", self.clock())
             return None
         child = self._children[job.name]
         # The others hear of it first; what is left of the server must be gone before it is started again.

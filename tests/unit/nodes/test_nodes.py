@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,6 +27,7 @@ from pipelinerl.world import Cluster
 SECRET = b"a secret of sixteen bytes or more"
 PLAN = Plan("/shared/run", "run-1", 0, "token")
 WAIT_S = 30.0
+NODE_RUN = Path(__file__).parents[2] / "fakes" / "node_run.py"
 
 
 def cluster(world_size: int = 2, gpus: tuple[str, ...] = ()) -> Cluster:
@@ -190,6 +194,22 @@ def test_a_signal_ends_both_waits(leader: Leader, port: int) -> None:
     signals.put(Interrupted(2))
     with pytest.raises(KeyboardInterrupt):
         join("127.0.0.1", free_port(), SECRET, hello(), WAIT_S, lambda text: None, signals)
+
+
+def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = int(silent.getsockname()[1])
+        alone = Joining(port, hello(), timeout_s=0.05).done()
+        assert isinstance(alone.error, UserError) and f"127.0.0.1:{port} says nothing" in str(alone.error)
+        signals: SimpleQueue[Any] = SimpleQueue()
+        signals.put(Interrupted(2))
+        with pytest.raises(KeyboardInterrupt):
+            join("127.0.0.1", port, SECRET, hello(), WAIT_S, lambda text: None, signals)
+
+
+def test_servers_of_a_node_whose_ranks_are_done_live_until_node_0_ends_the_run(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, str(NODE_RUN), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "completed True\n", ended.stderr
 
 
 def test_a_taken_port_is_a_user_error(leader: Leader, port: int) -> None:

@@ -53,6 +53,11 @@ def test_the_run_is_finished_when_all_but_the_servers_ended_well() -> None:
     assert [policy.on_exit(one, 0).kind for one in order] == ["go_on", "go_on", "go_on", "finished"]
 
 
+def test_a_node_above_0_does_not_end_the_run() -> None:
+    policy = ExitPolicy([JOBS[0], JOBS[4]], lambda: True, ends_run=False)
+    assert policy.on_exit(JOBS[4], 0).kind == "go_on" and policy.unfinished == []
+
+
 def test_a_kind_is_done_when_all_its_jobs_are() -> None:
     policy = ExitPolicy(JOBS, lambda: True)
     policy.on_exit(JOBS[3], 0)

@@ -119,6 +119,42 @@ time.sleep(300)
 """
 
 
+# Says that both servers have the weights, and once that is known that training is complete.
+TRAINS_ON_TWO = """
+import sys, time
+from pathlib import Path
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.records import PoolAnswer, ServerReady
+from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+root = Path(sys.argv[1])
+hub = StreamHub(StreamsConfig(), RunDir(root), "run-test")
+pool = hub.writer("pool", "finetune_0", PoolAnswer)
+for index in range(2):
+    pool.write(ServerReady(name=f"actor_llm_{index}", generation=0, version=0, time=time.time()))
+pool.flush()
+while (root / "pool" / "servers.json").read_text().count('"serving"') < 2:
+    time.sleep(0.05)
+writer = hub.writer("trainer", "finetune_0", TrainerMessage)
+writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
+writer.close()
+"""
+# Kills a server once training is done, and ends well when that is told.
+EVALUATES = """
+import os, signal, sys, time
+from pathlib import Path
+root = Path(sys.argv[1])
+while "finetune_0 is done" not in (root / "launch.log").read_text():
+    time.sleep(0.05)
+os.kill(int((root / "server").read_text()), signal.SIGKILL)
+end = time.monotonic() + 50
+while '"down"' not in (root / "pool" / "servers.json").read_text():
+    assert time.monotonic() < end, "nobody said that the server is gone"
+    time.sleep(0.05)
+"""
+
+
 # Saves on SIGTERM, which takes a moment, as long as its server lives.
 SAVES = """
 import os, signal, sys, time
@@ -371,6 +407,12 @@ def test_a_server_that_stopped_responding_is_started_again(start: Starter) -> No
     run.process.send_signal(signal.SIGTERM)
     run.end()
     assert "actor_llm_0 stopped responding" in (run.root / "launch.log").read_text()
+
+
+def test_a_server_that_dies_after_training_is_told_to_the_actor_and_harms_nobody(start: Starter) -> None:
+    jobs = {"actor_llm_0": SERVES, "actor_llm_1": SLEEP, "actor_0": EVALUATES, "finetune_0": TRAINS_ON_TWO}
+    code, stderr, summary = start(jobs).end()
+    assert (code, summary["status"]) == (0, "completed"), stderr
 
 
 def test_a_server_that_ends_by_itself_fails_the_run(start: Starter) -> None:
