@@ -189,6 +189,8 @@ class WeightsFeed:
         try:
             mean = self._checked(version, result)
         except WeightSyncError as error:
+            if self._pool.generations().get(name) != generation:
+                return None  # it was started again since the update: the next one is about it
             if not is_fresh or self._pool.is_first_start(name, generation):
                 raise
             self._pool.drop(name, generation, str(error))

@@ -96,7 +96,7 @@ def scene() -> Iterator[Scene]:
 def test_all_servers_are_ready_after_the_first_update(scene: Scene) -> None:
     assert sorted(scene.pool.fresh) == ["s0", "s1"]
     delivery = scene.feed.send(0, [[1, 2]])
-    assert scene.ready == [("s0", 0, 0), ("s1", 0, 0)]
+    assert sorted(scene.ready) == [("s0", 0, 0), ("s1", 0, 0)]
     assert delivery.num_servers == 2 and delivery.probe_abs_diff == pytest.approx(0)
     assert scene.pool.fresh == []
 
@@ -270,3 +270,21 @@ def test_a_server_that_went_away_in_mid_update_is_not_waited_for(scene: Scene) -
     thread.join()
     assert delivery.num_servers == 1 and delivery.total_s < TIMEOUT_S
     assert scene.dropped == []
+
+
+def test_a_server_that_is_started_again_between_update_and_probe_is_not_blamed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer(SHAPES, logprob=-2.0) as again:
+        compute = scene.feed._trainer_logprobs
+
+        def restart_then_compute(tokens):  # type: ignore[no-untyped-def]
+            scene.change("s0", "down", 0)
+            scene.change("s0", "up", 1, again.url)
+            assert scene.woken.acquire(timeout=WAIT_S)
+            return compute(tokens)
+
+        monkeypatch.setattr(scene.feed, "_trainer_logprobs", restart_then_compute)
+        scene.feed.send(0, [[1, 2]])
+    assert scene.ready == [("s1", 0, 0)] and scene.dropped == []
+    assert scene.pool.fresh == ["s0"]
