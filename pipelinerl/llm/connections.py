@@ -150,10 +150,10 @@ class _Connection(asyncio.Protocol):
         try:
             return await answer
         except asyncio.CancelledError:
-            self.close()
+            # Behind its answer the connection may be another request's already.
+            if answer.cancelled():
+                self.close()
             raise
-        finally:
-            self.deadline = math.inf
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop has a class of its own
@@ -240,7 +240,7 @@ class _Connection(asyncio.Protocol):
             position = end + 4 + size
 
     def _finish(self, body: bytes, clean: bool) -> None:
-        answer, self._answer = self._answer, None
+        answer, self._answer, self.deadline = self._answer, None, math.inf
         self._parts, self._size, self._wanted = [], 0, -1
         if answer is not None and not answer.done():
             answer.set_result(Response(self._status, body, self._retry_after))
@@ -260,7 +260,7 @@ class _Connection(asyncio.Protocol):
         self.close()
 
     def _fail(self, error: Exception) -> None:
-        answer, self._answer = self._answer, None
+        answer, self._answer, self.deadline = self._answer, None, math.inf
         if answer is not None and not answer.done():
             answer.set_exception(error)
 

@@ -136,6 +136,30 @@ async def test_a_late_or_cancelled_request_closes_its_connection() -> None:
         await asyncio.wait_for(server.lost.wait(), 5)
 
 
+async def test_a_request_that_takes_over_a_connection_at_once_keeps_its_deadline() -> None:
+    async with serving(reply(b"1"), b"") as (script, connections, url):
+        first = asyncio.create_task(connections.post(url, b"", b"", 60))
+        # In the turn of the loop between the whole answer and the first request's waking up.
+        while not any(connections._idle.values()):  # noqa: ASYNC110 - no event comes between the two
+            await asyncio.sleep(0)
+        assert not first.done()
+        async with asyncio.timeout(60):
+            with pytest.raises(TimeoutError, match="no answer in time"):
+                await connections.post(url, b"", b"", 0.2)
+        assert (await first).body == b"1" and script.connections == 1
+
+
+async def test_a_request_cancelled_behind_its_answer_leaves_the_connection_to_the_next_one() -> None:
+    async with serving(reply(b"1"), reply(b"2")) as (script, connections, url):
+        first = asyncio.create_task(connections.post(url, b"", b"", 60))
+        while not any(connections._idle.values()):  # noqa: ASYNC110 - no event comes between the two
+            await asyncio.sleep(0)
+        first.cancel()
+        assert (await connections.post(url, b"", b"", 60)).body == b"2" and script.connections == 1
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+
 async def test_nobody_listens_and_wrong_addresses() -> None:
     async with serving() as (_, connections, url):
         pass
