@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fakes.fake_server import FakeServer, Fault
+from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import black_box
@@ -32,25 +33,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(32)
 
 
-class Texts:
-    """Answers texts in order, byte by byte, with the end token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        vocabulary = tokenizer.get_vocab()
-        self._ids = {chr(code): vocabulary["Ġ" if code == 32 else chr(code)] for code in range(32, 127)}
-        self._end = vocabulary["<|end|>"]
-        self.left: list[str] = []
-
-    def ids(self, text: str) -> list[int]:
-        return [*(self._ids[character] for character in text), self._end]
-
-    def __call__(self, body: dict[str, Any]) -> list[int]:
-        return self.ids(self.left.pop(0) if self.left else "12")
-
-
 @pytest.fixture
 def texts(tokenizer: PreTrainedTokenizerFast) -> Texts:
-    return Texts(tokenizer)
+    return Texts(tokenizer, default="12")
 
 
 @pytest.fixture

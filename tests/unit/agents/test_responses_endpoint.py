@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_server import FakeServer
+from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import black_box
@@ -28,19 +29,6 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(32)
-
-
-class Texts:
-    """Answers texts in order, byte by byte, with the end token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        vocabulary = tokenizer.get_vocab()
-        self._ids = {chr(code): vocabulary["Ġ" if code == 32 else chr(code)] for code in range(32, 127)}
-        self._end = vocabulary["<|end|>"]
-        self.left: list[str] = []
-
-    def __call__(self, body: dict[str, Any]) -> list[int]:
-        return [*(self._ids[character] for character in self.left.pop(0)), self._end]
 
 
 @pytest.fixture

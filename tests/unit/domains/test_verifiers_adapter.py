@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("verifiers")
 
 from fakes.fake_server import FakeServer
+from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.__main__ import main
@@ -35,19 +36,6 @@ PUBLIC = "verifiers.envs.integrations.reasoninggym_env.ReasoningGymEnv"
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(32)
-
-
-class Texts:
-    """Answers the given texts in order, byte by byte, with the end token."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        vocabulary = tokenizer.get_vocab()
-        self._ids = {chr(code): vocabulary["Ġ" if code == 32 else chr(code)] for code in range(32, 127)}
-        self._end = vocabulary["<|end|>"]
-        self.left: list[str] = []
-
-    def __call__(self, body: dict[str, Any]) -> list[int]:
-        return [*(self._ids[character] for character in self.left.pop(0)), self._end]
 
 
 @pytest.fixture
