@@ -7,6 +7,7 @@ nothing with the groups that vLLM or the trainer use among themselves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -17,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from pipelinerl.inference.reload import CheckedReload
 from pipelinerl.weights.gloo_group import GlooGroup
-from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
+from pipelinerl.weights.packing import meta_from_wire
+from pipelinerl.weights.receiving import receive_buffers
 
 
 @dataclass
@@ -39,6 +41,7 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    pass_id: int
 
 
 class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -63,14 +66,20 @@ class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GlooInitInfo,
         )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receive every buffer of the update. Raises RuntimeError if the trainer goes away or is too slow."""
-        if self._group is None:
+        """Receive every buffer of the update. RuntimeError: the trainer went away or is too slow, or one is damaged."""
+        group = self._group
+        if group is None:
             raise RuntimeError("gloo weight transfer is not initialized; call /init_weight_transfer_engine first")
         metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
-        for chunk in plan_chunks(metas, self._chunk_bytes):
-            buffer = torch.empty(sum(meta.num_bytes for meta in chunk), dtype=torch.uint8)
-            self._group.broadcast(buffer)
-            self.model.load_weights(unpack(buffer, chunk))  # type: ignore[operator]
+        # vLLM types its models as plain modules.
+        model: Any = self.model
+
+        def fetch(num_bytes: int) -> torch.Tensor:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            group.broadcast(buffer)
+            return buffer
+
+        receive_buffers("gloo", metas, self._chunk_bytes, update_info.pass_id, fetch, model.load_weights)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """As the base class, without its wait for an accelerator: everything here is on the CPU and done."""

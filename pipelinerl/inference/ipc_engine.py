@@ -20,7 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 from pipelinerl.inference.reload import CheckedReload
 from pipelinerl.weights.handle_channel import HandleReceiver
 from pipelinerl.weights.handles import copy_of_buffer
-from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
+from pipelinerl.weights.packing import meta_from_wire
+from pipelinerl.weights.receiving import receive_buffers
 
 
 @dataclass
@@ -40,6 +41,7 @@ class IPCUpdateInfo(WeightTransferUpdateInfo):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    pass_id: int
 
 
 class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, IPCUpdateInfo]):
@@ -58,7 +60,7 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, I
         self._channel = HandleReceiver(init_info.port, init_info.secret, init_info.timeout_s)
 
     def receive_weights(self, update_info: IPCUpdateInfo) -> None:
-        """Copy and load every buffer of the update. Raises RuntimeError if the trainer goes away or is too slow."""
+        """Copy and load every buffer. RuntimeError: the trainer went away or is too slow, or a buffer is damaged."""
         channel = self._channel
         if channel is None:
             raise RuntimeError("ipc weight transfer is not initialized; call /init_weight_transfer_engine first")
@@ -66,7 +68,8 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, I
         metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
         # vLLM types its models as plain modules.
         model: Any = self.model
-        for chunk in plan_chunks(metas, self._chunk_bytes):
+
+        def fetch(num_bytes: int) -> torch.Tensor:
             handle = channel.take()
             try:
                 buffer = copy_of_buffer(handle, self.device)
@@ -74,7 +77,9 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, I
                 channel.fail(f"{type(error).__name__}: {error}")
                 raise
             channel.done()
-            model.load_weights(unpack(buffer, chunk))
+            return buffer
+
+        receive_buffers("ipc", metas, self._chunk_bytes, update_info.pass_id, fetch, model.load_weights)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """As the base class; waits for the device only where there is one."""

@@ -83,25 +83,29 @@ class ControlClient:
     async def start_update(self) -> None:
         await self._post("/start_weight_update")
 
-    async def receive_update(self, metas: list[TensorMeta]) -> None:
-        """Let the workers receive the tensors. Returns when they have all of them."""
-        await self._post("/update_weights", json={"update_info": update_info_of(metas)})
+    async def receive_update(self, metas: list[TensorMeta], pass_id: int) -> None:
+        """Let the workers receive the tensors of pass `pass_id`. Returns when they have all of them."""
+        await self._post("/update_weights", json={"update_info": update_info_of(metas, pass_id)})
 
     async def finish_update(self, version: int) -> None:
         """Put the weights in place under the label `version`."""
         await self._post("/finish_weight_update", json={"weight_version": str(version)})
 
     async def whole_update(
-        self, metas: list[TensorMeta], version: int, kv_cache: KVCache, wakes: bool, limit_s: float
+        self, metas: list[TensorMeta], pass_id: int, version: int, kv_cache: KVCache, wakes: bool, limit_s: float
     ) -> dict[str, float]:
         """Pause, receive, load and resume in one call (see `inference.update_route`); returns the seconds by phase.
 
         Args:
+            metas: what is to come.
+            pass_id: number of the pass, which the seals of its buffers contain.
+            version: label of the new weights.
+            kv_cache: what happens to the cache of running requests.
             wakes: the server sleeps and wakes on the way.
             limit_s: after so long the server leaves itself paused.
         """
         body = {
-            "update_info": update_info_of(metas),
+            "update_info": update_info_of(metas, pass_id),
             "weight_version": str(version),
             "clear_cache": kv_cache == "recompute",
             "wakes": wakes,
@@ -136,12 +140,13 @@ class ControlClient:
         return answer
 
 
-def update_info_of(metas: list[TensorMeta]) -> dict[str, Any]:
-    """What a worker is told about the tensors that are to come."""
+def update_info_of(metas: list[TensorMeta], pass_id: int) -> dict[str, Any]:
+    """What a worker is told about the tensors that are to come, and the number by which it knows their buffers."""
     return {
         "names": [meta.name for meta in metas],
         "dtype_names": [meta.dtype_name for meta in metas],
         "shapes": [list(meta.shape) for meta in metas],
+        "pass_id": pass_id,
     }
 
 

@@ -104,14 +104,14 @@ class ServerLink:
         if problems := coverage_problems(self._expected, {meta.name: meta.shape for meta in metas}, self._tied):
             raise WeightSyncError(self.name, "the update does not fit the server's model: " + "; ".join(problems))
 
-    async def update(self, version: int, metas: list[TensorMeta]) -> ServerUpdate:
-        """One round: pause, start, transfer, load, resume. Buffers come through `feed`.
+    async def update(self, version: int, metas: list[TensorMeta], pass_id: int) -> ServerUpdate:
+        """One round: pause, start, transfer, load, resume. Buffers come through `feed`, sealed for pass `pass_id`.
 
         Raises:
             WeightSyncError: with the phase and the quoted error; the server is left paused.
         """
         if self._takes_whole_updates:
-            return ServerUpdate(self.name, await self._update_in_one_call(version, metas))
+            return ServerUpdate(self.name, await self._update_in_one_call(version, metas, pass_id))
         seconds: dict[str, float] = {}
         async with self._attempt("pause"):
             with self._timed("pause", seconds):
@@ -122,9 +122,8 @@ class ServerLink:
             with self._timed("start", seconds):
                 await self.client.start_update()
             with self._timed("transfer", seconds):
-                await _together(
-                    self.client.receive_update(metas), in_thread(f"weights-send-{self.name}", self._send_all)
-                )
+                received = self.client.receive_update(metas, pass_id)
+                await _together(received, in_thread(f"weights-send-{self.name}", self._send_all))
             with self._timed("load", seconds):
                 await self.client.finish_update(version)
             with self._timed("resume", seconds):
@@ -134,14 +133,15 @@ class ServerLink:
                 await self.client.resume()
         return ServerUpdate(self.name, seconds)
 
-    async def _update_in_one_call(self, version: int, metas: list[TensorMeta]) -> dict[str, float]:
+    async def _update_in_one_call(self, version: int, metas: list[TensorMeta], pass_id: int) -> dict[str, float]:
         """The round as one call; buffers are on their way while the server still pauses. Returns seconds by phase."""
         seconds: dict[str, float] = {}
 
         async def call() -> None:
             # The server's limit comes first: what it gives up it does not resume.
             limit_s = _SERVER_SHARE * self._timeout_s
-            seconds.update(await self.client.whole_update(metas, version, self._kv_cache, self._asleep, limit_s))
+            answer = self.client.whole_update(metas, pass_id, version, self._kv_cache, self._asleep, limit_s)
+            seconds.update(await answer)
 
         async with self._attempt("update"):
             await _together(call(), in_thread(f"weights-send-{self.name}", self._send_all))

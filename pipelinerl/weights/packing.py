@@ -1,7 +1,8 @@
 """Tensors packed into byte buffers, so that a model of many small tensors needs few broadcasts.
 
 Trainer and server split the same list of tensors by the same rule, so that no header travels with a buffer: tensors
-are appended until the buffer exceeds `chunk_bytes`, then it is closed. vLLM's packed NCCL engine uses the same rule.
+are appended until the buffer exceeds `chunk_bytes`, then it is closed. Layout of a buffer: the tensors' bytes, zero
+bytes up to a multiple of 8, and the seal of `weights.seal`, which is not counted in `chunk_bytes`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from pipelinerl.weights.seal import SEAL_BYTES, sealed_bytes, write_seal
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 
@@ -66,13 +69,37 @@ def plan_chunks(metas: Iterable[TensorMeta], chunk_bytes: int) -> Iterator[list[
         yield chunk
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One uint8 buffer with the bytes of `tensors`, in order; strided tensors are made contiguous."""
-    return torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+def payload_bytes(metas: Iterable[TensorMeta]) -> int:
+    """Bytes of the tensors of one buffer."""
+    return sum(meta.num_bytes for meta in metas)
+
+
+def packed_bytes(metas: Iterable[TensorMeta]) -> int:
+    """Size of the buffer that `pack` makes of these tensors."""
+    return sealed_bytes(payload_bytes(metas))
+
+
+def pack(tensors: Sequence[torch.Tensor], mark: int) -> torch.Tensor:
+    """One sealed uint8 buffer with the bytes of `tensors`, in order; strided tensors are made contiguous.
+
+    Args:
+        tensors: at least one; all on one device, which is that of the buffer.
+        mark: that of the buffer in its pass (`seal.mark_of`).
+    """
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    payload = sum(part.numel() for part in parts)
+    buffer = torch.empty(sealed_bytes(payload), dtype=torch.uint8, device=parts[0].device)
+    torch.cat(parts, out=buffer[:payload])
+    buffer[payload:-SEAL_BYTES].zero_()
+    write_seal(buffer, mark)
+    return buffer
 
 
 def unpack(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str, torch.Tensor]]:
-    """The inverse of `pack`. The tensors are views of `buffer` where alignment allows it."""
+    """The inverse of `pack`; the seal is not read. The tensors are views of `buffer` where alignment allows it."""
+    if buffer.numel() != packed_bytes(metas):
+        expected = f"expected {packed_bytes(metas)} for {len(metas)} tensors"
+        raise ValueError(f"packed buffer: got {buffer.numel()} bytes, {expected}")
     tensors: list[tuple[str, torch.Tensor]] = []
     offset = 0
     for meta in metas:
@@ -81,6 +108,4 @@ def unpack(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str,
             part = part.clone()
         tensors.append((meta.name, part.view(meta.dtype).view(meta.shape)))
         offset += meta.num_bytes
-    if offset != buffer.numel():
-        raise ValueError(f"packed buffer: got {buffer.numel()} bytes, expected {offset} for {len(metas)} tensors")
     return tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from pipelinerl.weights.gloo_group import local_address
 from pipelinerl.weights.link import ServerLink
 from pipelinerl.weights.packing import DEFAULT_CHUNK_BYTES, TensorMeta, pack
 from pipelinerl.weights.report import ServerAddress, ServerUpdate, UpdateReport
+from pipelinerl.weights.seal import mark_of
 from pipelinerl.weights.source import WeightSource
 from pipelinerl.weights.transport import Transport, TransportName, create_transport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
@@ -254,12 +256,14 @@ class WeightPublisher:
         self, version: int, source: WeightSource, metas: list[TensorMeta], links: list[ServerLink]
     ) -> tuple[list[ServerUpdate], list[ServerLink]]:
         """One update of `links`, all at once. Returns the updates that worked and the links that failed."""
-        buffers = _packed(source, metas, self._chunk_bytes)
+        # No buffer of another pass, of this version or an earlier one, has a seal that fits this number.
+        pass_id = secrets.randbits(63)
+        buffers = _packed(source, metas, self._chunk_bytes, pass_id)
         # The first buffer is ready before anybody is paused.
         staged = next(buffers, None)
         for link in links:
             link.begin_round()
-        futures = {link.name: self._submit(link.update(version, metas)) for link in links}
+        futures = {link.name: self._submit(link.update(version, metas, pass_id)) for link in links}
         try:
             while staged is not None:
                 for link in links:
@@ -356,14 +360,14 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _packed(source: WeightSource, metas: list[TensorMeta], chunk_bytes: int) -> Iterator[torch.Tensor]:
-    """The tensors of one pass in packed buffers, split as the workers split them (`packing.plan_chunks`).
+def _packed(source: WeightSource, metas: list[TensorMeta], chunk_bytes: int, pass_id: int) -> Iterator[torch.Tensor]:
+    """The tensors of one pass in sealed buffers, split as the workers split them (`packing.plan_chunks`).
 
     Raises:
         ValueError: the pass yields something else than `metas` declare.
     """
     chunk: list[torch.Tensor] = []
-    total = 0
+    index = total = 0
     expected = iter(metas)
     for bucket in source.buckets():
         for name, tensor in bucket:
@@ -373,9 +377,9 @@ def _packed(source: WeightSource, metas: list[TensorMeta], chunk_bytes: int) -> 
             chunk.append(tensor)
             total += meta.num_bytes
             if total > chunk_bytes:
-                yield pack(chunk)
-                chunk, total = [], 0
+                yield pack(chunk, mark_of(pass_id, index, total))
+                chunk, index, total = [], index + 1, 0
     if (missing := next(expected, None)) is not None:
         raise ValueError(f"weight source: the pass ended before {missing.name}")
     if chunk:
-        yield pack(chunk)
+        yield pack(chunk, mark_of(pass_id, index, total))

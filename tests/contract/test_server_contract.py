@@ -173,7 +173,7 @@ async def test_an_incomplete_update_fails_and_a_complete_one_mends_it(server: Se
         await client.pause("keep")
         await client.start_update()
         with pytest.raises(WeightSyncError, match="not initialized"):
-            await client.receive_update(metas)
+            await client.receive_update(metas, pass_id=1)
         assert (await client.world_size()) == 1
     await asyncio.to_thread(published, server, 21)
     assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"
@@ -184,7 +184,7 @@ async def test_tensors_with_unequal_lists_are_refused(server: Server) -> None:
         client = ControlClient(session, "server", server.url)
         await client.abort_update()
         await client.start_update()
-        body = {"update_info": {"names": ["a"], "dtype_names": [], "shapes": []}}
+        body = {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [], "pass_id": 1}}
         status, answer = await asyncio.to_thread(call, server, "POST", "/update_weights", body, server.token)
         assert status == 500, answer
         await client.abort_update()

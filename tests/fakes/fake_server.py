@@ -20,7 +20,8 @@ from aiohttp import web
 
 from pipelinerl.weights.gloo_group import GlooGroup
 from pipelinerl.weights.manifest import coverage_problems
-from pipelinerl.weights.packing import meta_from_wire, plan_chunks, unpack
+from pipelinerl.weights.packing import meta_from_wire
+from pipelinerl.weights.receiving import receive_buffers
 
 Script = Callable[[dict[str, Any]], list[int]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -231,15 +232,21 @@ class FakeServer:
         info = (await request.json())["update_info"]
         if not self._open:
             return _error(500, "start_weight_update must be called before update_weights.")
+        group = self._group
+
+        def fetch(num_bytes: int) -> torch.Tensor:
+            if group is None:
+                raise RuntimeError("gloo weight transfer is not initialized")
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            group.broadcast(buffer)
+            return buffer
+
         try:
             metas = meta_from_wire(info["names"], info["dtype_names"], info["shapes"])
-            for chunk in plan_chunks(metas, self._chunk_bytes):
-                buffer = torch.empty(sum(meta.num_bytes for meta in chunk), dtype=torch.uint8)
-                if self._group is None:
-                    raise RuntimeError("gloo weight transfer is not initialized")
-                await asyncio.to_thread(self._group.broadcast, buffer)
-                self._received.update(unpack(buffer, chunk))
-        except (RuntimeError, ValueError) as error:
+            await asyncio.to_thread(
+                receive_buffers, "gloo", metas, self._chunk_bytes, info["pass_id"], fetch, self._received.update
+            )
+        except (RuntimeError, ValueError, KeyError) as error:
             self._open = False
             return _error(500, str(error))
         return web.json_response({"message": "Weights updated"})

@@ -18,9 +18,10 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.weights.control import ControlClient, control_session
 from pipelinerl.weights.gloo_transport import GlooTransport
-from pipelinerl.weights.packing import TensorMeta, pack
+from pipelinerl.weights.packing import TensorMeta, pack, payload_bytes, plan_chunks
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.seal import mark_of
 from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, server_logprobs
 
@@ -109,15 +110,15 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
 
     async def run(client: ControlClient) -> None:
         tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters() if keep(name)]
-        transport = GlooTransport("127.0.0.1", None, 20, 2**28)
+        transport, pass_id = GlooTransport("127.0.0.1", None, 20, 2**28), 7
         await client.abort_update()
         init_info = transport.prepare(1)
         await asyncio.gather(client.init_engine(init_info), asyncio.to_thread(transport.join))
         await client.pause("keep")
         await client.start_update()
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-        buffer = pack([tensor for _, tensor in tensors])
-        await asyncio.gather(client.receive_update(metas), asyncio.to_thread(transport.send, buffer))
+        buffer = pack([tensor for _, tensor in tensors], mark_of(pass_id, 0, payload_bytes(metas)))
+        await asyncio.gather(client.receive_update(metas, pass_id), asyncio.to_thread(transport.send, buffer))
         await client.finish_update(99)
 
     asyncio.run(with_client(server, run))
@@ -168,6 +169,64 @@ def test_l2_a_restarted_trainer_mends_a_half_loaded_server_and_running_requests_
     (choice,) = answers[0]["choices"]
     assert len(choice["token_ids"]) == 400
     assert {span["version"] for span in choice["weight_versions"]} <= {"30", "32"}
+
+
+class DamagingSend:
+    """Stands for `GlooTransport.send`: the second buffer of each of the first `passes` passes arrives as zeros."""
+
+    def __init__(self, buffers_per_pass: int, passes: int) -> None:
+        self._send = GlooTransport.send
+        self._buffers_per_pass, self._passes, self.sent = buffers_per_pass, passes, 0
+
+    def __call__(self, transport: GlooTransport, buffer: torch.Tensor) -> None:
+        of_pass, index = divmod(self.sent, self._buffers_per_pass)
+        self.sent += 1
+        damaged = of_pass < self._passes and index == 1
+        self._send(transport, torch.zeros_like(buffer) if damaged else buffer)
+
+
+@pytest.mark.parametrize("one_call", [True, False])
+def test_buffers_that_arrive_as_zeros_are_not_loaded_and_good_ones_mend_the_server(
+    tiny_server: VLLMProcess, monkeypatch: pytest.MonkeyPatch, one_call: bool
+) -> None:
+    old, new = random_model(seed=18), random_model(seed=19)
+    metas = ModuleSource(new).metadata()
+    buffers = len(list(plan_chunks(metas, 10_000)))
+    message = f"gloo: buffer 2 of {buffers} arrived damaged"
+
+    async def is_paused(client: ControlClient) -> bool:
+        return bool((await client._request("GET", "/is_paused"))["is_paused"])
+
+    def damage(patch: pytest.MonkeyPatch, passes: int) -> DamagingSend:
+        wire = DamagingSend(buffers, passes)
+        patch.setattr(GlooTransport, "send", lambda transport, buffer: wire(transport, buffer))
+        return wire
+
+    def times_logged() -> int:
+        return tiny_server.tail(10**9).count(message)
+
+    logged = times_logged()
+
+    with connect(tiny_server, chunk_bytes=10_000, one_call=one_call) as publisher:
+        assert publisher.publish(60, ModuleSource(old)).failed == {}
+        with monkeypatch.context() as patch:
+            wire = damage(patch, passes=1)
+            report = publisher.publish(61, ModuleSource(new))
+        assert report.failed == {} and report.updated[0].recovered_from
+        # The server took the whole pass although it had given it up: nobody was left in a broadcast.
+        assert wire.sent == 2 * buffers
+        assert probe(publisher, new).max_abs_diff < TOLERANCE
+        logged_once = times_logged()
+        assert logged_once > logged
+        with monkeypatch.context() as patch:
+            damage(patch, passes=2)
+            assert list(publisher.publish(62, ModuleSource(old)).failed) == ["tiny"]
+    assert times_logged() > logged_once
+    assert asyncio.run(with_client(tiny_server, is_paused))
+    with connect(tiny_server, chunk_bytes=10_000, one_call=one_call) as publisher:
+        assert publisher.publish(63, ModuleSource(old)).failed == {}
+        assert probe(publisher, old).max_abs_diff < TOLERANCE
+    assert not asyncio.run(with_client(tiny_server, is_paused))
 
 
 def assert_pure(answer: dict[str, Any], prompt: list[int], version: str, model: torch.nn.Module) -> None:

@@ -39,14 +39,15 @@ def test_strided_tensors_and_mixed_dtypes_survive_packing() -> None:
         torch.tensor([2**40], dtype=torch.int64),
     ]
     metas = [meta(f"t{i}", *t.shape, dtype=t.dtype) for i, t in enumerate(tensors)]
-    buffer = pack(tensors)
-    assert buffer.numel() == 2 + 48 + 12 + 4 + 8
+    buffer = pack(tensors, mark=1)
+    # 74 bytes, 6 up to a multiple of 8, and the seal
+    assert buffer.numel() == 2 + 48 + 12 + 4 + 8 + 6 + 8
     for (name, got), expected in zip(unpack(buffer, metas), tensors, strict=True):
         assert torch.equal(got, expected), name
 
 
 def test_a_buffer_of_the_wrong_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="packed buffer: got 12 bytes, expected 8"):
+    with pytest.raises(ValueError, match="packed buffer: got 12 bytes, expected 16"):
         unpack(torch.zeros(12, dtype=torch.uint8), [meta("a", 2)])
 
 

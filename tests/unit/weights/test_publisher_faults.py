@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from fakes.fake_server import FakeServer, Fault
 
 from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.gloo_transport import GlooTransport
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
@@ -191,3 +192,84 @@ def test_a_server_that_joins_anew_while_its_old_start_fails_stays_connected(serv
         assert sorted(publisher.servers) == ["server_0", "server_1"]
         assert publisher.publish(1, ModuleSource(model)).failed == {}
         assert (again.version, again.paused) == ("1", False)
+
+
+class Squares(torch.nn.Module):
+    """Tensors of one size, so that one buffer can be taken for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Parameter(torch.full((2, 3), value)) for value in (1.0, 2.0, 3.0))
+
+
+class DamagingWire:
+    """Stands for `GlooTransport.send`: the next `passes` passes of three buffers are damaged on the way."""
+
+    def __init__(self, send: Callable[[GlooTransport, torch.Tensor], None], kind: str, passes: int) -> None:
+        self._send, self._kind, self._damaged = send, kind, 3 * passes
+        self._earlier: list[torch.Tensor] = []
+        self._held: torch.Tensor | None = None
+        self.armed = False
+
+    def __call__(self, transport: GlooTransport, buffer: torch.Tensor) -> None:
+        if not self.armed:
+            self._earlier.append(buffer.clone())
+            self._send(transport, buffer)
+            return
+        number, self._damaged = self._damaged % 3, self._damaged - 1
+        if self._damaged < 0:
+            self._send(transport, buffer)
+        elif self._kind == "swapped":
+            if number == 0:
+                self._held = buffer
+            else:
+                self._send(transport, buffer)
+            if number == 2 and self._held is not None:
+                self._send(transport, self._held)
+        elif number == 2:
+            self._send(transport, self._of(buffer))
+        else:
+            self._send(transport, buffer)
+
+    def _of(self, buffer: torch.Tensor) -> torch.Tensor:
+        if self._kind == "zeros":
+            return torch.zeros_like(buffer)
+        if self._kind == "stale":
+            return self._earlier[1]
+        damaged = buffer.clone()
+        damaged[3] ^= 64
+        return damaged
+
+
+@pytest.fixture(params=["zeros", "stale", "byte", "swapped"])
+def damaged_wire(request, monkeypatch) -> Callable[[int], DamagingWire]:
+    def make(passes: int) -> DamagingWire:
+        wire = DamagingWire(GlooTransport.send, request.param, passes)
+        monkeypatch.setattr(GlooTransport, "send", lambda transport, buffer: wire(transport, buffer))
+        return wire
+
+    return make
+
+
+@pytest.mark.parametrize("whole_update", [True, False])
+def test_a_damaged_buffer_fails_the_attempt_and_good_ones_mend_it(damaged_wire, whole_update: bool) -> None:
+    model, wire = Squares(), damaged_wire(passes=1)
+    with FakeServer(whole_update=whole_update) as server, connected((server,), chunk_bytes=1) as publisher:
+        assert publisher.publish(0, ModuleSource(model)).failed == {}
+        wire.armed = True
+        # The weights are the same in both versions: a stale buffer has the right values and the wrong pass.
+        report = publisher.publish(1, ModuleSource(model))
+        assert report.failed == {}
+        assert "of 3 arrived damaged: checksum" in str(report.updated[0].recovered_from)
+        assert_has(server, model)
+        assert (server.version, server.paused) == ("1", False)
+
+
+def test_a_server_whose_buffers_are_damaged_twice_stays_paused_with_its_old_label(damaged_wire) -> None:
+    model, wire = Squares(), damaged_wire(passes=2)
+    with FakeServer() as server, connected((server,), chunk_bytes=1) as publisher:
+        assert publisher.publish(0, ModuleSource(model)).failed == {}
+        wire.armed = True
+        report = publisher.publish(1, ModuleSource(model))
+        assert report.failed["server_0"].count("arrived damaged") == 2
+        assert (server.version, server.paused) == ("0", True)
