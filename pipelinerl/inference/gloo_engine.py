@@ -6,66 +6,39 @@ nothing with the groups that vLLM or the trainer use among themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from pipelinerl.inference.reload import CheckedReload
+from pipelinerl.inference.transfer_info import GroupInitInfo, PackedUpdateInfo
 from pipelinerl.weights.gloo_group import GlooGroup
 from pipelinerl.weights.packing import meta_from_wire
 from pipelinerl.weights.receiving import receive_buffers
 
 
-@dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """How a worker joins the group; the trainer sends it to `/init_weight_transfer_engine`."""
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    timeout_s: float
-    chunk_bytes: int
-
-
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What the trainer is about to broadcast, in order."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    pass_id: int
-
-
-class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GroupInitInfo, PackedUpdateInfo]):
     """Receives packed buffers by broadcast and loads them layer by layer."""
 
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
+    init_info_cls = GroupInitInfo
+    update_info_cls = PackedUpdateInfo
     _group: GlooGroup | None = None
     _chunk_bytes: int = 0
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
         """Join the trainer's group, leaving an earlier one (of a trainer that is gone) first."""
         self.shutdown()
-        worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
         self._chunk_bytes = init_info.chunk_bytes
         self._group = GlooGroup.join(
             init_info.master_address,
             init_info.master_port,
-            rank=init_info.rank_offset + worker,
+            rank=init_info.rank_of(self.parallel_config),
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
         )
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
         """Receive every buffer of the update. RuntimeError: the trainer went away or is too slow, or one is damaged."""
         group = self._group
         if group is None:

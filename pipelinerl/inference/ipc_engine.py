@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
 
 from pipelinerl.inference.reload import CheckedReload
+from pipelinerl.inference.transfer_info import PackedUpdateInfo
 from pipelinerl.weights.handle_channel import HandleReceiver
 from pipelinerl.weights.handles import copy_of_buffer
 from pipelinerl.weights.packing import meta_from_wire
@@ -34,21 +31,11 @@ class IPCInitInfo(WeightTransferInitInfo):
     chunk_bytes: int
 
 
-@dataclass
-class IPCUpdateInfo(WeightTransferUpdateInfo):
-    """What the trainer is about to offer, in order."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    pass_id: int
-
-
-class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, IPCUpdateInfo]):
+class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, PackedUpdateInfo]):
     """Copies offered buffers and loads them. Refuses incomplete updates and survives failed ones."""
 
     init_info_cls = IPCInitInfo
-    update_info_cls = IPCUpdateInfo
+    update_info_cls = PackedUpdateInfo
     may_load_in_place = True
     _channel: HandleReceiver | None = None
     _chunk_bytes: int = 0
@@ -59,7 +46,7 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, I
         self._chunk_bytes = init_info.chunk_bytes
         self._channel = HandleReceiver(init_info.port, init_info.secret, init_info.timeout_s)
 
-    def receive_weights(self, update_info: IPCUpdateInfo) -> None:
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
         """Copy and load every buffer. RuntimeError: the trainer went away or is too slow, or a buffer is damaged."""
         channel = self._channel
         if channel is None:

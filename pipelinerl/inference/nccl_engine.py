@@ -1,55 +1,54 @@
-"""Packed NCCL transfer into a server on a GPU, with our checks. The trainer's half is `weights.nccl_transport`.
+"""Packed NCCL transfer into a server on a GPU: the server's half. The trainer's half is `weights.nccl_transport`.
 
-vLLM's own receiver loads a buffer on the stream that it believes the broadcast ran on. Here the stream is explicit and
-a buffer is loaded only after its broadcast has ended and its content was checked: nothing rests on which stream is
-current in which library, or on a broadcast that ends without an error.
+The group is PyTorch's own (see `weights.nccl_group`) and shares nothing with those that vLLM uses among its workers.
+A buffer is loaded only after its broadcast has ended and its content was checked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from pipelinerl.inference.reload import CheckedReload
+from pipelinerl.inference.transfer_info import GroupInitInfo, PackedUpdateInfo
+from pipelinerl.weights.nccl_group import NCCLGroup
 from pipelinerl.weights.packing import meta_from_wire
 from pipelinerl.weights.receiving import receive_buffers
 
 
-@dataclass
-class CheckedNCCLUpdateInfo(NCCLWeightTransferUpdateInfo):
-    """What the trainer is about to broadcast, in order."""
+class NCCLWeightTransferEngine(CheckedReload, WeightTransferEngine[GroupInitInfo, PackedUpdateInfo]):
+    """Receives packed buffers by broadcast. Refuses incomplete updates and survives failed ones."""
 
-    pass_id: int
-
-
-class CheckedNCCLWeightTransferEngine(CheckedReload, NCCLWeightTransferEngine):
-    """Refuses incomplete updates and survives failed ones."""
-
-    update_info_cls = CheckedNCCLUpdateInfo  # type: ignore[assignment]
+    init_info_cls = GroupInitInfo
+    update_info_cls = PackedUpdateInfo
     may_load_in_place = True
+    _group: NCCLGroup | None = None
+    _chunk_bytes: int = 0
 
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+    def init_transfer_engine(self, init_info: GroupInitInfo) -> None:
         """Join the trainer's group, leaving an earlier one (of a trainer that is gone) first.
 
         Raises:
-            RuntimeError: NCCL cannot be used here; vLLM's communicator would then skip every broadcast in silence.
+            RuntimeError: the trainer did not come in time, or NCCL does not carry data here.
         """
         self.shutdown()
-        super().init_transfer_engine(init_info)
-        if self.model_update_group is None or self.model_update_group.disabled:
-            raise RuntimeError("nccl: the communicator is disabled on this server, so no weights could arrive")
+        self._chunk_bytes = init_info.chunk_bytes
+        self._group = NCCLGroup.join(
+            init_info.master_address,
+            init_info.master_port,
+            rank=init_info.rank_of(self.parallel_config),
+            world_size=init_info.world_size,
+            timeout_s=init_info.timeout_s,
+            device=torch.device(self.device.type, torch.cuda.current_device()),
+        )
 
-    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive all tensors, buffer by buffer, and load them. RuntimeError: a buffer is damaged."""
-        if not isinstance(update_info, CheckedNCCLUpdateInfo):
-            raise TypeError(f"nccl: got {type(update_info).__name__}, expected an update with a pass_id")
-        group = self.model_update_group
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
+        """Receive every buffer and load it. RuntimeError: the trainer went away or is too slow, or one is damaged."""
+        group = self._group
         if group is None:
-            raise RuntimeError("nccl: the transfer group is not open")
+            raise RuntimeError("nccl weight transfer is not initialized; call /init_weight_transfer_engine first")
         self.expect(update_info.names, update_info.shapes)
         metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
         # vLLM types its models as plain modules.
@@ -58,8 +57,7 @@ class CheckedNCCLWeightTransferEngine(CheckedReload, NCCLWeightTransferEngine):
 
         def fetch(num_bytes: int) -> torch.Tensor:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            group.broadcast(buffer, src=0, stream=stream)
-            stream.synchronize()
+            group.broadcast(buffer)
             return buffer
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -67,4 +65,9 @@ class CheckedNCCLWeightTransferEngine(CheckedReload, NCCLWeightTransferEngine):
             # The copies must have read the buffer before its memory is used again.
             stream.synchronize()
 
-        receive_buffers("nccl", metas, self.packed_buffer_size_bytes, update_info.pass_id, fetch, load)
+        receive_buffers("nccl", metas, self._chunk_bytes, update_info.pass_id, fetch, load)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None

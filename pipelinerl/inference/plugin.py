@@ -10,7 +10,7 @@ from pipelinerl.inference.arguments import ENGINE_NAMES
 
 _ENGINES = {
     "gloo": ("pipelinerl.inference.gloo_engine", "GlooWeightTransferEngine"),
-    "nccl": ("pipelinerl.inference.nccl_engine", "CheckedNCCLWeightTransferEngine"),
+    "nccl": ("pipelinerl.inference.nccl_engine", "NCCLWeightTransferEngine"),
     "ipc": ("pipelinerl.inference.ipc_engine", "IPCWeightTransferEngine"),
 }
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipelinerl.weights.gloo_group import GlooGroup
-from pipelinerl.weights.meeting_port import listen
+from pipelinerl.weights.meeting_store import serve_store
 
 
 class GlooTransport:
@@ -27,18 +26,7 @@ class GlooTransport:
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
         self._world_size = 1 + num_workers
-        # The store would listen on every interface; a socket of our own listens on the one address that workers use.
-        listener = listen(self._address, self._port)
-        port = int(listener.getsockname()[1])
-        self._store = TCPStore(
-            self._address,
-            port,
-            self._world_size,
-            is_master=True,
-            timeout=timedelta(seconds=self._timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        self._store, port = serve_store(self._address, self._port, self._world_size, self._timeout_s)
         return {
             "master_address": self._address,
             "master_port": port,

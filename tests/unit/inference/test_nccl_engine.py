@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from pipelinerl.inference.nccl_engine import CheckedNCCLUpdateInfo, CheckedNCCLWeightTransferEngine
+from pipelinerl.inference.nccl_engine import NCCLWeightTransferEngine
+from pipelinerl.inference.transfer_info import PackedUpdateInfo
 from pipelinerl.weights.packing import pack
 from pipelinerl.weights.seal import mark_of
 
@@ -19,17 +20,14 @@ TENSORS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0, 5.0], dtype=torch.b
 
 
 class Doubles:
-    """Communicator, stream and model in one."""
-
-    disabled = False
+    """Group, stream and model in one."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self.calls: list[str] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self._buffers = iter(buffers)
 
-    def broadcast(self, buffer: torch.Tensor, src: int, stream: Any) -> None:
-        assert (src, stream) == (0, self)
+    def broadcast(self, buffer: torch.Tensor) -> None:
         self.calls.append("broadcast")
         buffer.copy_(next(self._buffers))
 
@@ -48,10 +46,10 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[torch.Tensor]], D
     def run(buffers: list[torch.Tensor]) -> Doubles:
         doubles = Doubles(buffers)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: doubles)
-        engine: Any = object.__new__(CheckedNCCLWeightTransferEngine)
-        engine.model = engine.model_update_group = doubles
+        engine: Any = object.__new__(NCCLWeightTransferEngine)
+        engine.model = engine._group = doubles
         engine.device = torch.device("cpu")
-        engine.packed_buffer_size_bytes = 0
+        engine._chunk_bytes = 0
         try:
             engine.receive_weights(engine.parse_update_info(INFO))
         except RuntimeError as error:
@@ -67,7 +65,7 @@ def sealed() -> list[torch.Tensor]:
 
 def test_a_buffer_is_loaded_after_its_broadcast_and_kept_until_it_was_copied(receive) -> None:
     doubles = receive(sealed())
-    assert doubles.calls == ["broadcast", "synchronize", "load", "synchronize"] * 2
+    assert doubles.calls == ["broadcast", "load", "synchronize"] * 2
     assert torch.equal(doubles.loaded["a"], TENSORS[0])
     assert torch.equal(doubles.loaded["b"], TENSORS[1])
 
@@ -76,16 +74,14 @@ def test_zeros_are_refused_and_the_other_broadcasts_are_still_taken(receive) -> 
     first, second = sealed()
     doubles = receive([torch.zeros_like(first), second])
     *calls, error = doubles.calls
-    assert calls == ["broadcast", "synchronize"] * 2
+    assert calls == ["broadcast"] * 2
     # Buffer 0 of pass 5 with 8 bytes has the mark 2 * 13 + 1.
     assert error.startswith("nccl: buffer 1 of 2 arrived damaged: checksum 0, expected -27 (all zeros);")
     assert doubles.loaded == {}
 
 
 def test_an_update_without_a_pass_is_refused(receive) -> None:
-    engine: Any = object.__new__(CheckedNCCLWeightTransferEngine)
+    engine: Any = object.__new__(NCCLWeightTransferEngine)
     with pytest.raises(ValueError, match="pass_id"):
         engine.parse_update_info({name: value for name, value in INFO.items() if name != "pass_id"})
-    assert engine.parse_update_info(INFO) == CheckedNCCLUpdateInfo(**INFO)
-    with pytest.raises(ValueError, match="same size"):
-        engine.parse_update_info(INFO | {"shapes": []})
+    assert engine.parse_update_info(INFO) == PackedUpdateInfo(**INFO)

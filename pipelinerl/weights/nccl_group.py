@@ -1,0 +1,129 @@
+"""One NCCL group of a trainer and the workers of one server. Used by both ends; no vllm.
+
+The group is PyTorch's own `ProcessGroupNCCL` over the trainer's `TCPStore`, so it uses the NCCL that PyTorch brings at
+both ends. vLLM's binding asks for functions of newer NCCL releases and, where they are missing, skips every broadcast
+without a word. A group proves itself before it is used: a number that only the trainer knows has to arrive.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from pipelinerl.weights.gloo_group import TRAINER_RANK
+
+# With it, PyTorch starts no watchdog for the group: that would end the whole process when a broadcast fails.
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_PROOF_KEY = "proof"
+_environ_lock = threading.Lock()
+
+
+class NCCLGroup:
+    """A group of `world_size` ranks, each with a GPU of its own; rank 0, the trainer, is the only sender."""
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+        """Form the group; blocks until all ranks are there.
+
+        Raises:
+            RuntimeError: the others did not come within `timeout_s`, or what the trainer sent did not arrive.
+        """
+        # Kept because the store has to outlive the group.
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._device = device
+        self._lock = threading.Lock()
+        torch.cuda.set_device(device)
+        self._group: Any = _process_group(PrefixStore("weights", store), rank, world_size, self._timeout)
+        try:
+            self._prove(rank)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def join(
+        cls, address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
+    ) -> NCCLGroup:
+        """Join as a worker. Raises RuntimeError (DistStoreError) if the others do not come within `timeout_s`."""
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        return cls(store, rank, world_size, timeout_s, device)
+
+    @classmethod
+    def lead(cls, store: TCPStore, world_size: int, timeout_s: float, device: torch.device) -> NCCLGroup:
+        """Join as the trainer, over a store that it serves."""
+        return cls(store, TRAINER_RANK, world_size, timeout_s, device)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Broadcast `buffer` (contiguous, on the group's GPU) from the trainer to the workers, in place.
+
+        Blocks until the buffer may be read or reused on any stream. What wrote it must be on the current stream.
+
+        Raises:
+            RuntimeError: a peer went away, the time-out passed, or this group was closed.
+        """
+        group = self._group
+        if group is None:
+            raise RuntimeError("nccl group: it was closed")
+        torch.cuda.set_device(self._device)
+        work = group.broadcast(buffer, TRAINER_RANK, self._timeout)
+        # Given a time, it blocks the thread and not only the stream.
+        work.wait(self._timeout)
+        if not work.is_completed():
+            raise RuntimeError(f"nccl group: a broadcast did not end within {self._timeout.total_seconds():g} s")
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Leave the group; a broadcast of another thread fails soon after. May be called twice."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _prove(self, rank: int) -> None:
+        """Send a random number through the group and compare it with what the store says."""
+        value = torch.zeros(1, dtype=torch.int64, device=self._device)
+        if rank == TRAINER_RANK:
+            number = secrets.randbits(62) + 1
+            self._store.set(_PROOF_KEY, str(number))
+            value.fill_(number)
+        self.broadcast(value)
+        arrived, expected = int(value), int(self._store.get(_PROOF_KEY))
+        if arrived != expected:
+            raise RuntimeError(
+                f"nccl group: {arrived} arrived where {expected} was sent: NCCL does not carry data here. "
+                "Run with NCCL_DEBUG=INFO to see why."
+            )
+
+
+def _process_group(store: PrefixStore, rank: int, world_size: int, timeout: timedelta) -> Any:
+    # PyTorch builds without CUDA have no such class.
+    from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _environment(_BLOCKING_WAIT, "1"):
+        return ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable that a constructor reads, and only for it: other groups of this process keep their own ways."""
+    with _environ_lock:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
