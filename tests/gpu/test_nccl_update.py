@@ -11,6 +11,7 @@ from fakes.random_model import model_logprobs, perturb, random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
+from pipelinerl.weights.nccl_transport import NCCLTransport
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
@@ -41,3 +42,29 @@ def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: 
             ids = random_ids(60, seed=version)
             result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
             assert result.mean_abs_diff < 0.1
+
+
+def test_a_buffer_that_arrives_as_zeros_is_refused_and_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
+    model = random_model(tied=True, seed=6, head_size=64).cuda()
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
+    send, sent = NCCLTransport.send, []
+
+    def send_zeros_once(self: NCCLTransport, buffer: torch.Tensor) -> None:
+        sent.append(buffer.numel())
+        send(self, torch.zeros_like(buffer) if len(sent) == 2 else buffer)
+
+    with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
+        publisher.connect([ServerAddress("server", server.url)])
+        monkeypatch.setattr(NCCLTransport, "send", send_zeros_once)
+        report = publisher.publish(0, ModuleSource(model, dtype=torch.bfloat16))
+        assert report.failed == {}
+        assert report.updated[0].recovered_from
+        assert "nccl: buffer 2 of" in server.tail(10**9)
+        ids = random_ids(60, seed=1)
+        result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
+        assert result.mean_abs_diff < 0.1
