@@ -29,7 +29,7 @@ def receive_buffers(
     """Fetch, check and load all buffers of a pass, in order.
 
     After a damaged buffer nothing is loaded any more, but the rest is still fetched: the other workers and the trainer
-    are in the same broadcasts, and NCCL would let them wait for ever.
+    are in the same broadcasts and would wait there until their time-out.
 
     Args:
         transport: its name, for the message.
