@@ -106,6 +106,7 @@ HONOURED: dict[str, str] = {
     "actor.system_prompt": "words for tasks that ask for them (cfg.actor.system_prompt)",
     "actor.task_template": "words for tasks that ask for them (cfg.actor.task_template)",
     "actor.task_prompt": "words for tasks that ask for them (cfg.actor.task_prompt)",
+    "actor.examples": "questions with answers that come before a task of one question, as turns of a dialogue",
     "preprocess.chunk_n_groups": "groups that are taken in at once",
     "preprocess.ring_buffer_size": "ready batches that are kept when training is slow",
     "preprocess.pop_old_data": "the same setting as pop_old_data",

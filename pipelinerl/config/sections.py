@@ -38,6 +38,13 @@ class VLLMConfig(Section):
     cpu_kv_cache_gib: float = Field(default=1, gt=0)
 
 
+class Example(Section):
+    """A question and its answer, shown before the task as an earlier turn of the dialogue."""
+
+    task: str
+    answer: str
+
+
 class ActorConfig(Section):
     """The rollout side. `rollout_policy` is the dotted path of `generate_rollout`."""
 
@@ -61,6 +68,7 @@ class ActorConfig(Section):
     system_prompt: str | None = None
     task_template: str | None = None
     task_prompt: str | None = None
+    examples: list[Example] = []
 
 
 class PreprocessConfig(Section):

@@ -39,7 +39,7 @@ async def answer_once(
 
     Args:
         system_prompt: words of the domain; `actor.system_prompt` wins. `actor.task_template`, if set, is put around
-            the task in place of `{task}`.
+            the task in place of `{task}`, and around those of `actor.examples`, which come before it.
         timeout_s: deadline of the grader, if it is another one than `verifier.timeout_s`.
     """
     started = time.monotonic()
@@ -51,10 +51,12 @@ async def answer_once(
 def chat(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, str]]:
     """Return the messages of one question, in the configuration's words where it has some."""
     system = cfg.actor.system_prompt if cfg.actor.system_prompt is not None else system_prompt
-    template = cfg.actor.task_template
-    user = template.replace("{task}", task) if template else task
+    template = cfg.actor.task_template or "{task}"
     messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": user}]
+    for example in cfg.actor.examples:
+        messages.append({"role": "user", "content": template.replace("{task}", example.task)})
+        messages.append({"role": "assistant", "content": example.answer})
+    return [*messages, {"role": "user", "content": template.replace("{task}", task)}]
 
 
 def graded_result(

@@ -18,6 +18,7 @@ from pipelinerl.finetune.backends.base import Backend, create_backend
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.colocation import take_turns, wait_for_servers
 from pipelinerl.finetune.data_feed import DataFeed
+from pipelinerl.finetune.device_memory import peak_memory
 from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
@@ -165,6 +166,7 @@ def build_loop(
         stop=stop,
         turns=turns,
         updates_servers=finetune.send_weight_updates,
+        device_metrics=lambda: peak_memory(ranks.device),
     )
 
 

@@ -58,6 +58,8 @@ class TrainingLoop:
     turns: Turns | None = None
     #: False: the servers keep the weights that they got at the start.
     updates_servers: bool = True
+    #: Metrics of the device, read once a step.
+    device_metrics: Callable[[], dict[str, float]] = dict
     clock: Callable[[], float] = time.perf_counter
 
     def run(self, state: TrainerState) -> TrainerState:
@@ -92,9 +94,8 @@ class TrainingLoop:
             if result.skipped:
                 logger.warning("step %d: the gradient is not finite; the weights stay as they are", state.step)
             times = StepTimes(fetched - start, trained - fetched, delivered - trained, delivered - start)
-            self._report(
-                batch, state, step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
-            )
+            values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
+            self._report(batch, state, values | self.device_metrics())
             if is_stopped:
                 return self._stop(state, saved_step)
             if self._save_is_due(state.step) and state.step < last:
