@@ -141,7 +141,8 @@ async def generate(
     parameters = {key: value for key, value in parameters.items() if value is not None}
     body = {"model": "actor", "token_ids": list(ids), "sampling_params": parameters}
     async with session.post(f"{server.url}/inference/v1/generate", json=body, headers=server.headers) as answer:
-        answer.raise_for_status()
+        if answer.status != 200:
+            raise RuntimeError(f"the server answered {answer.status}: {(await answer.text())[:1000]}")
         choice: dict[str, Any] = (await answer.json())["choices"][0]
         return choice
 

@@ -1,9 +1,10 @@
 """How far the trainer's log-probs are from those that the server sampled with, by the trainer's numerics.
 
-    python scripts/benchmark_mismatch.py --model FOLDER --device cuda                # starts servers, fp32 head and not
-    python scripts/benchmark_mismatch.py --model FOLDER --url URL --token TOKEN      # against a running server
+    python scripts/benchmark_mismatch.py --model FOLDER --device cuda --dtypes bfloat16 float16 --heads fp32
+    python scripts/benchmark_mismatch.py --model FOLDER --url URL --token TOKEN --heads fp32    # a running server
 
-The server samples chat answers at temperature 1; every variant of the trainer scores exactly those tokens.
+The server samples chat answers at temperature 1; every variant of the trainer scores exactly those tokens. What one
+variant or one server fails with stands in its place in the results. On a CPU it is a rehearsal: TF32 is fp32 there.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
 from benchmark_common import Server, client_session, generate, running_server, write_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import RunConfig
+from pipelinerl.errors import PipelineRLError
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.weights.control import ControlClient, control_session
 
 TOPICS = ("the sea", "prime numbers", "a train that is late", "how bread is made", "the moon", "sorting a list")
+UNUSABLE_NATS = 1000.0
 Sample = tuple[list[int], list[int], list[float]]
 Scorer = Callable[[list[int]], torch.Tensor]
 
@@ -40,7 +47,7 @@ async def sample(server: Server, prompts: list[list[int]], max_tokens: int) -> l
         return list(await asyncio.gather(*(one(number, ids) for number, ids in enumerate(prompts))))
 
 
-def policy_scorer(model: str, device: torch.device, **settings: Any) -> tuple[Scorer, torch.nn.Module]:
+def policy_scorer(model: str, device: torch.device, **settings: Any) -> Scorer:
     """The trainer's own forward pass."""
     fp32_head = settings.pop("fp32_head", True)
     finetune = {"gradient_checkpointing": False, **settings}
@@ -53,7 +60,7 @@ def policy_scorer(model: str, device: torch.device, **settings: Any) -> tuple[Sc
         outputs = policy(batch.to(device), layout.to(device) if layout is not None else None, 1.0)
         return outputs.logprobs[0][:-1]
 
-    return score, policy
+    return score
 
 
 def half_scorer(model: str, device: torch.device) -> Scorer:
@@ -69,13 +76,30 @@ def half_scorer(model: str, device: torch.device) -> Scorer:
     return score
 
 
+#: The trainer's numerics by name. TF32 keeps its head and its positions exact.
+VARIANTS: dict[str, Callable[[str, torch.device], Scorer]] = {
+    "trainer, fp32": partial(policy_scorer, dtype="fp32"),
+    "trainer, tf32": partial(policy_scorer, dtype="tf32"),
+    "trainer, bf16": partial(policy_scorer, dtype="bf16"),
+    "trainer, bf16, bf16 head": partial(policy_scorer, dtype="bf16", fp32_head=False),
+    "all parameters bf16, fp32 head": half_scorer,
+}
+
+
 @torch.no_grad()
 def difference(score: Scorer, samples: list[Sample]) -> dict[str, float]:
-    """|log-prob difference| in nats over all output tokens; k3 is mean(r - 1 - log r) of r = p_trainer / p_server."""
+    """|log-prob difference| in nats over all output tokens; k3 is mean(r - 1 - log r) of r = p_trainer / p_server.
+
+    Tokens without a usable log-prob (vLLM writes NaN as -9999) are counted and left out.
+    """
     gaps: list[float] = []
     for prompt, output, logprobs in samples:
         ours = score([*prompt, *output])[len(prompt) - 1 :].float().cpu()
         gaps += (ours - torch.tensor(logprobs)).tolist()
+    num_tokens = len(gaps)
+    gaps = [gap for gap in gaps if abs(gap) < UNUSABLE_NATS]
+    if not gaps:
+        raise ValueError(f"none of {num_tokens} tokens has a usable log-prob")
     row = torch.tensor(gaps, dtype=torch.float64)
     ordered = sorted(row.abs().tolist())
     return {
@@ -84,29 +108,67 @@ def difference(score: Scorer, samples: list[Sample]) -> dict[str, float]:
         "max_abs": ordered[-1],
         "k3": float((row.exp() - 1 - row).mean()),
         "tokens": len(ordered),
+        "unusable": num_tokens - len(ordered),
     }
 
 
-def compare(server: Server, args: argparse.Namespace) -> dict[str, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+def prompts_of(model: str, count: int) -> list[list[int]]:
+    """Token ids of `count` chat prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = []
-    for number in range(args.prompts):
+    for number in range(count):
         text = f"Tell me {number + 2} things about {TOPICS[number % len(TOPICS)]}."
         chat = [{"role": "user", "content": text}]
         words = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer.encode(words, add_special_tokens=False))
-    samples = asyncio.run(sample(server, prompts, args.max_tokens))
-    device = torch.device(args.device, args.gpu) if args.device == "cuda" else torch.device("cpu")
-    results = {}
-    for name, settings in {
-        "trainer, bf16": {"dtype": "bf16"},
-        "trainer, bf16, bf16 head": {"dtype": "bf16", "fp32_head": False},
-        "trainer, fp32": {"dtype": "fp32"},
-    }.items():
-        score, _ = policy_scorer(args.model, device, **settings)
-        results[name] = difference(score, samples)
-    results["all parameters bf16, fp32 head"] = difference(half_scorer(args.model, device), samples)
-    return results
+    return prompts
+
+
+def compare(server: Server, args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Sample from `server` and fill `results` by variant of the trainer; one that fails leaves its error there."""
+    samples = asyncio.run(sample(server, prompts_of(args.model, args.prompts), args.max_tokens))
+    for name, make in VARIANTS.items():
+        try:
+            results[name] = difference(make(args.model, device_of(args)), samples)
+        except (RuntimeError, ValueError, PipelineRLError) as error:
+            results[name] = failed(error)
+        write_result(args.output, {"results": args.results})
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    return torch.device(args.device, args.gpu) if args.device == "cuda" else torch.device("cpu")
+
+
+async def dtype_of(server: Server) -> str:
+    """The server's own name of its dtype."""
+    async with control_session(server.token) as session:
+        return str((await ControlClient(session, "server", server.url).model_info())["dtype"])
+
+
+def measure(server: Server, head: str, args: argparse.Namespace) -> None:
+    """All variants of the trainer against one server, under the name of what it is."""
+    name = f"server in {asyncio.run(dtype_of(server))}, {head} head"
+    compare(server, args, args.results.setdefault(name, {}))
+
+
+def own_server(dtype: str, head: str, args: argparse.Namespace) -> None:
+    """`measure` with a server of its own; one that does not start leaves its error in the results."""
+    kwargs: dict[str, object] = {"max_model_len": 1024, "enforce-eager": "", "dtype": dtype}
+    kwargs |= {"block_size": 32} if args.device == "cpu" else {"gpu_memory_utilization": 0.3}
+    transport = "nccl" if args.device == "cuda" else "gloo"
+    environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu}
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            log = Path(scratch) / "server.log"
+            with running_server(args.model, transport, kwargs, log, head == "fp32", environ) as server:
+                measure(server, head, args)
+    except (RuntimeError, ValueError, OSError, TimeoutError, aiohttp.ClientError, PipelineRLError) as error:
+        args.results.setdefault(f"server in {dtype}, {head} head", {})["server"] = failed(error)
+        write_result(args.output, {"results": args.results})
+
+
+def failed(error: Exception) -> dict[str, str]:
+    return {"error": f"{type(error).__name__}: {str(error)[-1500:]}"}
 
 
 def main() -> None:
@@ -117,25 +179,22 @@ def main() -> None:
     parser.add_argument("--server-gpu", default="0")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--heads", nargs="*", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    parser.add_argument("--url")
+    parser.add_argument("--heads", nargs="*", choices=("fp32", "bf16"), default=["fp32", "bf16"], help="bf16: no fp32")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtypes", nargs="*", choices=dtypes, default=["bfloat16"], help="of the servers it starts")
+    parser.add_argument("--url", help="a running server; give --heads as it was started")
     parser.add_argument("--token")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    kwargs: dict[str, object] = {"max_model_len": 1024, "enforce-eager": "", "dtype": "bfloat16"}
-    kwargs |= {"block_size": 32} if args.device == "cpu" else {"gpu_memory_utilization": 0.3}
-    results: dict[str, Any] = {}
-    for head in args.heads:
-        if args.url:
-            results[f"server with {head} head"] = compare(Server(args.url, args.token, 0.0), args)
-        else:
-            transport = "nccl" if args.device == "cuda" else "gloo"
-            environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu}
-            with tempfile.TemporaryDirectory() as scratch:
-                log = Path(scratch) / "server.log"
-                with running_server(args.model, transport, kwargs, log, head == "fp32", environ) as server:
-                    results[f"server with {head} head"] = compare(server, args)
-        write_result(args.output, {"results": results})
+    args.results = {}
+    if args.url:
+        measure(Server(args.url, args.token, 0.0), args.heads[0], args)
+    else:
+        for dtype in args.dtypes:
+            for head in args.heads:
+                own_server(dtype, head, args)
+    if any("error" in result for variants in args.results.values() for result in variants.values()):
+        sys.exit('some variants failed: see "error" in the results')
 
 
 if __name__ == "__main__":

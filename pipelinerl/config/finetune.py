@@ -74,7 +74,7 @@ class FinetuneConfig(Section):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     load_as_bf16: bool = True
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     fp32_lm_head: bool = True
     attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = "auto"
     use_flash_attention: bool = True

@@ -16,21 +16,43 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import candidate_implementations, register_segmented_attention
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.packing_check import forward_difference, packing_difference
+from pipelinerl.finetune.packing_check import forward_difference, packing_difference, tf32_difference
 from pipelinerl.finetune.policy import PolicyModel
 
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+# Far beyond what rounding to 10 bits does, far below what rounded positions do.
+_TF32_TOLERANCE = 0.1
+# vLLM's names; `auto` depends on the checkpoint.
+_SERVER_DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
 _HALF_PRECISION_ONLY = ("flash_attention_2",)
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """Dtype of the matrix products: `finetune.dtype`, or fp32 on a CPU and bf16 on a GPU (`auto`)."""
+    """Dtype of the matrix products: `finetune.dtype`, or fp32 on a CPU and bf16 on a GPU (`auto`). TF32 is a way to
+    multiply fp32 values."""
     wanted = config.finetune.dtype
     if wanted == "auto":
         wanted = "bf16" if device.type == "cuda" and config.finetune.load_as_bf16 else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted]
+    return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[wanted]
+
+
+def wire_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
+    """Dtype in which weights travel to servers, given that of the trainer's products.
+
+    The servers' own, so that a weight is rounded once; but a trainer of bf16 products sends what it multiplies.
+    """
+    if computed != torch.float32:
+        return computed
+    options = {name.strip().lstrip("-"): value for name, value in config.vllm_config.vllm_kwargs.items()}
+    return _SERVER_DTYPES.get(str(options.get("dtype")), computed)
 
 
 def load_policy(config: RunConfig, device: torch.device, model_path: str | None = None) -> PolicyModel:
@@ -58,7 +80,15 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             with_entropy=settings.rl.entropy_bonus > 0 or bool(settings.rl.final_entropy_bonus),
             with_values=settings.model_class.endswith("with-value-head"),
             compute_dtype=dtype,
+            tf32=settings.dtype == "tf32",
         ).to(device)
+        if policy.tf32 and policy.fp32_head and not policy.has_linear_head:
+            raise ConfigError(
+                "finetune.dtype",
+                "tf32",
+                f"fp32 or bf16 for {path}: it scales or caps its logits in its own head, which would be in TF32 too",
+                "Use finetune.dtype=fp32, or fp32_lm_head=false.",
+            )
         if reason := _fault(policy, settings.seq_packing):
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
@@ -69,7 +99,8 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             if settings.reentrant_checkpointing:
                 # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
                 language_model.enable_input_require_grads()
-        logger.info("attention %s, products in %s, parameters in fp32, device %s", attention, dtype, device)
+        products = "tf32" if policy.tf32 else dtype
+        logger.info("attention %s, products in %s, parameters in fp32, device %s", attention, products, device)
         if settings.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})
         return policy
@@ -121,7 +152,8 @@ def remove_dropout(model: torch.nn.Module) -> None:
 
 def _fault(policy: PolicyModel, packed: bool) -> str | None:
     """Why this model must not be trained with this attention; None if it may."""
-    wanted_dtype = policy.compute_dtype
+    wanted_dtype, wanted_tf32 = policy.compute_dtype, policy.tf32
+    policy.tf32 = False
     if policy.attention not in _HALF_PRECISION_ONLY:
         # In fp32 a leak cannot hide behind rounding.
         policy.compute_dtype = torch.float32
@@ -131,8 +163,10 @@ def _fault(policy: PolicyModel, packed: bool) -> str | None:
             return f"log-probs differ by {difference:.2g} from the model's own logits"
         if packed and (difference := packing_difference(policy)) > tolerance:
             return f"packed samples see each other (log-probs change by {difference:.2g})"
+        if wanted_tf32 and (difference := tf32_difference(policy)) > _TF32_TOLERANCE:
+            return f"TF32 products change its log-probs by {difference:.2g}; use finetune.dtype=fp32"
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        policy.compute_dtype = wanted_dtype
+        policy.compute_dtype, policy.tf32 = wanted_dtype, wanted_tf32
     return None

@@ -6,6 +6,7 @@ Called by `load_policy` before training; costs three forward passes over about 2
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,8 +14,11 @@ from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.rl.logprobs import logprobs_from_logits
+from pipelinerl.rl.precision import fp32_products
 
 _LENGTHS = (5, 9, 3)
+#: Odd numbers above 2048 are no TF32 values.
+_LARGE_POSITION = 4096
 
 
 @torch.no_grad()
@@ -38,6 +42,22 @@ def forward_difference(policy: PolicyModel) -> float:
         logits = policy.language_model(input_ids=ids, use_cache=False).logits
     expected, _ = logprobs_from_logits(logits[0, :-1], ids[0, 1:], policy.temperature)
     return _largest(_logprobs(policy, [sample])[: len(sample) - 1] - expected)
+
+
+@torch.no_grad()
+def tf32_difference(policy: PolicyModel) -> float:
+    """Mean |log-prob difference| between products in TF32 and exact ones, at positions that TF32 cannot hold.
+
+    It finds models that compute positions with matrix products which `PolicyModel` does not know of. 0 on a CPU.
+    """
+    sample = _samples(policy)[1]
+    config = policy.language_model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or _LARGE_POSITION
+    first = max(0, min(_LARGE_POSITION, longest) - len(sample))
+    with fp32_products("tf32"):
+        rounded = _logprobs(policy, [sample], first)
+    difference = float((rounded - _logprobs(policy, [sample], first)).abs().mean())
+    return difference if difference == difference else float("inf")
 
 
 def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
@@ -67,8 +87,10 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
     )
 
 
-def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> torch.Tensor:
+def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]], first_position: int = 0) -> torch.Tensor:
     batch = token_batch(samples, _device(policy))
+    if first_position:
+        batch = replace(batch, position_ids=batch.position_ids + first_position)
     layout = policy.layout_of(batch)
     if layout is not None:
         # Its index tensors are made on the CPU.

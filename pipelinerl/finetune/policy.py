@@ -6,6 +6,7 @@ module that they wrapped. Full logits never exist; only trained positions reach 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, SegmentLayout, segment_layout
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
+from pipelinerl.rl.precision import fp32_products, keep_exact
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -41,6 +43,7 @@ class PolicyModel(torch.nn.Module):
         with_entropy: compute the entropy of every trained position too.
         with_values: add a linear value head on the last hidden state.
         compute_dtype: dtype of the matrix products; parameters may be wider.
+        tf32: fp32 products of the body are in TF32 on a GPU; those of an fp32 head and of positions stay exact.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class PolicyModel(torch.nn.Module):
         with_entropy: bool = False,
         with_values: bool = False,
         compute_dtype: torch.dtype = torch.float32,
+        tf32: bool = False,
     ) -> None:
         super().__init__()
         self.language_model = language_model
@@ -61,6 +65,7 @@ class PolicyModel(torch.nn.Module):
         self.fp32_head = fp32_head
         self.with_entropy = with_entropy
         self.compute_dtype = compute_dtype
+        self.tf32 = tf32
         #: Set by `lora.add_adapters`; None: all weights are trained.
         self.adapter_config: LoraConfig | None = None
         self.has_linear_head = has_linear_head(language_model)
@@ -70,10 +75,18 @@ class PolicyModel(torch.nn.Module):
             self.value_head = torch.nn.Linear(hidden_size, 1, dtype=torch.float32)
             torch.nn.init.zeros_(self.value_head.weight)
             torch.nn.init.zeros_(self.value_head.bias)
+        if tf32:
+            for module in language_model.modules():
+                if "Rotary" in type(module).__name__:
+                    keep_exact(module)
 
     @property
     def attention(self) -> str:
         return str(self.language_model.config._attn_implementation)
+
+    def products(self) -> AbstractContextManager[None]:
+        """Where the body's products are computed, in the forward pass and around every backward pass."""
+        return fp32_products("tf32") if self.tf32 else nullcontext()
 
     def layout_of(self, batch: MicroBatch) -> SegmentLayout | None:
         """Index tensors for our own attention (None for the others). Build it before moving `batch` to a GPU."""
@@ -93,7 +106,8 @@ class PolicyModel(torch.nn.Module):
             inputs["segment_layout"] = layout
         else:
             inputs["attention_mask"] = batch.attention_mask
-        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=self._needs_autocast()):
+        device_type = batch.input_ids.device.type
+        with self.products(), torch.autocast(device_type, torch.bfloat16, enabled=self._needs_autocast()):
             if not self.has_linear_head:
                 return self._from_logits(batch, inputs, temperature)
             hidden = backbone(self.language_model)(input_ids=batch.input_ids, **inputs)[0]

@@ -90,6 +90,7 @@ def load_reference(
         chunk_tokens=policy.chunk_tokens,
         fp32_head=policy.fp32_head,
         compute_dtype=policy.compute_dtype,
+        tf32=policy.tf32,
     )
     place = ", offloaded to the CPU" if rl.reference_offload else ""
     logger.info("reference model: a frozen copy of %s%s", config.model_path, place)

@@ -106,7 +106,8 @@ class StepRunner:
                 trainer_version=batch.step - 1,
             )
             loss = compute_loss(inputs, self._config.rl, coefficients)
-            self._backend.backward(_connected(loss.loss, inputs), is_last=is_last)
+            with self._backend.policy.products():
+                self._backend.backward(_connected(loss.loss, inputs), is_last=is_last)
             metrics = combine([metrics, loss.metrics])
             with torch.no_grad():
                 part = StepDiagnostics.of(inputs, self._config.rl.clamp)

@@ -12,11 +12,13 @@ With z = logits / temperature, p = softmax(z), L = logsumexp(z) and H = L - sum(
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from pipelinerl.records import IGNORED_LABEL
+from pipelinerl.rl.precision import fp32_products
 
 
 def token_logprobs(
@@ -39,8 +41,9 @@ def token_logprobs(
         chunk_tokens: rows whose logits exist at once.
         with_entropy: also return the entropy (nats) of the whole distribution at every trained position.
         head_bias: [V] or None.
-        fp32_head: logits are products of the inputs' values accumulated and kept in fp32. False: the product is
-            rounded to the inputs' dtype first, as a model with a bf16 head does. Softmax is in fp32 (or fp64) always.
+        fp32_head: logits are products of the inputs' values accumulated and kept in fp32, without TF32 also where it
+            is allowed. False: the product is rounded to the inputs' dtype first, as a model with a bf16 head does (fp32
+            inputs are multiplied in TF32 where it is allowed). Softmax is in fp32 (or fp64) always.
 
     Returns:
         (log-probs, entropy or None), float32 (float64 for float64 inputs), shape of `targets`.
@@ -88,6 +91,11 @@ def logprobs_from_logits(
     return logprobs, torch.where(trained, -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
+def _products(fp32_head: bool) -> AbstractContextManager[None]:
+    """An fp32 head is exact; another one is as exact as the rest of the model."""
+    return fp32_products("ieee") if fp32_head else nullcontext()
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -126,7 +134,8 @@ class _FusedHead(torch.autograd.Function):
         log_norm, entropy = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            scores = _scores(hidden[part], weight, bias, temperature, fp32_head)
+            with _products(fp32_head):
+                scores = _scores(hidden[part], weight, bias, temperature, fp32_head)
             log_norm[part] = torch.logsumexp(scores, dim=-1)
             logprobs[part] = scores.gather(-1, targets[part, None]).squeeze(-1) - log_norm[part]
             if with_entropy:
@@ -149,15 +158,18 @@ class _FusedHead(torch.autograd.Function):
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_bias else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            scores = _scores(hidden[part], weight, bias, temperature, fp32_head).sub_(log_norm[part, None])
-            slope = _slope(scores, targets[part], grad_logprobs[part], grad_entropy[part], entropy[part], with_entropy)
-            if grad_bias is not None:
-                grad_bias += slope.sum(0)
-            slope = slope.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = _matmul(slope, weight).to(hidden.dtype)
-            if grad_weight is not None:
-                _add_product(grad_weight, slope, hidden[part])
+            with _products(fp32_head):
+                scores = _scores(hidden[part], weight, bias, temperature, fp32_head).sub_(log_norm[part, None])
+                slope = _slope(
+                    scores, targets[part], grad_logprobs[part], grad_entropy[part], entropy[part], with_entropy
+                )
+                if grad_bias is not None:
+                    grad_bias += slope.sum(0)
+                slope = slope.to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[part] = _matmul(slope, weight).to(hidden.dtype)
+                if grad_weight is not None:
+                    _add_product(grad_weight, slope, hidden[part])
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
