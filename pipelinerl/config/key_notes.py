@@ -115,7 +115,7 @@ HONOURED: dict[str, str] = {
     "finetune.adam_beta2": "AdamW",
     "finetune.adam_epsilon": "AdamW",
     "finetune.load_as_bf16": "bf16 weights on GPUs when dtype is auto",
-    "finetune.dtype": "precision of the trainer; auto: bf16 on GPUs, fp32 on CPUs",
+    "finetune.dtype": "of the trainer's products, parameters are fp32: fp32, tf32, bf16; auto: bf16 on GPUs, else fp32",
     "finetune.fp32_lm_head": "the same setting as fp32_lm_head",
     "finetune.attn_implementation": "auto: the fastest that is installed",
     "finetune.use_flash_attention": "false: never choose flash attention",

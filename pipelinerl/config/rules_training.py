@@ -218,6 +218,28 @@ def one_backend(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def tf32_products(config: RunConfig) -> ConfigError | None:
+    """TF32 is a way to multiply fp32 values: where there are none, or a kernel takes none, it would do nothing."""
+    finetune = config.finetune
+    if finetune.dtype != "tf32":
+        return None
+    if config.use_fsdp and config.fsdp.param_dtype != "fp32":
+        return ConfigError(
+            "fsdp.param_dtype",
+            config.fsdp.param_dtype,
+            "fp32 with finetune.dtype=tf32, which multiplies fp32 weights",
+            "Set fsdp.param_dtype=fp32, or finetune.dtype=bf16.",
+        )
+    if finetune.attn_implementation in ("flex_attention", "flash_attention_2"):
+        return ConfigError(
+            "finetune.attn_implementation",
+            finetune.attn_implementation,
+            "auto, sdpa or eager with finetune.dtype=tf32: this one is compiled, or for half precision",
+            "Set finetune.attn_implementation=auto.",
+        )
+    return None
+
+
 def interrupt_step(config: RunConfig) -> ConfigError | None:
     """An interruption comes before the end."""
     finetune = config.finetune
@@ -275,6 +297,7 @@ RULES = (
     generation_steps,
     round_updates,
     one_backend,
+    tf32_products,
     interrupt_step,
     steps_to_save,
     on_policy_updates,

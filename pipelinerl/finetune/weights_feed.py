@@ -26,8 +26,22 @@ from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 logger = logging.getLogger(__name__)
 
-# Mean |log-prob difference| in nats beyond which trainer and server do not run the same weights.
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+# Mean |log-prob difference| in nats beyond which trainer and server do not run the same weights, by the coarser
+# rounding of the two: fp32 has 23 bits of mantissa, TF32 and float16 have 10, bfloat16 has 7.
+PROBE_TOLERANCE = {"float32": 1e-3, "tf32": 0.03, "float16": 0.03, "bfloat16": 0.1}
+# Servers write NaN and -inf as -9999.
+_UNUSABLE_NATS = 9000.0
+
+
+def probe_tolerance(computed: torch.dtype, tf32: bool, server: str | None) -> float:
+    """Mean |log-prob difference| in nats that rounding explains.
+
+    Args:
+        computed: dtype of the trainer's products, in TF32 if `tf32`.
+        server: dtype of the server (None: the trainer's).
+    """
+    trainer = "tf32" if tf32 else str(computed).removeprefix("torch.")
+    return max(PROBE_TOLERANCE.get(name, 0.1) for name in (trainer, server or trainer))
 
 
 class Publisher(Protocol):
@@ -201,13 +215,20 @@ class WeightsFeed:
 
     def _checked(self, version: int, result: ProbeResult) -> float:
         """The mean difference; WeightSyncError if a server's is beyond the tolerance."""
-        tolerance = PROBE_TOLERANCE.get(self._backend.policy.compute_dtype, 0.1)
+        policy = self._backend.policy
         for server, mean in result.per_server_mean.items():
+            tolerance = probe_tolerance(policy.compute_dtype, policy.tf32, result.server_dtypes.get(server))
             if not mean <= tolerance:
+                reason = "it does not run the weights that it was sent"
+                if result.max_abs_diff > _UNUSABLE_NATS:
+                    reason = (
+                        "it answers NaN or -inf; in float16 the activations of some models overflow, "
+                        "for those use vllm_config.vllm_kwargs.dtype=bfloat16"
+                    )
                 raise WeightSyncError(
                     server,
                     f"after the update to version {version} its log-probs differ from the trainer's by {mean:.3g} nats "
-                    f"on average, expected at most {tolerance:g}: it does not run the weights that it was sent",
+                    f"on average, expected at most {tolerance:g}: {reason}",
                 )
         return result.mean_abs_diff
 

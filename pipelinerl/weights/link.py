@@ -53,6 +53,8 @@ class ServerLink:
         self.address = address
         self.client = client
         self.error: str | None = None
+        #: Of the server's weights, once it is connected and if it says so.
+        self.dtype: str | None = None
         #: It came while the run was going on: what is wrong with it is its own trouble.
         self.joined_later = False
         #: Set when the server is known to be gone, so that no second attempt is made.
@@ -87,6 +89,8 @@ class ServerLink:
             tensors = info.get("tensors")
             self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
             self._tied = bool(info.get("tied", False))
+            dtype = info.get("dtype")
+            self.dtype = None if dtype is None else str(dtype)
             self._takes_whole_updates = self._one_call and bool(info.get("whole_update", False))
             self._transport = transport = self._make_transport()
             init_info = transport.prepare(await self.client.world_size())

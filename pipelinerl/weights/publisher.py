@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -22,12 +22,12 @@ import aiohttp
 import torch
 
 from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.buffers import packed_buffers
 from pipelinerl.weights.control import ControlClient, KVCache, control_session
 from pipelinerl.weights.gloo_group import local_address
 from pipelinerl.weights.link import ServerLink
-from pipelinerl.weights.packing import DEFAULT_CHUNK_BYTES, TensorMeta, pack
+from pipelinerl.weights.packing import DEFAULT_CHUNK_BYTES, TensorMeta
 from pipelinerl.weights.report import ServerAddress, ServerUpdate, UpdateReport
-from pipelinerl.weights.seal import mark_of
 from pipelinerl.weights.source import WeightSource
 from pipelinerl.weights.transport import Transport, TransportName, create_transport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
@@ -171,7 +171,8 @@ class WeightPublisher:
         dropped from the connected servers and reported.
 
         Raises:
-            WeightSyncError: the tensors of `source` do not fit a server's model; nothing was paused or sent.
+            WeightSyncError: the tensors of `source` do not fit a server's model (nothing was paused or sent), or a
+                value does not fit the range of a server in float16.
         """
         started = time.monotonic()
         metas = source.metadata()
@@ -216,10 +217,12 @@ class WeightPublisher:
         Raises:
             WeightSyncError: a server did not answer in time, or with something else than log-probs.
         """
-        clients = [link.client for link in self._chosen(names)]
-        if not clients and names:
+        links = self._chosen(names)
+        if not links and names:
             raise WeightSyncError(", ".join(names), "it is not connected any more")
-        return self._run(probe_servers(clients, sequences, self._timeout_s), self._timeout_s)
+        clients = [link.client for link in links]
+        result = self._run(probe_servers(clients, sequences, self._timeout_s), self._timeout_s)
+        return replace(result, server_dtypes={link.name: link.dtype for link in links if link.dtype})
 
     def close(self) -> None:
         """Leave all groups and stop the thread. The servers keep running with what they have."""
@@ -258,7 +261,8 @@ class WeightPublisher:
         """One update of `links`, all at once. Returns the updates that worked and the links that failed."""
         # No buffer of another pass, of this version or an earlier one, has a seal that fits this number.
         pass_id = secrets.randbits(63)
-        buffers = _packed(source, metas, self._chunk_bytes, pass_id)
+        in_half = [link.name for link in links if link.dtype == "float16"]
+        buffers = packed_buffers(source, metas, self._chunk_bytes, pass_id, in_half)
         # The first buffer is ready before anybody is paused.
         staged = next(buffers, None)
         for link in links:
@@ -358,28 +362,3 @@ def meeting_address(master_address: str, url: str) -> str:
 
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _packed(source: WeightSource, metas: list[TensorMeta], chunk_bytes: int, pass_id: int) -> Iterator[torch.Tensor]:
-    """The tensors of one pass in sealed buffers, split as the workers split them (`packing.plan_chunks`).
-
-    Raises:
-        ValueError: the pass yields something else than `metas` declare.
-    """
-    chunk: list[torch.Tensor] = []
-    index = total = 0
-    expected = iter(metas)
-    for bucket in source.buckets():
-        for name, tensor in bucket:
-            meta = next(expected, None)
-            if meta is None or (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, meta.shape):
-                raise ValueError(f"weight source: got {name} {tensor.dtype} {list(tensor.shape)}, expected {meta}")
-            chunk.append(tensor)
-            total += meta.num_bytes
-            if total > chunk_bytes:
-                yield pack(chunk, mark_of(pass_id, index, total))
-                chunk, index, total = [], index + 1, 0
-    if (missing := next(expected, None)) is not None:
-        raise ValueError(f"weight source: the pass ended before {missing.name}")
-    if chunk:
-        yield pack(chunk, mark_of(pass_id, index, total))

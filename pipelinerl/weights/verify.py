@@ -9,7 +9,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.control import ControlClient
@@ -38,12 +38,16 @@ class ProbeSequence:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """|log-prob difference| between trainer and servers, in nats, over `num_tokens` tokens of all servers."""
+    """|log-prob difference| between trainer and servers, in nats, over `num_tokens` tokens of all servers.
+
+    `server_dtypes`: dtype of the weights of those servers that told it, such as `bfloat16`.
+    """
 
     mean_abs_diff: float
     max_abs_diff: float
     num_tokens: int
     per_server_mean: dict[str, float]
+    server_dtypes: dict[str, str] = field(default_factory=dict)
 
 
 async def probe_servers(

@@ -51,6 +51,7 @@ class FakeServer:
         token_delay_s: seconds per output token, so that updates can fall into a sequence.
         logprob: log-prob of every token.
         whole_update: serve an update in one call, as our servers do; False: the trainer makes the calls one by one.
+        dtype: what it says that its weights are in; it keeps what it gets.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class FakeServer:
         logprob: float = -0.5,
         token: str = "fake-server-token-0123456789",
         whole_update: bool = False,
+        dtype: str = "float32",
     ) -> None:
         self._whole_update = whole_update
+        self._dtype = dtype
         self.token = token
         self.url = ""
         self.tensors: dict[str, torch.Tensor] = {}
@@ -202,7 +205,7 @@ class FakeServer:
         method = (await request.json())["method"]
         if method == "pipelinerl_model_info":
             expected = None if self._expected is None else {name: list(s) for name, s in self._expected.items()}
-            info = {"tensors": expected, "tied": self._tied, "dtype": "float32", "whole_update": self._whole_update}
+            info = {"tensors": expected, "tied": self._tied, "dtype": self._dtype, "whole_update": self._whole_update}
             return web.json_response({"results": [info]})
         if method == "pipelinerl_abort_update":
             was_open, self._open = self._open, False

@@ -39,6 +39,10 @@ CASES = {
         "finetune.lora.base_model_8bit: got True, expected false",
     ),
     "one_backend": (["use_fsdp=true"], "use_fsdp: got True, expected false with use_deepspeed=true"),
+    "tf32_products": (
+        ["finetune.dtype=tf32", "use_deepspeed=false", "use_fsdp=true", "fsdp.param_dtype=bf16"],
+        "fsdp.param_dtype: got 'bf16', expected fp32 with finetune.dtype=tf32",
+    ),
     "interrupt_step": (
         ["finetune.interrupt_train_steps=2000"],
         "finetune.interrupt_train_steps: got 2000, expected -1 (off), or from 1 to finetune.max_train_steps=1000",

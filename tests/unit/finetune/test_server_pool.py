@@ -61,7 +61,7 @@ class Scene:
         for _ in servers:
             self.woken.acquire(timeout=WAIT_S)
         self.backend = FakeBackend()
-        self.backend.policy = type("Policy", (), {"compute_dtype": torch.float32})()
+        self.backend.policy = type("Policy", (), {"compute_dtype": torch.float32, "tf32": False})()
         self.feed = Feed(
             self.backend, Ranks(), self.publisher, torch.float32, self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S
         )
