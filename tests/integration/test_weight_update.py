@@ -94,6 +94,23 @@ def test_compiled_bf16_server_agrees_within_its_precision(tmp_path: Path) -> Non
             assert probe(publisher, model).mean_abs_diff < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_float16_server_agrees_within_its_precision(tmp_path: Path) -> None:
+    """Weights travel in the server's dtype, or in fp32 and are cast there; float16 has 11 bits of mantissa."""
+    folder = save_random_model(tmp_path / "model", tied=True)
+    model = random_model(tied=True, seed=6)
+    with VLLMProcess(folder, tmp_path / "server.log", {"dtype": "float16"}) as server, connect(server) as publisher:
+        differences = []
+        for version, dtype in enumerate((torch.float16, torch.float32)):
+            perturb(model, seed=4)
+            assert publisher.publish(version, ModuleSource(model, dtype=dtype)).failed == {}
+            result = probe(publisher, model)
+            assert result.server_dtypes == {"tiny": "float16"}
+            differences.append(result.mean_abs_diff)
+        assert max(differences) < 0.01
+
+
 def test_sampled_logprobs_are_those_of_the_trainer_at_the_sampling_temperature(tiny_server: VLLMProcess) -> None:
     model = random_model(seed=8)
     with connect(tiny_server) as publisher:
