@@ -17,9 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+import psutil
 import torch
+
+from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, PackedCompletion, decode_completion
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: Shapes of random Qwen2 models by their size in billions: hidden, intermediate, layers, heads, key-value heads.
@@ -137,14 +141,52 @@ async def generate(
     session: aiohttp.ClientSession, server: Server, ids: Sequence[int], max_tokens: int, **sampling: Any
 ) -> dict[str, Any]:
     """One completion of exactly `max_tokens` tokens with log-probs; returns the first choice."""
-    parameters = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **sampling}
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    body = {"model": "actor", "token_ids": list(ids), "sampling_params": parameters}
-    async with session.post(f"{server.url}/inference/v1/generate", json=body, headers=server.headers) as answer:
+    body = generate_body(ids, max_tokens, **sampling)
+    async with session.post(f"{server.url}{GENERATE_PATH}", json=body, headers=server.headers) as answer:
         if answer.status != 200:
             raise RuntimeError(f"the server answered {answer.status}: {(await answer.text())[:1000]}")
         choice: dict[str, Any] = (await answer.json())["choices"][0]
         return choice
+
+
+async def generate_lean(
+    session: aiohttp.ClientSession, server: Server, ids: Sequence[int], max_tokens: int, **sampling: Any
+) -> PackedCompletion:
+    """The same in our compact form.
+
+    Raises:
+        ValueError: the server answered in another form.
+    """
+    body = generate_body(ids, max_tokens, **sampling)
+    headers = {**server.headers, "Accept": MEDIA_TYPE}
+    async with session.post(f"{server.url}{GENERATE_PATH}", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        return decode_completion(await answer.read())
+
+
+def generate_body(ids: Sequence[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
+    parameters = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **sampling}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    return {"model": "actor", "token_ids": list(ids), "sampling_params": parameters}
+
+
+def server_processes(server: Server) -> dict[str, list[psutil.Process]]:
+    """The processes of a server on this machine, by part: `api` listens, `engine` are its children; else none."""
+    port = urlsplit(server.url).port
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in process.net_connections()):
+                return {"api": [process], "engine": process.children(recursive=True)}
+    return {}
+
+
+def cpu_seconds(processes: Mapping[str, Sequence[psutil.Process]]) -> dict[str, float]:
+    """CPU seconds that each part has used so far."""
+    used = {}
+    for part, members in processes.items():
+        times = [process.cpu_times() for process in members]
+        used[part] = sum(time.user + time.system for time in times)
+    return used
 
 
 def client_session() -> aiohttp.ClientSession:

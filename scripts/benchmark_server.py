@@ -1,58 +1,111 @@
 """Tokens per second of one server under the load of a run: many concurrent requests with log-probs, over HTTP.
 
+    python scripts/benchmark_server.py --model FOLDER --device cuda --held 0 64
     python scripts/benchmark_server.py --model FOLDER --device cuda --flags '{}' '{"stream-interval": 16}'
-    python scripts/benchmark_server.py --model FOLDER --url URL --token TOKEN
+    python scripts/benchmark_server.py --model FOLDER --url URL --token TOKEN --output FILE
+    python scripts/benchmark_server.py --random-model 0.001 --concurrency 64 --max-tokens 128
 
-Each flag set gets a server of its own, one after the other on the same card. Several client processes send the load,
-so that the clients are not what is measured. The first round warms up and is not counted.
+Routes: `vllm` is JSON with one object a token, `lean` the compact answer of our own servers. They take turns, round by
+round, on the same server. Each flag set and each number of held tokens gets a server of its own, one after the other on
+the same card. Several client processes send the load, so that the clients are not what is measured. The first round
+warms up and is not counted. Of a server on this machine the CPU seconds of the API and engine processes for each 1,000
+output tokens are given too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
 import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
-from benchmark_common import Server, client_session, generate, running_server, write_result
+import torch
+from benchmark_common import (
+    Server,
+    client_session,
+    cpu_seconds,
+    generate,
+    generate_lean,
+    random_model,
+    running_server,
+    server_processes,
+    write_result,
+)
+
+#: What is asked for: name and `logprobs`.
+LABELS = (("with log-probs", 0), ("without log-probs", None))
 
 
-def client(server: Server, count: int, args: argparse.Namespace, logprobs: int | None) -> int:
+def client(server: Server, count: int, args: argparse.Namespace, route: str, logprobs: int | None) -> int:
     """Send `count` requests at once; returns output tokens. Runs in a process of its own."""
+
+    async def one(session: Any, ids: list[int]) -> int:
+        if route == "vllm":
+            return len((await generate(session, server, ids, args.max_tokens, logprobs=logprobs))["token_ids"])
+        packed = await generate_lean(session, server, ids, args.max_tokens, logprobs=logprobs)
+        if logprobs is not None and len(packed.logprobs or b"") != len(packed.token_ids):
+            raise RuntimeError("the server left out log-probs")
+        return len(packed.token_ids) // 4
 
     async def run() -> int:
         async with client_session() as session:
             prompts = [[(31 * n + 7 * k) % 400 + 5 for k in range(args.prompt_tokens)] for n in range(count)]
-            calls = [generate(session, server, ids, args.max_tokens, logprobs=logprobs) for ids in prompts]
-            return sum(len(choice["token_ids"]) for choice in await asyncio.gather(*calls))
+            return sum(await asyncio.gather(*(one(session, ids) for ids in prompts)))
 
     return asyncio.run(run())
 
 
-def throughput(server: Server, args: argparse.Namespace, logprobs: int | None) -> dict[str, Any]:
-    """Output tokens per second of `args.repeats` rounds."""
+def one_round(pool: Pool, server: Server, args: argparse.Namespace, route: str, logprobs: int | None) -> dict[str, Any]:
+    """Tokens per second of one round, and CPU seconds for each 1,000 tokens by part of the server."""
+    processes = server_processes(server)
+    before = cpu_seconds(processes)
+    start = time.perf_counter()
     share = args.concurrency // args.clients
-    rates = []
+    tokens = sum(pool.starmap(client, [(server, share, args, route, logprobs)] * args.clients))
+    seconds = time.perf_counter() - start
+    after = cpu_seconds(processes)
+    used = {f"{part} CPU s": (after[part] - before[part]) / tokens * 1000 for part in after}
+    return {"tokens/s": tokens / seconds, **used}
+
+
+def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    """Every route and kind of request in turn, `args.repeats` times; each figure with its range."""
+    rounds: dict[str, list[dict[str, Any]]] = {}
     with multiprocessing.get_context("fork").Pool(args.clients) as pool:
-        for _ in range(args.repeats + 1):
-            start = time.perf_counter()
-            tokens = sum(pool.starmap(client, [(server, share, args, logprobs)] * args.clients))
-            rates.append(tokens / (time.perf_counter() - start))
-    rates = rates[1:]
-    return {"median": statistics.median(rates), "range": [min(rates), max(rates)], "repeats": len(rates)}
+        for _, (label, logprobs), route in itertools.product(range(args.repeats + 1), LABELS, args.route):
+            rounds.setdefault(f"{route}, {label}", []).append(one_round(pool, server, args, route, logprobs))
+    return {name: summary(found[1:]) for name, found in rounds.items()}
+
+
+def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median and range of each figure."""
+    found: dict[str, Any] = {"repeats": len(rounds)}
+    for key in rounds[0]:
+        values = [each[key] for each in rounds]
+        found[key] = {"median": statistics.median(values), "range": [min(values), max(values)]}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--random-model", help="size in billions of a random model, made for this run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--server-gpu", default="0")
     parser.add_argument("--flags", nargs="*", default=["{}"], help="flag sets of vLLM, one JSON object each")
+    parser.add_argument(
+        "--held", nargs="*", default=["64"], help="tokens held back at most; 0: each is shipped at once"
+    )
+    parser.add_argument("--route", nargs="*", choices=("vllm", "lean"), default=["vllm", "lean"])
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -62,29 +115,31 @@ def main() -> None:
     parser.add_argument("--token")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    if args.url is None and (args.model is None) == (args.random_model is None):
+        parser.error("one of --model, --random-model and --url is needed")
     base: dict[str, object] = {"max_model_len": 1024, "max_num_seqs": args.concurrency}
     if args.device == "cpu":
         base |= {"enforce-eager": "", "block_size": 32}
     else:
         base |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.5}
     results: dict[str, Any] = {}
-
-    def measure(name: str, server: Server) -> None:
-        for label, logprobs in (("with log-probs", 0), ("without log-probs", None)):
-            results[f"{name}, {label}"] = throughput(server, args, logprobs)
-            load = {"concurrency": args.concurrency, "max_tokens": args.max_tokens, "clients": args.clients}
-            write_result(args.output, {**load, "tokens_per_s": results})
-
+    load = {name: getattr(args, name) for name in ("concurrency", "prompt_tokens", "max_tokens", "clients")}
     if args.url:
-        measure("running server", Server(args.url, args.token, 0.0))
+        results["running server"] = measure(Server(args.url, args.token, 0.0), args)
+        write_result(args.output, {**load, "results": results})
         return
-    transport = "nccl" if args.device == "cuda" else "gloo"
-    for flags in args.flags:
-        with tempfile.TemporaryDirectory() as scratch:
-            log = Path(scratch) / "server.log"
-            environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu}
-            with running_server(args.model, transport, {**base, **json.loads(flags)}, log, True, environ) as server:
-                measure(f"flags {flags} (start {server.start_s:.0f} s)", server)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        model = args.model or str(random_model(args.random_model, scratch / "model", dtype))
+        transport = "nccl" if args.device == "cuda" else "gloo"
+        for flags, held in itertools.product(args.flags, args.held):
+            environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu, "PIPELINERL_HELD_TOKENS": held}
+            kwargs = {**base, **json.loads(flags)}
+            with running_server(model, transport, kwargs, scratch / "server.log", True, environ) as server:
+                name = f"flags {flags}, held {held} (start {server.start_s:.0f} s)"
+                results[name] = measure(server, args)
+                write_result(args.output, {**load, "results": results})
 
 
 if __name__ == "__main__":

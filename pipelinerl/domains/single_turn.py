@@ -16,7 +16,7 @@ from pipelinerl.config.sections import RewardsConfig
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
 from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
-from pipelinerl.llm.client import is_finished
+from pipelinerl.llm.answers import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.servers.marking import GraderFunction
 from pipelinerl.servers.messages import Grade

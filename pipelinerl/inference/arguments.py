@@ -22,7 +22,11 @@ SERVED_MODEL_NAME = "actor"
 SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
 #: From the inside to the outside: the last one sees a request first.
-MIDDLEWARE_PATHS = ("pipelinerl.inference.update_route.UpdateRoute", "pipelinerl.inference.auth.TokenMiddleware")
+MIDDLEWARE_PATHS = (
+    "pipelinerl.inference.update_route.UpdateRoute",
+    "pipelinerl.inference.lean_route.LeanRoute",
+    "pipelinerl.inference.auth.TokenMiddleware",
+)
 
 #: Options that the weight-update protocol rests on; a different value would break it silently.
 RESERVED = {

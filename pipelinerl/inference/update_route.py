@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipelinerl.inference.asgi import answer_json, read_body
 from pipelinerl.inference.auth import App, Receive, Scope, Send
 
 UPDATE_PATH = "/pipelinerl/update"
@@ -79,7 +80,7 @@ class UpdateRoute:
             await self._app(scope, receive, send)
             return
         try:
-            body = json.loads(await _body(receive))
+            body = json.loads(await read_body(receive))
             limit_s = float(body["limit_s"])
             call = UpdateCall(
                 engine=scope["app"].state.engine_client,
@@ -88,8 +89,8 @@ class UpdateRoute:
                 clear_cache=bool(body["clear_cache"]),
                 wakes=bool(body.get("wakes", False)),
             )
-        except (ValueError, KeyError, TypeError) as error:
-            await _answer(send, 400, {"error": {"message": f"update: {type(error).__name__}: {error}"}})
+        except (ConnectionError, ValueError, KeyError, TypeError) as error:
+            await answer_json(send, 400, {"error": {"message": f"update: {type(error).__name__}: {error}"}})
             return
         deadline = time.monotonic() + limit_s
         try:
@@ -97,24 +98,6 @@ class UpdateRoute:
                 await call.run(deadline)
         except Exception as error:  # noqa: BLE001 - whatever the engine raises is the answer
             message = f"{call.phase}: {type(error).__name__}: {error}"
-            await _answer(send, 500, {"error": {"message": message, "phase": call.phase}})
+            await answer_json(send, 500, {"error": {"message": message, "phase": call.phase}})
             return
-        await _answer(send, 200, {"seconds": call.seconds})
-
-
-async def _body(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ValueError("the caller went away")
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        await answer_json(send, 200, {"seconds": call.seconds})

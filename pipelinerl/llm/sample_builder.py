@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipelinerl.errors import RolloutError
-from pipelinerl.llm.client import is_finished
+from pipelinerl.llm.answers import is_finished
 from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.llm.types import LLMCall
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipelinerl.llm.client import is_finished
+from pipelinerl.llm.answers import is_finished
 from pipelinerl.llm.types import LLMCall
 from pipelinerl.records import IGNORED_LABEL, VersionSpan
 

@@ -19,9 +19,10 @@ import aiohttp
 import msgspec
 
 from pipelinerl.errors import ConfigError, RolloutError
-from pipelinerl.llm.client import GENERATE_PATH, open_session
+from pipelinerl.llm.client import open_session
 from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, reason_of, retry_delay_s
 from pipelinerl.records import IGNORED_LABEL, Sample
+from pipelinerl.records.completion import GENERATE_PATH
 
 logger = logging.getLogger(__name__)
 

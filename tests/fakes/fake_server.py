@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import torch
 from aiohttp import web
 
+from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
 from pipelinerl.weights.gloo_group import GlooGroup
 from pipelinerl.weights.manifest import coverage_problems
 from pipelinerl.weights.packing import meta_from_wire
@@ -284,7 +286,10 @@ class FakeServer:
             ids, spans = await self._sample(body)
         finally:
             self._active -= 1
-        return web.json_response(self._answer(body, ids, spans))
+        answer = self._answer(body, ids, spans)
+        if MEDIA_TYPE in request.headers.get("Accept", "") and answer["prompt_logprobs"] is None:
+            return web.Response(body=packed(answer), content_type=MEDIA_TYPE)
+        return web.json_response(answer)
 
     async def _sample(self, body: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]]]:
         assert self._running is not None
@@ -333,6 +338,17 @@ class FakeServer:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def packed(answer: dict[str, Any]) -> bytes:
+    """The answer in the form that our servers give to a client that accepts it."""
+    (choice,) = answer["choices"]
+    logprobs = None
+    if choice["logprobs"] is not None:
+        logprobs = array("f", [entry["logprob"] for entry in choice["logprobs"]["content"]]).tobytes()
+    spans = [PackedSpan(**span) for span in choice["weight_versions"]]
+    ids = array("i", choice["token_ids"]).tobytes()
+    return encode_completion(ids, logprobs, choice["finish_reason"], choice["stop_reason"], spans)
 
 
 def _error(status: int, message: str) -> web.Response:

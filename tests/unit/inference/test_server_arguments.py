@@ -32,9 +32,10 @@ def test_the_protocol_options_are_always_there() -> None:
     assert value_of(argv, "--served-model-name") == "actor"
     assert value_of(argv, "--logprobs-mode") == "processed_logprobs"
     assert json.loads(value_of(argv, "--weight-transfer-config")) == {"backend": "pipelinerl_gloo"}
-    inner, outer = (argv[index + 1] for index, word in enumerate(argv) if word == "--middleware")
+    update, lean, outer = (argv[index + 1] for index, word in enumerate(argv) if word == "--middleware")
     # vLLM puts each one around those before it: nothing is reached without the token.
-    assert inner == "pipelinerl.inference.update_route.UpdateRoute"
+    assert update == "pipelinerl.inference.update_route.UpdateRoute"
+    assert lean == "pipelinerl.inference.lean_route.LeanRoute"
     assert outer == "pipelinerl.inference.auth.TokenMiddleware"
     assert "--enable-scale-out" in argv
 

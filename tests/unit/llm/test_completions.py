@@ -14,7 +14,8 @@ from aiohttp import web
 
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.client import Completion, complete, open_session, read_completion, request_body
+from pipelinerl.llm.answers import Completion, read_completion
+from pipelinerl.llm.client import complete, open_session, request_body
 from pipelinerl.llm.connections import Connections
 from pipelinerl.llm.retry import EndRunError, Fault
 from pipelinerl.records import VersionSpan

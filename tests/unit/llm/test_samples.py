@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
-from pipelinerl.llm.client import is_finished
+from pipelinerl.llm.answers import is_finished
 from pipelinerl.llm.results import check_result, summarize, version_range
 from pipelinerl.llm.sample_builder import build_samples, checked_reward, make_training_text
 from pipelinerl.records import VersionSpan
