@@ -74,7 +74,7 @@ def running_server(
         )
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_healthy(process, url, started + timeout_s, log)
+        wait_healthy(process, url, started + timeout_s, log)
         yield Server(url, token, time.monotonic() - started)
     finally:
         process.terminate()
@@ -85,7 +85,14 @@ def running_server(
         process.wait(15)
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], url: str, deadline: float, log: Path) -> None:
+def wait_healthy(process: subprocess.Popen[bytes], url: str, deadline: float, log: Path) -> None:
+    """Wait until a server answers.
+
+    Raises:
+        RuntimeError: it ended; with the end of its log.
+        TimeoutError: `deadline` of the monotonic clock has passed.
+    """
+
     def ended() -> RuntimeError:
         return RuntimeError(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
 
