@@ -64,6 +64,7 @@ class LeanRoute:
     def __init__(self, app: App) -> None:
         self._app = app
         self._numbers = itertools.count()
+        self._told = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not _asks_for_bytes(scope):
@@ -121,8 +122,9 @@ class LeanRoute:
             level = logging.DEBUG if isinstance(error, _REFUSALS) else logging.WARNING
             logger.log(level, "handed on to vLLM's route: %s: %s", type(error).__name__, error)
             return None
-        if params.logprobs is not None:
-            keep_arrays(engine, queue.request_id)
+        if params.logprobs is not None and not keep_arrays(engine, queue.request_id) and not self._told:
+            self._told = True
+            logger.warning("this vLLM collects log-probs one by one only: answers take more CPU time than they should")
         return queue
 
 

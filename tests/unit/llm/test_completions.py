@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +21,7 @@ from pipelinerl.llm.client import complete, open_session, request_body
 from pipelinerl.llm.connections import Connections
 from pipelinerl.llm.retry import EndRunError, Fault
 from pipelinerl.records import VersionSpan
+from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
 
 
 def answer(**changes: Any) -> dict[str, Any]:
@@ -44,6 +47,66 @@ def test_a_proper_answer() -> None:
     assert completion.logprobs == [-0.5, -0.5, -0.5]
     assert completion.version_spans == [VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)]
     assert completion.stop_string is None
+
+
+def packed(**changes: Any) -> bytes:
+    """The proper answer in bytes; `ids` and `logprobs` are lists."""
+    ids = changes.get("token_ids", [5, 6, 7])
+    logprobs = changes.get("logprobs", [-0.5, -0.5, -0.5])
+    spans = changes.get("weight_versions", [("3", 0, 2), ("4", 2, 3)])
+    return encode_completion(
+        array("i", ids).tobytes(),
+        None if logprobs is None else array("f", logprobs).tobytes(),
+        changes.get("finish_reason", "stop"),
+        changes.get("stop_reason"),
+        None if spans is None else [PackedSpan(*span) for span in spans],
+    )
+
+
+def test_a_proper_answer_in_bytes_is_the_same() -> None:
+    assert read_completion(packed()) == read()
+    with_stop = read_completion(packed(stop_reason="END"))
+    assert isinstance(with_stop, Completion) and with_stop.stop_string == "END"
+    without = read_completion(packed(logprobs=None), collect_logprobs=False)
+    assert isinstance(without, Completion) and without.logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logprobs": None}, "missing_logprobs"),
+        ({"logprobs": [-0.5, -0.5]}, "length_mismatch"),
+        ({"logprobs": [-0.5, math.nan, -0.5]}, "bad_logprob"),
+        ({"logprobs": [-0.5, -math.inf, -0.5]}, "bad_logprob"),
+        ({"logprobs": [-0.5, -9999.0, -0.5]}, "bad_logprob"),
+        ({"logprobs": [-0.5, 0.5, -0.5]}, "bad_logprob"),
+        ({"logprobs": [-math.inf, math.inf, -0.5]}, "bad_logprob"),
+        ({"weight_versions": None}, "unversioned"),
+        ({"weight_versions": [("default", 0, 3)]}, "unversioned"),
+        ({"weight_versions": [("3", 0, 2)]}, "bad_version_spans"),
+        ({"weight_versions": [("3", 1, 3)]}, "bad_version_spans"),
+        ({"finish_reason": "mystery"}, "bad_finish_reason"),
+    ],
+)
+def test_t2_bytes_that_cannot_be_trained_on_are_refused_with_the_same_reasons(
+    changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RolloutError) as refused:
+        read_completion(packed(**changes))
+    assert refused.value.reason == reason
+
+
+def test_t2_bytes_that_are_cut_off_are_refused() -> None:
+    content = packed()
+    for end in range(1, len(content)):
+        with pytest.raises(RolloutError, match="bad_response"):
+            read_completion(content[:end])
+
+
+def test_d9_aborted_and_empty_answers_in_bytes_are_tried_again() -> None:
+    assert read_completion(packed(finish_reason="abort", logprobs=[])) is Fault.ABORTED
+    assert read_completion(packed(finish_reason=None)) is Fault.ABORTED
+    assert read_completion(packed(token_ids=[], logprobs=[])) is Fault.EMPTY
 
 
 def entries(*values: float | None) -> dict[str, Any]:
@@ -135,6 +198,7 @@ async def server(*replies: Any) -> AsyncIterator[tuple[str, list[dict[str, Any]]
     async def generate(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
         assert request.headers["Authorization"] == "Bearer secret-token"
+        assert request.headers["Accept"] == f"{MEDIA_TYPE}, application/json"
         reply = waiting.pop(0)
         if reply == "hang":
             await asyncio.sleep(30)
@@ -143,6 +207,8 @@ async def server(*replies: Any) -> AsyncIterator[tuple[str, list[dict[str, Any]]
             request.transport.close()
         if isinstance(reply, int):
             return web.json_response({"error": {"message": "no"}}, status=reply, headers={"Retry-After": "0"})
+        if isinstance(reply, bytes):
+            return web.Response(body=reply, content_type=MEDIA_TYPE)
         return web.json_response(reply)
 
     app = web.Application()
@@ -180,6 +246,13 @@ async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any, 
         assert (await ask(llm)).token_ids == [5, 6, 7]
     assert bodies[0] == bodies[1]
     assert (llm.counters.requests, llm.counters.retries) == (1, 1)
+
+
+async def test_one_client_reads_servers_that_answer_in_bytes_and_plain_ones(ask: Any) -> None:
+    async with server(packed(), answer(), packed(finish_reason="abort"), packed(token_ids=[9, 6, 7])) as (url, bodies):
+        assert (await ask(make_llm(url))) == (await ask(make_llm(url)))
+        assert (await ask(make_llm(url))).token_ids == [9, 6, 7]
+    assert len(bodies) == 4
 
 
 async def test_retries_are_capped(ask: Any) -> None:

@@ -1,0 +1,218 @@
+"""The lean route of a real server says what vLLM's own route says, and refuses what that refuses."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from fakes.fake_server import FakeServer
+from fakes.mid_sequence import generate_across_updates, num_running
+from fakes.random_model import random_ids, random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.llm.answers import Completion, read_completion
+from pipelinerl.records.completion import (
+    GENERATE_PATH,
+    MEDIA_TYPE,
+    decode_completion,
+    is_packed,
+    unpack_ids,
+    unpack_logprobs,
+)
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+
+Server = VLLMProcess | FakeServer
+
+
+@pytest.fixture(scope="module")
+def published_server(tiny_server: VLLMProcess) -> VLLMProcess:
+    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("server", tiny_server.url)])
+        assert publisher.publish(3, ModuleSource(random_model())).failed == {}
+    return tiny_server
+
+
+def post(server: Server, body: Any, accept: str = "*/*", token: str | None = None) -> tuple[int, bytes]:
+    connection = connect(server, body, accept, token)
+    try:
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def connect(
+    server: Server, body: Any, accept: str = MEDIA_TYPE, token: str | None = None
+) -> http.client.HTTPConnection:
+    address = urlsplit(server.url)
+    assert address.hostname is not None
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=120)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", "Accept": accept, "Authorization": f"Bearer {token or server.token}"}
+    connection.request("POST", GENERATE_PATH, content, headers)
+    return connection
+
+
+def request(**sampling: Any) -> dict[str, Any]:
+    parameters = {"max_tokens": 24, "temperature": 1.0, "logprobs": 0, "seed": 11, **sampling}
+    return {"model": "actor", "token_ids": random_ids(12, seed=1), "sampling_params": parameters}
+
+
+def lean(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer in bytes, as a choice of the other form."""
+    status, content = post(server, body, MEDIA_TYPE)
+    assert status == 200 and is_packed(content), content
+    packed = decode_completion(content)
+    return {
+        "token_ids": unpack_ids(packed.token_ids),
+        "logprobs": None if packed.logprobs is None else unpack_logprobs(packed.logprobs),
+        "finish_reason": packed.finish_reason,
+        "stop_reason": packed.stop_reason,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in packed.weight_versions or []
+        ],
+    }
+
+
+def plain(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    status, content = post(server, body)
+    assert status == 200, content
+    (choice,) = json.loads(content)["choices"]
+    return choice
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"ignore_eos": True, "detokenize": False},
+        {"max_tokens": 1},
+        {"temperature": 0.0},
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_tokens": 5},
+        {"logprobs": None},
+        {"repetition_penalty": 1.3, "logit_bias": {"5": 2.0}},
+    ],
+)
+def test_both_routes_say_the_same(published_server: VLLMProcess, sampling: dict[str, Any]) -> None:
+    expected, got = plain(published_server, request(**sampling)), lean(published_server, request(**sampling))
+    entries = (expected["logprobs"] or {}).get("content")
+    assert got["token_ids"] == expected["token_ids"]
+    assert got["logprobs"] == (
+        None if entries is None else pytest.approx([entry["logprob"] for entry in entries], abs=1e-6)
+    )
+    for name in ("finish_reason", "stop_reason", "weight_versions"):
+        assert got[name] == expected[name]
+    assert got["weight_versions"] == [{"version": "3", "start": 0, "end": len(got["token_ids"])}]
+
+
+def test_stop_tokens_and_stop_strings_end_both_alike(published_server: VLLMProcess) -> None:
+    free = plain(published_server, request(ignore_eos=True))["token_ids"]
+    with_token = request(ignore_eos=True, stop_token_ids=[free[6]])
+    assert lean(published_server, with_token)["stop_reason"] == free[6]
+    text = {**request(ignore_eos=True), "output_mode": "text"}
+    pieces = [entry["token"] for entry in plain(published_server, text)["logprobs"]["content"]]
+    with_string = request(ignore_eos=True, stop=[next(piece for piece in pieces[4:] if piece.strip()).strip()])
+    for body in (with_token, with_string):
+        expected, got = plain(published_server, body), lean(published_server, body)
+        assert got["finish_reason"] == expected["finish_reason"] == "stop"
+        assert got["stop_reason"] == expected["stop_reason"]
+        assert got["token_ids"] == expected["token_ids"]
+        assert len(got["logprobs"]) == len(got["token_ids"]) < 24
+
+
+def test_the_client_reads_both_alike(published_server: VLLMProcess) -> None:
+    both = [read_completion(post(published_server, request(), accept)[1]) for accept in ("*/*", MEDIA_TYPE)]
+    assert isinstance(both[0], Completion) and both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        request(temperature=-1.0),
+        request(max_tokens=0),
+        request(stop=["a"], detokenize=False),
+        request(no_such_parameter=1),
+        {**request(), "token_ids": []},
+        {**request(), "token_ids": [10**6]},
+        {**request(), "token_ids": random_ids(600, seed=1)},
+        {**request(), "model": "another"},
+        {"model": "actor"},
+        b"{",
+    ],
+)
+def test_errors_have_the_status_and_the_words_of_vllm(published_server: VLLMProcess, body: Any) -> None:
+    (status, content), (lean_status, lean_content) = (
+        post(published_server, body),
+        post(published_server, body, MEDIA_TYPE),
+    )
+    assert lean_status == status and lean_content == content
+    if body != request(no_such_parameter=1):  # which vLLM overlooks
+        assert status in (400, 404) and json.loads(content)["error"]["message"]
+
+
+def test_no_token_no_bytes(published_server: VLLMProcess) -> None:
+    assert post(published_server, request(), MEDIA_TYPE, token="a-wrong-token-of-some-length")[0] == 401
+
+
+def test_what_the_bytes_cannot_hold_is_answered_in_json(published_server: VLLMProcess) -> None:
+    for sampling, name in (({"n": 2}, "choices"), ({"prompt_logprobs": 0, "max_tokens": 1}, "prompt_logprobs")):
+        status, content = post(published_server, request(**sampling), MEDIA_TYPE)
+        assert status == 200 and not is_packed(content)
+        assert len(json.loads(content)[name]) == (2 if name == "choices" else 12)
+
+
+def test_an_update_in_mid_sequence_shows_as_spans(published_server: VLLMProcess) -> None:
+    body = request(max_tokens=480, ignore_eos=True)
+    with WeightPublisher(published_server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("server", published_server.url)])
+
+        def update(attempt: int) -> None:
+            version = 40 + attempt
+            assert publisher.publish(version, ModuleSource(random_model(seed=version))).failed == {}
+
+        answer = generate_across_updates(published_server, lambda: {"choices": [lean(published_server, body)]}, update)
+    (choice,) = answer["choices"]
+    spans = choice["weight_versions"]
+    assert len(spans) >= 2 and spans[0]["start"] == 0
+    assert spans[-1]["end"] == len(choice["token_ids"]) == len(choice["logprobs"]) == 480
+    assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
+    with WeightPublisher(published_server.token, timeout_s=60) as publisher:
+        publisher.connect([ServerAddress("server", published_server.url)])
+        assert publisher.publish(3, ModuleSource(random_model())).failed == {}
+
+
+def test_a_caller_that_goes_away_frees_its_request(published_server: VLLMProcess) -> None:
+    connection = connect(published_server, request(max_tokens=480, ignore_eos=True))
+    while num_running(published_server) < 1:
+        pass
+    connection.close()
+    # Both take one token a step, so that the long request cannot have ended by itself in these.
+    for _ in range(100):
+        lean(published_server, request(max_tokens=4, ignore_eos=True))
+        if num_running(published_server) == 0:
+            return
+    raise AssertionError("the request goes on although its caller went away")
+
+
+def test_a_fake_server_answers_in_the_same_form() -> None:
+    with FakeServer() as fake:
+        choice = lean(fake, request(max_tokens=3))
+    assert choice == {
+        "token_ids": [10, 11, 12],
+        "logprobs": [-0.5, -0.5, -0.5],
+        "finish_reason": "length",
+        "stop_reason": None,
+        "weight_versions": [{"version": "default", "start": 0, "end": 3}],
+    }
+
+
+def test_the_server_found_vllm_as_it_expects_it(published_server: VLLMProcess) -> None:
+    lean(published_server, request())
+    log = published_server.log.read_text(errors="replace")
+    assert "one by one only" not in log and "handed on to vLLM's route" not in log

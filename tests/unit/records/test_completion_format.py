@@ -1,0 +1,81 @@
+"""The bytes of a lean answer, against bytes made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+
+import msgspec
+import pytest
+
+from pipelinerl.records.completion import (
+    PackedCompletion,
+    PackedSpan,
+    decode_completion,
+    encode_completion,
+    is_packed,
+    pack_ids,
+    unpack_ids,
+    unpack_logprobs,
+)
+
+SPANS = [PackedSpan("3", 0, 2), PackedSpan("4", 2, 3)]
+IDS = bytes.fromhex("05000000 00010000 40e20100")  # 5, 256, 123456, the lowest byte first
+LOGPROBS = bytes.fromhex("000000bf 000080c0 00000000")  # -0.5, -4, 0
+
+
+def test_numbers_are_little_endian_and_four_bytes_each() -> None:
+    assert pack_ids([5, 256, 123456]) == IDS
+    assert unpack_ids(IDS) == [5, 256, 123456]
+    assert unpack_logprobs(LOGPROBS) == [-0.5, -4.0, 0.0]
+    assert (unpack_ids(b""), unpack_logprobs(b""), pack_ids([])) == ([], [], b"")
+
+
+def test_the_body_is_a_msgpack_map() -> None:
+    content = encode_completion(IDS, LOGPROBS, "stop", "END", SPANS)
+    assert msgspec.msgpack.decode(content) == {
+        "layout": 1,
+        "token_ids": IDS,
+        "logprobs": LOGPROBS,
+        "finish_reason": "stop",
+        "stop_reason": "END",
+        "weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}],
+    }
+    assert decode_completion(content) == PackedCompletion(1, IDS, LOGPROBS, "stop", "END", SPANS)
+
+
+def test_a_body_written_by_hand() -> None:
+    # fixmap of 6; fixstr, then a small integer, bin8 with its length, nil, fixstr, nil, fixarray of nothing
+    content = (
+        b"\x86\xa6layout\x01\xa9token_ids\xc4\x04\x07\x00\x00\x00\xa8logprobs\xc0"
+        b"\xadfinish_reason\xa6length\xabstop_reason\xc0\xafweight_versions\x90"
+    )
+    assert decode_completion(content) == PackedCompletion(1, b"\x07\x00\x00\x00", None, "length", None, [])
+    assert encode_completion(b"\x07\x00\x00\x00", None, "length", None, []) == content
+
+
+def test_a_float32_comes_back_as_the_very_same_number() -> None:
+    third = struct.unpack("<f", struct.pack("<f", -1 / 3))[0]
+    assert unpack_logprobs(struct.pack("<f", -1 / 3)) == [third]
+    strange = unpack_logprobs(struct.pack("<3f", math.nan, -math.inf, -0.0))
+    assert math.isnan(strange[0]) and strange[1] == -math.inf and strange[2] == 0.0
+
+
+@pytest.mark.parametrize("content", [b"", json.dumps({"choices": []}).encode(), b" {}", b"[]"])
+def test_json_is_never_taken_for_it(content: bytes) -> None:
+    assert not is_packed(content)
+    assert is_packed(encode_completion(IDS, None, None, None, None))
+
+
+def test_what_is_cut_off_or_of_another_layout_is_an_error() -> None:
+    content = encode_completion(IDS, LOGPROBS, "stop", None, SPANS)
+    for end in range(1, len(content)):
+        with pytest.raises(ValueError, match="packed completion"):
+            decode_completion(content[:end])
+    with pytest.raises(ValueError, match="got layout 2, expected 1"):
+        decode_completion(content.replace(b"layout\x01", b"layout\x02"))
+    with pytest.raises(ValueError, match="7 bytes, expected a multiple of 4"):
+        unpack_ids(IDS[:7])
+    with pytest.raises(OverflowError):
+        pack_ids([2**31])
