@@ -102,10 +102,9 @@ class LeanRoute:
         """Give the request to the engine; returns the queue of its outputs, or None if vLLM's route has to see it."""
         try:
             request = _decode(body)
-            parameters = request.sampling_params
             if not _is_plain(request, state):
                 return None
-            params = msgspec.convert(parameters, SamplingParams)
+            params = msgspec.convert(request.sampling_params, SamplingParams, str_keys=True)  # as in JSON
             params.flat_logprobs = True
             params.output_kind = RequestOutputKind.FINAL_ONLY
             params.skip_clone = True  # nobody else has it

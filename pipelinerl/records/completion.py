@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ MEDIA_TYPE = "application/vnd.pipelinerl.completion"
 LAYOUT = 1
 
 _ITEM_BYTES = 4
+Number = TypeVar("Number", int, float)
 
 
 class PackedSpan(msgspec.Struct, frozen=True):
@@ -96,7 +98,7 @@ def unpack_ids(data: bytes) -> list[int]:
     Raises:
         ValueError: no whole number of ids.
     """
-    return _numbers("i", data).tolist()
+    return _little_endian(array("i", _whole(data))).tolist()
 
 
 def unpack_logprobs(data: bytes) -> list[float]:
@@ -105,16 +107,16 @@ def unpack_logprobs(data: bytes) -> list[float]:
     Raises:
         ValueError: no whole number of numbers.
     """
-    return _numbers("f", data).tolist()
+    return _little_endian(array("f", _whole(data))).tolist()
 
 
-def _numbers(kind: str, data: bytes) -> array[int] | array[float]:
+def _whole(data: bytes) -> bytes:
     if len(data) % _ITEM_BYTES:
         raise ValueError(f"packed completion: an array of {len(data)} bytes, expected a multiple of {_ITEM_BYTES}")
-    return _little_endian(array(kind, data))
+    return data
 
 
-def _little_endian(numbers: array) -> array:  # type: ignore[type-arg]
+def _little_endian(numbers: array[Number]) -> array[Number]:
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
