@@ -62,6 +62,12 @@ class Outcome:
     job: str | None = None
 
 
+_REPEAT_EVALUATION = (
+    "The trainer, which alone could give a new server the weights, is done and has saved the model. Start the same "
+    "command again: it repeats the evaluation"
+)
+
+
 @dataclass
 class Supervisor:
     """Supervises one run on one node; `run` is called once.
@@ -210,6 +216,10 @@ class Supervisor:
             logger.warning("%s ended (%s) after training", job.name, describe_exit(event.returncode))
             self.keeper.give_up(job.name, f"ended ({describe_exit(event.returncode)}) after training", self.clock())
             return None
+        if job.kind == POLICY_KIND and self.policy.is_done("finetune"):
+            # A new one would wait for weights for ever.
+            reason = f"ended ({describe_exit(event.returncode)}) while the last evaluation needed it"
+            return self._blame(event, Verdict("failed", f"{reason}. {_REPEAT_EVALUATION}"))
         child = self._children[job.name]
         # The others hear of it first; what is left of the server must be gone before it is started again.
         why_not = self.keeper.on_exit(job.name, event.returncode, self.clock())

@@ -1,4 +1,4 @@
-"""The messages of a task of one question: system words, examples as earlier turns, the template around every question."""
+"""The messages of a task of one question: system words, examples as earlier turns, the template around each."""
 
 from __future__ import annotations
 

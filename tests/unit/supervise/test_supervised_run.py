@@ -349,6 +349,11 @@ def wait_until(what: str, condition: Any) -> None:
         threading.Event().wait(0.05)
 
 
+def log_of(run: Run) -> str:
+    file = run.root / "launch.log"
+    return file.read_text() if file.exists() else ""
+
+
 def starts_of(run: Run) -> list[tuple[int, int]]:
     """(server, its helper) for every start."""
     file = run.root / "starts"
@@ -413,6 +418,19 @@ def test_a_server_that_dies_after_training_is_told_to_the_actor_and_harms_nobody
     jobs = {"actor_llm_0": SERVES, "actor_llm_1": SLEEP, "actor_0": EVALUATES, "finetune_0": TRAINS_ON_TWO}
     code, stderr, summary = start(jobs).end()
     assert (code, summary["status"]) == (0, "completed"), stderr
+
+
+def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: Starter) -> None:
+    jobs = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, "finetune_0": FINISHES}
+    run = start(jobs, server_restart_backoff_s=0)
+    wait_until("the trainer's end", lambda: "finetune_0 is done" in log_of(run))
+    wait_until("the server's start", lambda: len(starts_of(run)) == 1)
+    os.kill(starts_of(run)[0][0], signal.SIGKILL)
+    code, stderr, _ = run.end()
+    assert code == 1
+    assert "actor_llm_0 ended (killed by SIGKILL" in stderr and "while the last evaluation needed it" in stderr
+    assert "Start the same command again" in stderr
+    assert len(starts_of(run)) == 1
 
 
 def test_a_server_that_ends_by_itself_fails_the_run(start: Starter) -> None:
