@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--pause-between-s", type=float, default=0.7)
     parser.add_argument("--eager", action="store_true", help="no compilation: a quicker start, slower generation")
     parser.add_argument("--five-calls", action="store_true", help="phase by phase instead of one call")
-    parser.add_argument("--in-place", action="store_true", help="load in place instead of layer by layer")
+    parser.add_argument("--layerwise", action="store_true", help="load layer by layer, not in place")
     parser.add_argument("--server-gpu", type=int, default=0)
     parser.add_argument("--sender-gpu", type=int, default=1)
     parser.add_argument("--url", help="a server that is already running with --model")
@@ -169,7 +169,7 @@ def main() -> None:
         kwargs |= {"enforce-eager": "", "block_size": 32, "max_num_seqs": 64}
     else:
         kwargs |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3} | ({"enforce-eager": ""} if args.eager else {})
-    environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)} | ({IN_PLACE_VARIABLE: "1"} if args.in_place else {})
+    environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)} | ({IN_PLACE_VARIABLE: "0"} if args.layerwise else {})
     with tempfile.TemporaryDirectory() as scratch:
         for size in [args.model] if args.model else args.sizes:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32

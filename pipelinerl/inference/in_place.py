@@ -15,12 +15,12 @@ import torch
 
 from pipelinerl.weights.manifest import coverage_problems, read_manifest
 
-#: Set to any text to load in place. Off otherwise: it has not passed the log-prob probe on a GPU yet.
+#: `0` in a server's environment: load layer by layer, whatever the model.
 IN_PLACE_VARIABLE = "PIPELINERL_IN_PLACE_RELOAD"
 
 
 def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> bool:
-    """True if the user asked for it and every layer computes with the tensors that its weight loaders fill.
+    """True if nobody turned it off and every layer computes with the tensors that its weight loaders fill.
 
     CPUs pack the matrices of linear layers; quantized and expert layers rearrange theirs; some attention layers keep
     products of theirs.
@@ -30,7 +30,7 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.platforms import current_platform
 
-    if not environ.get(IN_PLACE_VARIABLE) or not current_platform.is_cuda():
+    if environ.get(IN_PLACE_VARIABLE) == "0" or not current_platform.is_cuda():
         return False
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     for module in model.modules():
