@@ -7,18 +7,12 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm import platforms
+# Read before a test says that this is a GPU: its import depends on it.
+from vllm.model_executor.layers.attention import Attention  # noqa: F401
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.platforms import current_platform
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE, can_load_in_place
-
-
-class Platform:
-    def __init__(self, on_gpu: bool) -> None:
-        self.on_gpu = on_gpu
-
-    def is_cuda(self) -> bool:
-        return self.on_gpu
 
 
 class Quantized(UnquantizedLinearMethod):
@@ -44,12 +38,12 @@ def model(method: object) -> torch.nn.Module:
 def test_plain_models_on_gpus_are_loaded_in_place(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool, environ: dict[str, str], method: object, expected: bool
 ) -> None:
-    monkeypatch.setattr(platforms, "current_platform", Platform(on_gpu))
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: on_gpu)
     assert can_load_in_place(model(method), environ) is expected
 
 
 def test_a_layer_that_prepares_its_weights_after_loading_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platforms, "current_platform", Platform(True))
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     network = model(UnquantizedLinearMethod())
     network[0].process_weights_after_loading = lambda dtype: None
     assert not can_load_in_place(network, {})
