@@ -9,6 +9,7 @@ held, or the weights may change: every token is labelled with the version that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,6 +36,53 @@ def may_wait(request: Request) -> bool:
     )
 
 
+class StepLogprobs:
+    """The log-probs of one step for vLLM's scheduler, which cuts out each request's own.
+
+    Of one token it gets three plain numbers `(id, log-prob, rank)`: to cut three arrays of one element for every token
+    and to join them again costs several times as much. `as_lists` makes them what they were.
+    """
+
+    def __init__(self, whole: LogprobsLists) -> None:
+        self._whole = whole
+        self._rows = list(
+            zip(
+                whole.logprob_token_ids[:, 0].tolist(),
+                whole.logprobs[:, 0].tolist(),
+                whole.sampled_token_ranks.tolist(),
+                strict=True,
+            )
+        )
+
+    def slice_request(self, index: int, num_positions: int) -> Any:
+        return self._rows[index] if num_positions == 1 else self._whole.slice_request(index, num_positions)
+
+
+def cheap_to_cut(logprobs: Any) -> Any:
+    """`StepLogprobs` if there is one column and one token a request, else what was given."""
+    if not isinstance(logprobs, LogprobsLists) or logprobs.cu_num_generated_tokens is not None:
+        return logprobs
+    return StepLogprobs(logprobs) if logprobs.logprobs.shape[1] == 1 else logprobs
+
+
+def as_lists(parts: list[Any]) -> LogprobsLists:
+    """One `LogprobsLists` of the parts of one request, of either form."""
+    if all(type(part) is tuple for part in parts):
+        ids, values, ranks = zip(*parts, strict=True)
+        return LogprobsLists(
+            np.array(ids, np.int32)[:, None], np.array(values, np.float32)[:, None], np.array(ranks, np.int32), None
+        )
+    lists = [as_lists([part]) if type(part) is tuple else part for part in parts]
+    if len(lists) == 1:
+        return lists[0]
+    return LogprobsLists(
+        np.concatenate([part.logprob_token_ids for part in lists]),
+        np.concatenate([part.logprobs for part in lists]),
+        np.concatenate([part.sampled_token_ranks for part in lists]),
+        None,
+    )
+
+
 class OutputHold:
     """Outputs that are held back, by request."""
 
@@ -56,7 +104,7 @@ class OutputHold:
                 if request is not None and _plain(output) and may_wait(request):
                     # The first token goes out at once: it carries what is known about the prompt.
                     self._held[output.request_id] = []
-                ready.append(output)
+                ready.append(merge([output]))
             elif _plain(output) and len(held) + 1 < self._max_tokens:
                 held.append(output)
             else:
@@ -89,19 +137,15 @@ class OutputHold:
 
 def merge(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
     """One output with the tokens and log-probs of several of the same request, in order; the last one's ending."""
-    if len(outputs) == 1:
-        return outputs[0]
-    tokens = [token for output in outputs for token in output.new_token_ids]
+    last = outputs[-1]
     parts = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
-    logprobs = None
-    if parts:
-        logprobs = LogprobsLists(
-            np.concatenate([part.logprob_token_ids for part in parts]),
-            np.concatenate([part.logprobs for part in parts]),
-            np.concatenate([part.sampled_token_ranks for part in parts]),
-            None,
-        )
-    return msgspec.structs.replace(outputs[-1], new_token_ids=tokens, new_logprobs=logprobs)
+    if len(outputs) == 1:
+        if type(last.new_logprobs) is tuple:
+            last.new_logprobs = as_lists(parts)
+        return last
+    tokens = [token for output in outputs for token in output.new_token_ids]
+    logprobs = as_lists(parts) if parts else None
+    return msgspec.structs.replace(last, new_token_ids=tokens, new_logprobs=logprobs)
 
 
 def _plain(output: EngineCoreOutput) -> bool:

@@ -14,12 +14,14 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from pipelinerl.inference.cache_salt import salt_for_epoch
-from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold
+from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +73,13 @@ class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
         held_tokens = int(os.environ.get(HELD_TOKENS_VARIABLE, DEFAULT_MAX_TOKENS))
         self._hold = OutputHold(held_tokens) if held_tokens > 1 else None
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        outputs = super().update_from_output(*args, **kwargs)
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         if self._hold is None:
-            return outputs
+            return super().update_from_output(scheduler_output, model_runner_output)
+        model_runner_output.logprobs = cheap_to_cut(model_runner_output.logprobs)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         for batch in outputs.values():
             batch.outputs = self._hold.pass_on(batch.outputs, self.requests)
         if self.pause_state != PauseState.UNPAUSED:

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from pipelinerl.inference.coalesce import OutputHold, may_wait
+from pipelinerl.inference.coalesce import OutputHold, StepLogprobs, as_lists, cheap_to_cut, may_wait
 
 
 def request(**settings: Any) -> Any:
@@ -80,3 +80,50 @@ def test_streams_stop_strings_and_prompt_logprobs_are_not_held(settings: dict[st
     hold = OutputHold(max_tokens=10)
     assert tokens_of(hold.pass_on([output(0)], {"a": request(**settings)})) == [[0]]
     assert tokens_of(hold.pass_on([output(1)], {"a": request(**settings)})) == [[1]]
+
+
+def step(*rows: tuple[int, float, int]) -> LogprobsLists:
+    ids, values, ranks = zip(*rows, strict=True)
+    return LogprobsLists(np.array(ids)[:, None], np.array(values, np.float32)[:, None], np.array(ranks), None)
+
+
+def test_log_probs_that_are_cut_cheaply_are_the_same_afterwards() -> None:
+    first, second = step((5, -0.1, 1), (6, -0.2, 2)), step((7, -1 / 3, 9), (8, -0.4, 3))
+    cheap = [cheap_to_cut(whole) for whole in (first, second)]
+    assert cheap[0].slice_request(1, 1) == (6, np.float32(-0.2).item(), 2)
+    for parts in (
+        [each.slice_request(1, 1) for each in cheap],
+        [cheap[0].slice_request(1, 1), second.slice_request(1, 1)],
+        [first.slice_request(1, 1), cheap[1].slice_request(1, 1)],
+    ):
+        joined = as_lists(parts)
+        assert joined.logprob_token_ids.tolist() == [[6], [8]]
+        assert joined.logprobs.tolist() == [[np.float32(-0.2).item()], [np.float32(-0.4).item()]]
+        assert joined.logprobs.dtype == np.float32
+        assert joined.sampled_token_ranks.tolist() == [2, 3]
+    assert as_lists([cheap[1].slice_request(0, 1)]).logprobs.tolist() == [[np.float32(-1 / 3).item()]]
+    assert cheap[0].slice_request(0, 2).logprob_token_ids.tolist() == [[5], [6]]
+    assert len(cheap[0].slice_request(0, 0).logprobs) == 0
+
+
+def test_log_probs_of_more_tokens_are_cut_as_ever() -> None:
+    two_columns = LogprobsLists(np.zeros((3, 2)), np.zeros((3, 2)), np.zeros(3), None)
+    several_a_request = step((5, -0.1, 1))._replace(cu_num_generated_tokens=[0, 1])
+    for whole in (two_columns, several_a_request, None):
+        assert cheap_to_cut(whole) is whole
+    assert isinstance(cheap_to_cut(step((5, -0.1, 1))), StepLogprobs)
+
+
+def test_nothing_leaves_as_plain_numbers() -> None:
+    """Also what is not held back, or is the first token: the API process reads arrays only."""
+    cheap = cheap_to_cut(step((5, -0.1, 1)))
+    hold, requests = (
+        OutputHold(max_tokens=3),
+        {"a": request(), "streamed": request(output_kind=RequestOutputKind.DELTA)},
+    )
+    for name in ("a", "streamed"):
+        (sent,) = hold.pass_on([EngineCoreOutput(name, [5], new_logprobs=cheap.slice_request(0, 1))], requests)
+        assert isinstance(sent.new_logprobs, LogprobsLists)
+    assert hold.pass_on([EngineCoreOutput("a", [5], new_logprobs=cheap.slice_request(0, 1))], requests) == []
+    (released,) = hold.release()
+    assert isinstance(released.new_logprobs, LogprobsLists)
