@@ -20,10 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from pipelinerl.records.completion import PackedSpan, encode_completion, pack_ids
 
 TOKEN = secrets.token_urlsafe(16)
 TASK = '''
@@ -66,8 +69,14 @@ async def generate_rollout(cfg, llm, problem, session):
 '''
 
 
+def lean_answer(ids: list[int]) -> bytes:
+    """An answer of `/inference/v1/generate`, as our servers write it for our client."""
+    logprobs = array("f", [-0.123456789 - i / 1000 for i in ids]).tobytes()
+    return encode_completion(pack_ids(ids), logprobs, "stop", None, [PackedSpan("0", 0, len(ids))])
+
+
 def generate_answer(ids: list[int]) -> bytes:
-    """An answer of `/inference/v1/generate`, as the server writes it."""
+    """An answer of `/inference/v1/generate`, as a plain vLLM server writes it."""
     content = [
         {"token": f"token_id:{i}", "token_id": i, "logprob": -0.123456789 - i / 1000, "bytes": None, "top_logprobs": [],
          "rank": 1}
@@ -137,13 +146,13 @@ class Stub(asyncio.Protocol):
             )
 
 
-def serve(output_tokens: int) -> None:
+def serve(output_tokens: int, answers: str) -> None:
     """Run the stub; its first line on stdout is its port."""
     import uvloop
 
     ids = [3 + (7 * i) % 190 for i in range(output_tokens)]
     Stub.answers = {
-        b"/inference/v1/generate": generate_answer(ids),
+        b"/inference/v1/generate": lean_answer(ids) if answers == "lean" else generate_answer(ids),
         b"/v1/models": b'{"object": "list", "data": [{"id": "actor", "object": "model", "max_model_len": 32768}]}',
         b"chat": chat_answer(ids, False),
         b"logprobs": chat_answer(ids, True),
@@ -310,6 +319,7 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=1024)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--attempts", type=int, default=8)
+    parser.add_argument("--answers", choices=("lean", "json"), default="lean", help="form of the stub's answers")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--role", choices=("all", "stub", "plain", "plain-logprobs"), default="all", help=argparse.SUPPRESS
@@ -318,7 +328,7 @@ def main() -> None:
     options = parser.parse_args()
     options.environ = {}
     if options.role == "stub":
-        serve(options.output_tokens)
+        serve(options.output_tokens, options.answers)
     elif options.role != "all":
         plain_client(options.url, options.concurrent, options.role == "plain-logprobs")
     else:
@@ -327,6 +337,7 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> None:
     argv = [sys.executable, __file__, "--role", "stub", "--output-tokens", str(options.output_tokens)]
+    argv += ["--answers", options.answers]
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -335,6 +346,7 @@ def compare(options: argparse.Namespace) -> None:
         figures: dict[str, Any] = {
             "concurrent": options.concurrent,
             "output_tokens": options.output_tokens,
+            "answers": options.answers,
             "actor": measure_actor(url, stub, options),
             "plain_with_logprobs": measure_plain(url, stub, options, True),
             "plain_text_only": measure_plain(url, stub, options, False),

@@ -31,8 +31,8 @@ def keep_arrays(engine: Any, request_id: str) -> bool:
         engine: vLLM's engine client in this process.
         request_id: the inner id of a request that asked for `logprobs=0` and `flat_logprobs`.
     """
-    states = getattr(getattr(engine, "output_processor", None), "request_states", {})
-    state = states.get(request_id)
+    states: dict[str, Any] = getattr(getattr(engine, "output_processor", None), "request_states", {})
+    state: Any = states.get(request_id)
     present = getattr(state, "logprobs_processor", None)
     if type(present) is not LogprobsProcessor or not isinstance(present.logprobs, FlatLogprobs):
         return False
