@@ -1,7 +1,8 @@
 """Reads the records of one Redis stream in order, and waits for new ones.
 
 Called through `StreamHub.reader`. Waits in a blocking XREAD; the wait is cut into slices so that `wake` is noticed.
-Records that have left Redis are read from the archive. A consumer also tells the writer how far it has come.
+Records that have left Redis are read from the archive. A consumer also tells the writer how far it has come, and again
+while it waits: a server that was restarted may have lost it, and a writer without room would wait for that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,8 @@ from pipelinerl.streams.redis_client import StreamKeys
 T = TypeVar("T")
 
 SLICE_S = 0.5
+# A waiting consumer repeats so often how far it has come.
+TELL_AGAIN_S = 2.0
 # One reply is meant to be about this large; the size of the last records says how many that is.
 FETCH_BYTES = 1 << 18
 # One read returns about this much at most: large records, decoded by the hundred, would fall out of every cache.
@@ -59,7 +62,8 @@ class RedisReader(Generic[T]):
         self._client, self._keys, self._key = client, keys, keys.log
         self._record_type, self._archive, self._consumer = record_type, archive, consumer
         self._archived: FileReader[T] | None = None
-        self._told = -1
+        self._told, self._told_at = -1, 0.0
+        self._untold_bytes = 0
         self._codec = RecordCodec[T](record_type)
         self._next = offset
         self._record_bytes = FETCH_BYTES // 16
@@ -82,6 +86,9 @@ class RedisReader(Generic[T]):
             raise self._error("the reader is closed")
         deadline = time.monotonic() + timeout_s
         block_s = 0.0
+        if self._rows and self._untold_bytes >= FETCH_BYTES:
+            # A writer may need the room of large records before all are taken that came in one reply.
+            self._ask(self._tell)
         while not self._rows:
             if entries := self._from_archive(max_records):
                 return entries
@@ -109,23 +116,27 @@ class RedisReader(Generic[T]):
         """Load raw entries, waiting up to `block_s` for the first."""
         count = max(1, FETCH_BYTES // max(1, self._record_bytes))
         block_ms = int(block_s * 1000) + 1 if block_s > 0 else None
-        try:
-            self._tell()
-            reply: Any = self._client.xread({self._key: f"{self._next}-0"}, count=count, block=block_ms)
-        except redis.RedisError as error:
-            raise self._error(f"the server does not answer: {error}") from error
+        self._ask(self._tell)
+        reply = self._ask(lambda: self._client.xread({self._key: f"{self._next}-0"}, count=count, block=block_ms))
         if reply:
             self._rows.extend(reply[0][1])
 
     def _tell(self) -> None:
-        """Let the writer know that everything before the next record was taken."""
-        if self._consumer is None or self._told == self._next:
+        """Let the writer know that everything before the next record was taken. Saying it twice does no harm."""
+        now = time.monotonic()
+        if self._consumer is None or (self._told == self._next and now < self._told_at + TELL_AGAIN_S):
             return
         with self._client.pipeline(transaction=False) as pipe:
             pipe.hset(self._keys.consumed, self._consumer, self._next)
             pipe.xadd(self._keys.notice, {self._consumer: self._next}, maxlen=1, approximate=False)
             pipe.execute()
-        self._told = self._next
+        self._told, self._told_at, self._untold_bytes = self._next, now, 0
+
+    def _ask(self, command: Callable[[], Any]) -> Any:
+        try:
+            return command()
+        except redis.RedisError as error:
+            raise self._error(f"the server does not answer: {error}") from error
 
     def _is_behind_a_gap(self) -> bool:
         """Whether the next record has left Redis. The log's last entry never leaves, so this always shows."""
@@ -170,6 +181,7 @@ class RedisReader(Generic[T]):
             entries.append(Entry(self._next, record))
             self._record_bytes = len(fields[_FIELD])
             taken_bytes += self._record_bytes
+            self._untold_bytes += self._record_bytes
             self._next += 1
         return entries
 
