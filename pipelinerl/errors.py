@@ -51,6 +51,10 @@ class StreamError(PipelineRLError):
     """A stream cannot be read or written; the message names file or key, offset and reason."""
 
 
+class NoRoom(StreamError):
+    """The stream is full and nobody waits for its reader any more: the record was not written."""
+
+
 class RolloutError(PipelineRLError):
     """One rollout failed for good. `reason` is a short word that is counted as a metric."""
 

@@ -1,7 +1,8 @@
 """Hears the trainer's requests to let rollouts end, and answers them. Used by the actor's loop.
 
 With schedule=pipeline nobody asks, and it is not used. Waits for nothing: the stream is followed in a thread,
-everything else happens on the event loop.
+everything else happens on the event loop. An answer waits for no group that is still to be written: a trainer that
+waits for it may be what makes room for that group.
 """
 
 from __future__ import annotations
@@ -14,19 +15,33 @@ from collections.abc import Callable, Iterator
 from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.trainer_state import TRAINER_INSTANCE
 from pipelinerl.records.turns import Drained, DrainRequest
-from pipelinerl.streams.base import TURNS_TOPIC, Entry, StreamWriter
+from pipelinerl.streams.base import TURNS_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.loop_writer import LoopWriter
 
 
-def drain_answers(writer: StreamWriter[Drained], incarnation: int) -> Callable[[int], None]:
-    """What a gate calls when nothing runs: it writes the answer."""
+class DrainAnswers:
+    """Answers on their way to the stream. Owns `writer`."""
 
-    def answer(version: int) -> None:
-        writer.write(Drained(version=version, time=time.time(), incarnation=incarnation))
-        writer.flush()
+    def __init__(self, writer: LoopWriter[Drained], incarnation: int) -> None:
+        self._writer = writer
+        self._incarnation = incarnation
+        self._versions: asyncio.Queue[int] = asyncio.Queue()
 
-    return answer
+    def put(self, version: int) -> None:
+        """What a gate calls when nothing runs."""
+        self._versions.put_nowait(version)
+
+    async def write(self) -> None:
+        """Write every answer, until cancelled."""
+        while True:
+            version = await self._versions.get()
+            await self._writer.write(Drained(version=version, time=time.time(), incarnation=self._incarnation))
+            await self._writer.flush()
+
+    async def close(self) -> None:
+        await self._writer.close()
 
 
 @contextlib.contextmanager
@@ -36,7 +51,7 @@ def follow_drain_requests(
     """Close `gate` at every request of this incarnation while the context is open.
 
     Args:
-        on_failure: called on the event loop with what ended the thread, or kept the answer from being written.
+        on_failure: called on the event loop with what ended the thread, or kept the gate from closing.
     """
     loop = asyncio.get_running_loop()
 

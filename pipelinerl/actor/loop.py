@@ -10,6 +10,7 @@ Called by `entrypoints.actor`.
 | `Scheduler.run` | a free slot; the answer | another rollout's end; the worker, or the deadline |
 | `_evaluate_when_due` | a version at which an evaluation is due | trainer's messages |
 | `_report` | the next version, at most a few seconds | trainer's messages, the clock |
+| `DrainAnswers.write` | the next answer to a request to drain | the gate, when nothing runs |
 | `WorkerPool._follow` | a worker's next message | the worker, or its end |
 | feeds `trainer`, `fates`, `turns`, `pool` (threads) | the next record | trainer, preprocessor, launcher |
 """
@@ -21,7 +22,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 from pipelinerl.actor.drain_requests import follow_drain_requests
 from pipelinerl.actor.membership import follow_pool
@@ -73,18 +74,21 @@ async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPoo
                     )
                 try:
                     await pool.start(background)
-                    report = background.create_task(_report(parts))
+                    helpers = [watch, background.create_task(_report(parts))]
+                    if parts.answers is not None:
+                        helpers.append(background.create_task(parts.answers.write()))
                     await _live(context, parts, pool)
-                    for task in (watch, report):
+                    for task in helpers:
                         task.cancel()
                 finally:
                     await pool.close()
     except BaseExceptionGroup as errors:
         raise root_cause(errors) from errors
     finally:
-        parts.publisher.close()
-        if parts.answers is not None:
-            parts.answers.close()
+        async with AsyncExitStack() as writers:
+            writers.push_async_callback(parts.publisher.close)
+            if parts.answers is not None:
+                writers.push_async_callback(parts.answers.close)
 
 
 async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> None:
@@ -101,7 +105,7 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
 
     first_version = trainer.current_version
     if context.incarnation > 0:
-        _take_up(context, parts)
+        await _take_up(context, parts)
     made = find_evaluations(context.streams, context.job.name)
     if not made:
         logger.info("servers have version %d: evaluation before training", first_version)
@@ -116,18 +120,19 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
     if parts.alone is None and (trainer.current_version, True) not in made:
         logger.info("training is done at version %d: last evaluation", trainer.current_version)
         await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
-    parts.report()
+    await parts.report()
 
 
-def _take_up(context: RoleContext, parts: ActorParts) -> None:
+async def _take_up(context: RoleContext, parts: ActorParts) -> None:
     """After a restart, charge what is still on its way to the trainer, and run again what was cut off.
 
-    No message of the trainer is taken meanwhile, so that a step settles its groups before this or after it.
+    No message of the trainer is taken while the samples are charged, so that a step settles its groups before that or
+    after it.
     """
-    version, steps_done = parts.trainer.current_version, parts.trainer.steps_done
     started = find_started_groups(context.streams, context.job.name)
     for group_id, num_rollouts in started.open_groups.items():
-        parts.publisher.give_up_group(group_id, [], num_rollouts, INTERRUPTED, version)
+        await parts.publisher.give_up_group(group_id, [], num_rollouts, INTERRUPTED, parts.trainer.current_version)
+    version, steps_done = parts.trainer.current_version, parts.trainer.steps_done
     parts.training.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
     groups = find_unsettled_groups(context.streams, context.job.name, steps_done)
     for group_id, sample_ids in groups.items():
@@ -163,7 +168,7 @@ async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, conc
         results = await parts.evaluator.run(due_version, lambda: parts.trainer.current_version, is_final, concurrency)
     if not results:
         logger.error("the evaluation due at version %d failed: no rollout came to an end", due_version)
-    parts.publisher.publish_evaluation(results)
+    await parts.publisher.publish_evaluation(results)
     for result in results:
         logger.info(
             "evaluation at version %d, %s: success %.3f, reward %.3f, %d rollouts (%d failed), %.1f s",
@@ -203,7 +208,7 @@ async def _report(parts: ActorParts) -> None:
             except TimeoutError:
                 pass
             reported = parts.trainer.version
-            parts.report()
+            await parts.report()
 
 
 async def _raise_when_broken(broken: asyncio.Future[None]) -> None:

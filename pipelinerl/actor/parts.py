@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.alone import AloneTrainer
-from pipelinerl.actor.drain_requests import drain_answers
+from pipelinerl.actor.drain_requests import DrainAnswers
 from pipelinerl.actor.evaluation import EvaluationSchedule, Evaluator
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded
@@ -35,7 +35,6 @@ from pipelinerl.streams.base import (
     FATES_TOPIC,
     METRICS_TOPIC,
     TURNS_TOPIC,
-    StreamWriter,
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.context import RoleContext
@@ -67,10 +66,10 @@ class ActorParts:
     publisher: Publisher
     report_interval_s: float
     gate: RolloutGate | None
-    answers: StreamWriter[Drained] | None
+    answers: DrainAnswers | None
     evaluations_pass_gate: bool
 
-    def report(self) -> None:
+    async def report(self) -> None:
         """Write one metric record with everything since the last one."""
         values = {
             **self.averages.take(),
@@ -83,7 +82,7 @@ class ActorParts:
             **{f"actor/server_busy_{index}": float(busy) for index, busy in enumerate(self.slots.busy)},
             **{f"actor/failed_{reason}": float(count) for reason, count in self.failures.reasons.items()},
         }
-        self.publisher.publish_metrics(values, self.trainer.current_version)
+        await self.publisher.publish_metrics(values, self.trainer.current_version)
 
 
 def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> ActorParts:
@@ -93,8 +92,8 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     urls = {job.name: job.url for job in context.world.jobs_of("actor_llm") if job.url is not None}
     hub = context.streams
     budget = _budget_of(config)
-    answers = hub.writer(TURNS_TOPIC, name, Drained) if takes_turns(config) else None
-    gate = None if answers is None else RolloutGate(drain_answers(answers, incarnation))
+    answers = DrainAnswers(hub.loop_writer(TURNS_TOPIC, name, Drained), incarnation) if takes_turns(config) else None
+    gate = None if answers is None else RolloutGate(answers.put)
     trainer = TrainerState(budget, incarnation, gate)
     slots = ServerSlots(len(urls), config.actor.llm_max_rollouts, on_idle=trainer.notify)
     scheduler = Scheduler(slots, pool, config.actor.rollout_timeout_s, config.actor.max_retries, gate)
@@ -171,8 +170,8 @@ def _publisher_of(hub: StreamHub, name: str, incarnation: int) -> Publisher:
     return Publisher(
         source=name,
         incarnation=incarnation,
-        groups=hub.writer(ACTOR_TOPIC, name, Group),
-        fates=hub.writer(FATES_TOPIC, name, FateRecord),
-        evaluations=hub.writer(EVALUATION_TOPIC, name, EvaluationResult),
-        metrics=hub.writer(METRICS_TOPIC, name, MetricRecord),
+        groups=hub.loop_writer(ACTOR_TOPIC, name, Group),
+        fates=hub.loop_writer(FATES_TOPIC, name, FateRecord),
+        evaluations=hub.loop_writer(EVALUATION_TOPIC, name, EvaluationResult),
+        metrics=hub.loop_writer(METRICS_TOPIC, name, MetricRecord),
     )

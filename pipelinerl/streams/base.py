@@ -62,6 +62,10 @@ class StreamWriter(Protocol[T_contra]):
 
     def flush(self) -> None: ...
 
+    def end_waits(self) -> None:
+        """From now on, raise NoRoom instead of waiting until a full stream has room. Any thread may call it."""
+        ...
+
     def close(self) -> None: ...
 
 

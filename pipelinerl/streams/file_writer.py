@@ -103,6 +103,9 @@ class FileWriter(Generic[T]):
             except OSError as error:
                 raise self._error(f"cannot be flushed: {error}") from error
 
+    def end_waits(self) -> None:
+        """Files are never full: nothing waits for a reader."""
+
     def close(self) -> None:
         """Sync (by the policy) and release the stream to another writer. May be called twice."""
         if self._stripper is not None:

@@ -17,6 +17,7 @@ from pipelinerl.streams.base import CONSUMERS, StreamReader, StreamSpec, StreamW
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.layout import check_spec, partition_dir
+from pipelinerl.streams.loop_writer import LoopWriter
 from pipelinerl.streams.retention import commit
 from pipelinerl.supervise.run_dir import RunDir
 
@@ -75,6 +76,11 @@ class StreamHub:
                 Archive(directory / ARCHIVE_FOLDER, record_type, config.shard_bytes, config.fsync, keep_tokens),
             )
         return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync, keep_tokens)
+
+    def loop_writer(self, topic: str, instance: str, record_type: Any) -> LoopWriter[Any]:
+        """Open a stream for appending from an event loop, which is never held up."""
+        may_wait = self._redis_url is not None or self._config.fsync != "never"
+        return LoopWriter(self.writer(topic, instance, record_type), may_wait)
 
     def reader(
         self,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import NoRoom, StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.fsync import FsyncPolicy
@@ -96,9 +96,10 @@ class Mover:
 
         Args:
             count: records in the stream so far; the last one always stays.
-            stopped: true when the writer is being closed.
+            stopped: true when nobody is to be waited for any more.
 
         Raises:
+            NoRoom: `stopped`, and nothing can be moved.
             StreamError: no consumer took a step for `timeout_s`, or records are missing.
         """
         started, is_told = time.monotonic(), False
@@ -110,7 +111,7 @@ class Mover:
                     logger.info("%s has room again after %.1f s", self._keys.log, time.monotonic() - started)
                 return
             if stopped():
-                raise StreamError("is closed")
+                raise NoRoom("is full, and its reader is not waited for any more")
             if (rest := deadline - time.monotonic()) <= 0:
                 raise StreamError(self._full())
             if not is_told:

@@ -89,7 +89,7 @@ class RedisWriter(Generic[T]):
         self._tail_bytes = 0
         self._unusable: str | None = None
         self._warned = False
-        self._closing = threading.Event()
+        self._waits_no_more = threading.Event()
         self._archive = archive
         self._mover: Mover | None = None
         if budget is not None and archive is not None:
@@ -121,6 +121,7 @@ class RedisWriter(Generic[T]):
         Raises:
             StreamError: the record cannot be encoded (the stream stays usable), or the server refused it, is gone, or
                 lost records that are no longer in memory, or there was no room for too long.
+            NoRoom: there is none, and `end_waits` was called.
         """
         data = self._codec.encode(record)
         with self._mutex:
@@ -147,9 +148,13 @@ class RedisWriter(Generic[T]):
             if self._fsync != "never":
                 self._wait_for_disk()
 
+    def end_waits(self) -> None:
+        """Let a write that waits for room, and every later one without room, fail with NoRoom. Thread-safe."""
+        self._waits_no_more.set()
+
     def close(self) -> None:
         """Release the stream to another writer. May be called twice. Ends a write that waits for room."""
-        self._closing.set()
+        self.end_waits()
         with self._mutex:
             self._unusable = self._unusable or "is closed"
             self._client.close()
@@ -165,9 +170,10 @@ class RedisWriter(Generic[T]):
         if self._mover is None:
             return
         try:
-            self._mover.make_room(self._next, self._closing.is_set)
+            self._mover.make_room(self._next, self._waits_no_more.is_set)
         except StreamError as error:
-            raise self._error(f"offset {self._next} cannot be written: the stream {error}") from error
+            message = f"stream {self._keys.log}: offset {self._next} cannot be written: the stream {error}"
+            raise type(error)(message) from error
 
     def _expect_archived(self) -> None:
         """Notice a server that came back empty, or with less than has been moved out of it."""

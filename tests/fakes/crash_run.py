@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import random
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,16 +195,16 @@ class _Actor:
         self.publisher = Publisher(
             source=name,
             incarnation=self.incarnation,
-            groups=hub.writer("actor", name, Group),
-            fates=hub.writer("fates", name, FateRecord),
-            evaluations=hub.writer("evaluation", name, EvaluationResult),
-            metrics=hub.writer("metrics", name, MetricRecord),
+            groups=hub.loop_writer("actor", name, Group),
+            fates=hub.loop_writer("fates", name, FateRecord),
+            evaluations=hub.loop_writer("evaluation", name, EvaluationResult),
+            metrics=hub.loop_writer("metrics", name, MetricRecord),
         )
         self.running: dict[str, int] = {}
         self._hear()
         started = find_started_groups(hub, name)
         for group_id, rollouts in started.open_groups.items():
-            self.publisher.give_up_group(group_id, [], rollouts, INTERRUPTED, self.view.current_version)
+            _now(self.publisher.give_up_group(group_id, [], rollouts, INTERRUPTED, self.view.current_version))
         self.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
         for group_id, ids in find_unsettled_groups(hub, name, self.view.steps_done).items():
             self.budget.publish(group_id, ids)
@@ -218,8 +219,8 @@ class _Actor:
         self._hear()
         if len(self.running) < 4 and self.budget.can_admit() and self.rng.random() < 0.6:
             group_id = f"{self.incarnation}-{next(self.numbers)}"
-            self.publisher.start_group(group_id, ATTEMPTS, self.view.current_version)
             self.budget.admit(group_id)
+            _now(self.publisher.start_group(group_id, ATTEMPTS, self.view.current_version))
             self.running[group_id] = self.view.current_version
         elif self.running:
             self._finish(self.rng.choice(list(self.running)))
@@ -228,7 +229,9 @@ class _Actor:
         first, last = self.running.pop(group_id), self.view.current_version
         failed = [RolloutFailed(0, "grader", "")] if self.rng.random() < 0.1 else []
         equal = self.rng.random() < 0.2
-        samples = [_sample(group_id, k, first, last, 1.0 if equal else float(k)) for k in range(ATTEMPTS - len(failed))]
+        samples = [
+            made_up_sample(group_id, k, first, last, 1.0 if equal else float(k)) for k in range(ATTEMPTS - len(failed))
+        ]
         rollouts = [
             RolloutSummary(
                 rollout_id=s.rollout_id, reward=s.reward, success=True, num_samples=1, output_tokens=4, latency_s=1
@@ -246,11 +249,20 @@ class _Actor:
         )
         for index in range(ATTEMPTS):
             self.budget.end_rollout(group_id, int(index < len(samples)))
-        self.publisher.publish_group(FinishedGroup(record, failed), last)
+        _now(self.publisher.write_failures(FinishedGroup(record, failed), last))
         self.budget.publish(group_id, [sample.id for sample in samples])
+        if samples:
+            _now(self.publisher.publish_group(record, last))
 
 
-def _sample(group_id: str, index: int, first: int, last: int, reward: float) -> Sample:
+def _now(call: Coroutine[Any, Any, Any]) -> None:
+    """Writers of files wait for nothing, so that what awaits them runs through."""
+    with contextlib.suppress(StopIteration):
+        call.send(None)
+        raise AssertionError("it waits for something")
+
+
+def made_up_sample(group_id: str, index: int, first: int, last: int, reward: float) -> Sample:
     spans = [VersionSpan(first, 0, 4)] if first == last else [VersionSpan(first, 0, 2), VersionSpan(last, 2, 4)]
     rollout_id = f"{group_id}/r{index}"
     return Sample(

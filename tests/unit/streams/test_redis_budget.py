@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
@@ -134,7 +135,65 @@ def test_closing_a_writer_ends_its_wait_for_room(server: RedisServer, client: An
     assert waits.wait(LIMIT_S)
     writer.close()
     thread.join(LIMIT_S)
-    assert not thread.is_alive() and "is closed" in errors[0]
+    assert not thread.is_alive() and "its reader is not waited for any more" in errors[0]
+
+
+def test_d6_a_reader_repeats_how_far_it_has_come_when_the_server_has_forgotten_it(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    """A server that is killed may lose the newest hash; the reader has nothing new to say, the writer waits for it."""
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    fits = int(BUDGET * LARGE_SHARE) // (RECORD_BYTES + OVERHEAD_BYTES)
+    for n in range(fits):
+        writer.write(record(n))
+    assert read_steps(reader, fits) == list(range(fits))
+    reader.read(0)
+    assert client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER) == b"%d" % fits
+    client.delete(KEYS.consumed, KEYS.notice)
+    took: list[int] = []
+    thread = threading.Thread(target=lambda: took.extend(read_steps(reader, 1)), daemon=True)
+    thread.start()
+    assert writer.write(record(fits)) == fits  # waits for room
+    thread.join(LIMIT_S)
+    assert took == [fits]
+
+
+def test_d6_a_reader_that_could_not_say_how_far_it_has_come_says_it_at_its_next_read(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    writer.write(record(0))
+    assert read_steps(reader, 1) == [0]
+    pipeline = reader._client.pipeline  # type: ignore[attr-defined]
+
+    def lost(**_: Any) -> Any:
+        raise redis.ConnectionError("reset by peer")
+
+    reader._client.pipeline = lost  # type: ignore[attr-defined]
+    with pytest.raises(StreamError, match="the server does not answer: reset by peer"):
+        reader.read(0)
+    reader._client.pipeline = pipeline  # type: ignore[attr-defined]
+    assert reader.read(0) == []
+    assert client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER) == b"1"
+
+
+def test_large_records_that_came_together_are_given_back_one_by_one(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    writer.write(record(0, 10))
+    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    assert read_steps(reader, 1) == [0]
+    for n in range(1, 4):
+        writer.write(record(n, 400_000))  # expected to be small, so they come in one reply
+    for n in range(1, 4):
+        assert [entry.record.step for entry in reader.read(LIMIT_S, max_records=1)] == [n]
+        assert int(client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER)) == n
 
 
 def test_small_streams_move_their_older_half_and_stay_whole(server: RedisServer, client: Any, tmp_path: Path) -> None:

@@ -1,0 +1,347 @@
+"""Full streams in Redis: the actor's event loop goes on, nothing grows without bound, and no three wait for each other.
+
+The streams are real, with tiny budgets, and so is what writes and reads them; rollouts and steps are made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.crash_run import made_up_sample
+
+from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.drain_requests import DrainAnswers, follow_drain_requests
+from pipelinerl.actor.failures import FailureLimit
+from pipelinerl.actor.frames import RolloutEnded, StartRollout
+from pipelinerl.actor.gate import RolloutGate
+from pipelinerl.actor.problems import ProblemOrder
+from pipelinerl.actor.publish import Publisher
+from pipelinerl.actor.scheduler import Scheduler
+from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.actor.trainer_state import TrainerState as ActorView
+from pipelinerl.actor.trainer_state import follow_trainer
+from pipelinerl.actor.training import TrainingRollouts
+from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.domains.datasets import Problem
+from pipelinerl.errors import NoRoom
+from pipelinerl.finetune.report import Reporter
+from pipelinerl.finetune.state import TrainerState
+from pipelinerl.finetune.weights_feed import Delivery
+from pipelinerl.ledger.evidence import read_evidence
+from pipelinerl.ledger.fold import fold
+from pipelinerl.preprocess.loop import PreprocessLoop
+from pipelinerl.preprocess.recovery import find_resume_point
+from pipelinerl.records import (
+    EvaluationResult,
+    FateRecord,
+    Group,
+    MetricRecord,
+    RolloutSummary,
+    TrainerMessage,
+    TrainingBatch,
+)
+from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.schedules.drain import Drain
+from pipelinerl.streams.base import PREPROCESSOR_CONSUMER, TRAINER_CONSUMER
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.heartbeat import Heartbeat
+from pipelinerl.supervise.redis_server import RedisServer
+from pipelinerl.supervise.run_dir import RunDir
+
+LIMIT_S = 60.0
+ATTEMPTS, SLOTS, BATCH = 2, 8, 8
+BYTE_BUDGET = 64 * 2**10  # a few dozens of the groups below
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), StreamsConfig(backend="redis")) as running:
+        yield running
+
+
+_RUNS = itertools.count()
+
+
+@pytest.fixture
+def hub(server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StreamHub:
+    monkeypatch.setenv("PIPELINERL_REDIS_URL", server.url)
+    return StreamHub(config(tmp_path).streams, RunDir(tmp_path), f"run-{next(_RUNS)}")
+
+
+def config(root: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "output_dir": str(root),
+            "schedule": "concurrent",
+            "attempts": ATTEMPTS,
+            "max_lag": None,
+            "pop_old_data": False,
+            "preprocess": {"ring_buffer_size": 1},
+            "finetune": {"train_batch_size": 1, "gradient_accumulation_passes": BATCH, "seq_length": 64},
+            "streams": {"backend": "redis", "byte_budget": BYTE_BUDGET, "backpressure_timeout_s": 10 * LIMIT_S},
+        }
+    )
+
+
+class InstantRollouts:
+    """Every rollout ends at once, with one sample."""
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self.version = version
+
+    async def run(self, start: StartRollout, timeout_s: float) -> RolloutEnded:
+        await asyncio.sleep(0)
+        version, index = self.version(), int(start.rollout_id.rpartition("r")[2])
+        sample = made_up_sample(start.group_id, index, version, version, float(index))
+        summary = RolloutSummary(
+            rollout_id=start.rollout_id, reward=1, success=True, num_samples=1, output_tokens=4, latency_s=1
+        )
+        return RolloutEnded(0, [sample], summary, None, version, version, requests=1, retries=0)
+
+
+class Actor:
+    """The actor's rollouts, gate and writers on the running event loop."""
+
+    def __init__(self, hub: StreamHub) -> None:
+        self.budget = SampleBudget(BATCH, None, ATTEMPTS)
+        self.answers = DrainAnswers(hub.loop_writer("turns", "actor_0", Drained), 0)
+        self.gate = RolloutGate(self.answers.put)
+        self.trainer = ActorView(self.budget, 0, self.gate)
+        slots = ServerSlots(1, SLOTS, self.trainer.notify)
+        self.publisher = Publisher(
+            source="actor_0",
+            incarnation=0,
+            groups=hub.loop_writer("actor", "actor_0", Group),
+            fates=hub.loop_writer("fates", "actor_0", FateRecord),
+            evaluations=hub.loop_writer("evaluation", "actor_0", EvaluationResult),
+            metrics=hub.loop_writer("metrics", "actor_0", MetricRecord),
+        )
+        self.training = TrainingRollouts(
+            problems=ProblemOrder([Problem(id="p", dataset_name="d", data={})], "seed"),
+            attempts=ATTEMPTS,
+            seed=0,
+            incarnation=0,
+            scheduler=Scheduler(slots, InstantRollouts(lambda: self.trainer.current_version), LIMIT_S, 0, self.gate),
+            slots=slots,
+            budget=self.budget,
+            failures=FailureLimit(1.0, 100),
+            trainer=self.trainer,
+            publisher=self.publisher,
+            on_answer=lambda answer, problem: None,
+        )
+        # Set while the writer of groups waits for the preprocessor.
+        self.waits = threading.Event()
+        client: Any = self.publisher.groups._writer._client  # type: ignore[attr-defined]
+        wait_for_notice = client.xread
+
+        def noticed(*args: Any, **options: Any) -> Any:
+            self.waits.set()
+            try:
+                return wait_for_notice(*args, **options)
+            finally:
+                self.waits.clear()
+
+        client.xread = noticed
+
+    def rests(self) -> bool:
+        """Whether nothing runs, and as much is held as may be."""
+        held = self.training._unwritten_groups
+        return self.training.running_groups == 0 and held * ATTEMPTS >= SLOTS
+
+    async def close(self) -> None:
+        await self.publisher.close()
+        await self.answers.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - set in another thread
+            await asyncio.sleep(0.001)
+
+
+def started_and_ended(hub: StreamHub) -> tuple[Counter[str], Counter[str]]:
+    """Rollouts by group: those that were started, and those that were published or have a fate."""
+    started: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    for fate in _all(hub, "fates", FateRecord):
+        (started if fate.fate == "pending" else ended)[fate.group_id] += fate.num_rollouts
+    for group in _all(hub, "actor", Group):
+        ended[group.id] += len(group.rollouts)
+    return started, ended
+
+
+def _all(hub: StreamHub, topic: str, record_type: Any) -> list[Any]:
+    with contextlib.closing(hub.reader(topic, "actor_0", record_type)) as reader:
+        records: list[Any] = []
+        while entries := reader.read(0):
+            records += [entry.record for entry in entries]
+        return records
+
+
+async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub) -> None:
+    actor = Actor(hub)
+    rollouts = asyncio.create_task(actor.training.run())
+    await until(actor.waits.is_set)
+    # What runs comes to its end, and nothing more is started: a bounded number of groups is held.
+    await until(actor.rests)
+    held = actor.training._unwritten_groups
+    assert held <= 2 * SLOTS // ATTEMPTS
+    # Everything else goes on: other streams are written, the gate answers.
+    async with asyncio.timeout(LIMIT_S):
+        await actor.publisher.publish_metrics({"a": 1.0}, 0)
+    assert actor.rests() and actor.training._unwritten_groups == held
+    # A reader that comes gets everything in order, and more groups are started.
+    reader = hub.reader("actor", "actor_0", Group, consumer=PREPROCESSOR_CONSUMER)
+    groups: list[str] = []
+    while len(groups) < 200:
+        groups += [entry.record.id for entry in await asyncio.to_thread(reader.read, LIMIT_S)]
+    assert sorted(groups, key=lambda group_id: int(group_id[2:]))[:100] == [f"0-{number}" for number in range(100)]
+    # Training ends while the stream is full again: what has no room is given up, with a fate, and nobody waits.
+    await until(lambda: actor.waits.is_set() and actor.rests())
+    actor.trainer.finish()
+    await asyncio.wait_for(rollouts, LIMIT_S)
+    await actor.close()
+    started, ended = started_and_ended(hub)
+    assert started == ended and set(started.values()) == {ATTEMPTS}
+    given_up = [fate for fate in _all(hub, "fates", FateRecord) if fate.fate == "failed"]
+    assert len(given_up) >= held and {fate.reason for fate in given_up} == {"training_done"}
+
+
+async def test_an_ended_run_leaves_a_full_stream_at_once(hub: StreamHub) -> None:
+    actor = Actor(hub)
+    rollouts = asyncio.create_task(actor.training.run())
+    await until(actor.waits.is_set)
+    rollouts.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(rollouts, LIMIT_S)
+    await asyncio.wait_for(actor.close(), LIMIT_S)
+    started, ended = started_and_ended(hub)
+    assert set(ended) <= set(started) and max(ended.values()) == ATTEMPTS, "no group is published and given up"
+
+
+async def test_a_record_whose_caller_was_cancelled_is_written_before_the_next(hub: StreamHub) -> None:
+    writer = hub.loop_writer("metrics", "actor_0", MetricRecord)
+    entered, go_on = threading.Event(), threading.Event()
+    write = writer._writer.write
+
+    def held(record: MetricRecord) -> int:
+        entered.set()
+        assert go_on.wait(LIMIT_S)
+        return write(record)
+
+    writer._writer.write = held  # type: ignore[method-assign]
+    first = asyncio.create_task(writer.write(MetricRecord(source="s", step=0, time=0.0, values={})))
+    await until(entered.is_set)
+    first.cancel()
+    second = asyncio.create_task(writer.write(MetricRecord(source="s", step=1, time=0.0, values={})))
+    go_on.set()
+    assert await asyncio.wait_for(second, LIMIT_S) == 1
+    assert first.cancelled()
+    await writer.close()
+    assert [record.step for record in _all(hub, "metrics", MetricRecord)] == [0, 1]
+
+
+async def test_a_writer_that_waits_no_more_says_what_was_not_written(hub: StreamHub) -> None:
+    writer = hub.loop_writer("actor", "actor_0", MetricRecord)
+    writer.end_waits()
+    large = [MetricRecord(source="x" * 20_000, step=step, time=0.0, values={}) for step in range(4)]
+    # A log of one record takes one more of any size.
+    assert [await writer.write(record) for record in large[:2]] == [0, 1]
+    for record in large[2:]:
+        with pytest.raises(NoRoom, match="offset 2 cannot be written: the stream is full"):
+            await writer.write(record)
+    await writer.close()
+    assert [record.step for record in _all(hub, "actor", MetricRecord)] == [0, 1]
+
+
+class Trainer(threading.Thread):
+    """Trains by counting. Asks for a drain behind every step, when the actor's stream is full as well."""
+
+    def __init__(self, hub: StreamHub, steps: int, actor: Actor, queue_is_full: Callable[[], bool]) -> None:
+        super().__init__(daemon=True)
+        self.hub, self.steps, self.actor, self.queue_is_full = hub, steps, actor, queue_is_full
+        self.drained: list[int] = []
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._train()
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            self.failure = error
+
+    def _train(self) -> None:
+        hub, state, heartbeat = self.hub, TrainerState(), Heartbeat(self.hub._root.parent / "beat.json", 60)
+        batches = hub.reader("training_data", "preprocessor_0", TrainingBatch, consumer=TRAINER_CONSUMER)
+        drain = Drain(
+            hub.writer("turns", "finetune_0", DrainRequest),
+            hub.reader("turns", "actor_0", Drained),
+            0,
+            heartbeat,
+            LIMIT_S,
+        )
+        reporter = Reporter(
+            hub.writer("trainer", "finetune_0", TrainerMessage),
+            hub.writer("fates", "finetune_0", FateRecord),
+            SimpleNamespace(log=lambda *_: None),
+        )
+        reporter.started(state)
+        reporter.weights_delivered(Delivery(0, {}, 1, None, 0.0))
+        while state.step < self.steps:
+            (entry,) = batches.read(LIMIT_S, max_records=1)
+            state = state.after(entry.record, batches.offset)
+            # The preprocessor waits for this step, the actor for the preprocessor, and the trainer for the actor.
+            while not (self.queue_is_full() and self.actor.waits.wait(0.001)):
+                pass
+            assert drain.wait(state.step)
+            self.drained.append(state.step)
+            reporter.weights_delivered(Delivery(state.step, {}, 1, None, 0.0))
+            reporter.step_done(entry.record, state)
+        reporter.training_done(state)
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+async def test_l7_full_streams_and_a_drain_never_wait_in_a_circle(hub: StreamHub, tmp_path: Path) -> None:
+    settings, steps = config(tmp_path), 6
+    context = SimpleNamespace(
+        config=settings,
+        world=SimpleNamespace(num_finetune_ranks=1, jobs_of=lambda kind: []),
+        job=SimpleNamespace(name="preprocessor_0"),
+        run_dir=RunDir(tmp_path),
+        incarnation=0,
+        heartbeat=Heartbeat(tmp_path / "heartbeat.json", 60),
+        streams=hub,
+    )
+    preprocessor = PreprocessLoop(context, find_resume_point(hub, "preprocessor_0"), None)  # type: ignore[arg-type]
+    batching = threading.Thread(target=preprocessor.run, daemon=True)
+    actor = Actor(hub)
+    trainer = Trainer(hub, steps, actor, lambda: preprocessor._batcher.is_full)
+    failures: list[BaseException] = []
+    with (
+        follow_trainer(hub, actor.trainer, lambda: None, failures.append),
+        follow_drain_requests(hub, actor.gate, 0, failures.append),
+    ):
+        answering = asyncio.create_task(actor.answers.write())
+        batching.start()
+        trainer.start()
+        async with asyncio.timeout(3 * LIMIT_S):
+            await actor.trainer.wait_for(lambda: actor.trainer.version is not None)
+            await actor.training.run()
+        answering.cancel()
+        await actor.close()
+    await asyncio.to_thread(trainer.join, LIMIT_S)
+    await asyncio.to_thread(batching.join, LIMIT_S)
+    assert not trainer.is_alive() and not batching.is_alive()
+    preprocessor.close()
+    assert (trainer.failure, failures, trainer.drained) == (None, [], list(range(1, steps + 1)))
+    ledger = fold(read_evidence(hub))
+    assert ledger.faults == [] and ledger.lineage.last_step == steps
