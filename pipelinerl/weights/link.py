@@ -198,7 +198,10 @@ class ServerLink:
 
     @asynccontextmanager
     async def _attempt(self, phase: str) -> AsyncIterator[None]:
-        """One attempt with a deadline; whatever goes wrong closes the group and becomes a WeightSyncError."""
+        """One attempt with a deadline; whatever goes wrong closes the group and becomes a WeightSyncError.
+
+        A cancelled attempt closes the group as well.
+        """
         self._phase = phase
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -209,6 +212,10 @@ class ServerLink:
         except (WeightSyncError, RuntimeError, OSError, ValueError, KeyError, queue.Empty) as error:
             self._fail(f"phase {self._phase}: {error or type(error).__name__}")
             raise WeightSyncError(self.name, str(self.error)) from error
+        except asyncio.CancelledError:
+            # Half an update may be on its way: the group is of no use, and its worker must not wait in it.
+            self.close()
+            raise
 
     def _fail(self, message: str) -> None:
         self.error = message

@@ -293,6 +293,8 @@ class WeightPublisher:
         except TimeoutError:
             link.error = link.error or f"no end after {self._timeout_s:g} s"
             future.cancel()
+            # The event loop may be what is stuck, so the cancelled coroutine may never get to it.
+            link.close()
         return None
 
     async def _connect_all(self, servers: Sequence[ServerAddress], start_timeout_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -171,6 +172,41 @@ def test_an_error_of_the_source_is_raised_to_the_trainer(servers, model) -> None
 
     with connected(servers) as publisher, pytest.raises(ArithmeticError, match="gather failed"):
         publisher.publish(0, Broken(model))
+
+
+def test_an_update_that_was_cut_off_leaves_its_groups_and_the_next_one_makes_new_ones(servers, model) -> None:
+    class Broken(ModuleSource):
+        """Ends behind the first tensor, when the update is under way."""
+
+        def buckets(self):
+            yield [next(iter(next(iter(super().buckets()))))]
+            raise ArithmeticError("gather failed")
+
+    with connected(servers, chunk_bytes=1) as publisher:
+        links = list(publisher._links.values())
+        closed = [threading.Event() for _ in links]
+        for link, event in zip(links, closed, strict=True):
+            close = link._transport.close
+            link._transport.close = lambda close=close, event=event: (close(), event.set())
+        with pytest.raises(ArithmeticError, match="gather failed"):
+            publisher.publish(0, Broken(model))
+        assert all(event.wait(60) for event in closed)
+        report = publisher.publish(1, ModuleSource(model))
+        assert report.failed == {} and report.num_servers == 2
+        for server in servers:
+            assert_has(server, model)
+            assert (server.version, server.paused) == ("1", False)
+
+
+def test_a_link_that_does_not_end_is_cancelled_and_its_group_closed(servers) -> None:
+    class Stuck(Future):
+        def result(self, timeout: float | None = None) -> None:
+            raise TimeoutError
+
+    with connected(servers) as publisher:
+        link, future = publisher._links["server_0"], Stuck()
+        assert publisher._outcome(link, future) is None
+        assert future.cancelled() and link._transport is None and link.error == "no end after 2 s"
 
 
 def test_a_server_that_joins_anew_while_its_old_start_fails_stays_connected(servers, model) -> None:
