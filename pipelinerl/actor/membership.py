@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ from pipelinerl.streams.hub import StreamHub
 
 logger = logging.getLogger(__name__)
 TRAINER_INSTANCE = "finetune_0"
+#: How long a server that joined may fail to say what it is, and the pauses between the questions.
+DESCRIBE_TIMEOUT_S = 300.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
 
 
 class ServerMembership:
@@ -53,7 +57,7 @@ class ServerMembership:
         self._generation = dict.fromkeys(urls, 0)
         self._ready = dict.fromkeys(urls, 0)
         self._described = set(urls)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._describing: dict[str, asyncio.Task[None]] = {}
 
     @property
     def usable(self) -> list[str]:
@@ -94,23 +98,25 @@ class ServerMembership:
         index = self._index.get(name)
         if index is None:
             return  # the trainer was heard before the launcher
-        has_weights = name in self._up and self._ready.get(name) == self._generation[name]
+        has_weights = self._has_weights(name)
         if has_weights and name not in self._described:
-            task = asyncio.get_running_loop().create_task(self._describe(name, index))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            if name not in self._describing:
+                task = asyncio.get_running_loop().create_task(self._describe(name, index))
+                self._describing[name] = task
+                task.add_done_callback(lambda _: self._describing.pop(name))
             return
         if has_weights != self._slots.usable[index]:
             logger.info("%s %s rollouts", name, "takes" if has_weights else "takes no")
             self._slots.set_usable(index, has_weights)
 
+    def _has_weights(self, name: str) -> bool:
+        return name in self._up and self._ready.get(name) == self._generation[name]
+
     async def _describe(self, name: str, index: int) -> None:
-        """Tell the workers about a server that joined."""
+        """Tell the workers about a server that joined, once it has said what it is."""
         await self._started.wait()
-        try:
-            found = await fetch_max_model_lens([self._urls[index]], self._token)
-        except WorkerError as error:
-            logger.error("%s takes no rollouts: %s", name, error)
+        found = await self._ask(name, self._urls[index])
+        if found is None:
             return
         self._max_model_lens += [None] * (index + 1 - len(self._max_model_lens))
         self._max_model_lens[index] = found.max_model_lens[0]
@@ -118,6 +124,21 @@ class ServerMembership:
         self._workers.set_servers(Servers(list(self._max_model_lens), self._urls[:count]))
         self._described.add(name)
         self._refresh(name)
+
+    async def _ask(self, name: str, url: str) -> Servers | None:
+        """The server's description; None if it went away meanwhile, or gave none for too long."""
+        deadline, pause_s = time.monotonic() + DESCRIBE_TIMEOUT_S, FIRST_PAUSE_S
+        while self._has_weights(name):
+            try:
+                return await fetch_max_model_lens([url], self._token)
+            except WorkerError as error:
+                if time.monotonic() + pause_s > deadline:
+                    logger.error("%s takes no rollouts until its next start: %s", name, error)
+                    return None
+                logger.warning("%s takes no rollouts yet, it is asked again in %.0f s: %s", name, pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        return None
 
 
 @contextlib.contextmanager

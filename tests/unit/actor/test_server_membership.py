@@ -14,6 +14,7 @@ from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
+from pipelinerl.errors import WorkerError
 from pipelinerl.records import PoolChange, RolloutSummary, ServerReady
 
 INCARNATION = 2
@@ -175,3 +176,61 @@ async def test_a_server_that_joins_is_described_to_the_workers_first(monkeypatch
     for server in range(3):
         scene.workers.finish(server)
     assert all(isinstance(answer, RolloutEnded) for answer in await asyncio.gather(*tasks))
+
+
+class FailingFetch:
+    """What a server that joined answers: as many errors as `failures`, then its length."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+        self.failures, self.calls = failures, 0
+        monkeypatch.setattr(membership_module, "fetch_max_model_lens", self.fetch)
+        monkeypatch.setattr(membership_module, "FIRST_PAUSE_S", 0.0)
+
+    async def fetch(self, urls: list[str], token: str) -> Servers:
+        self.calls += 1
+        await asyncio.sleep(0)
+        if self.calls <= self.failures:
+            raise WorkerError(f"{urls[0]}/v1/models: status 503")
+        return Servers([512], urls)
+
+
+def joining_scene() -> Scene:
+    scene = Scene()
+    scene.members.begin(Servers([1024, 1024], ["http://a", "http://b"]))
+    scene.change("c", "up", 0)
+    scene.ready("c", 0)
+    return scene
+
+
+async def test_a_server_that_does_not_say_what_it_is_at_once_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fetch = FailingFetch(monkeypatch, failures=3)
+    scene = joining_scene()
+    scene.ready("c", 0)  # said twice: it is asked by one task all the same
+    await until(lambda: scene.members.usable == ["a", "b", "c"])
+    assert fetch.calls == 4 and len(scene.workers.told) == 1
+    assert caplog.text.count("c takes no rollouts yet, it is asked again in 0 s: http://c/v1/models: status 503") == 3
+
+
+async def test_a_server_that_never_says_what_it_is_is_given_up_until_its_next_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership_module, "DESCRIBE_TIMEOUT_S", -1.0)
+    fetch = FailingFetch(monkeypatch, failures=1)
+    scene = joining_scene()
+    await until(lambda: "c takes no rollouts until its next start" in caplog.text)
+    assert (fetch.calls, scene.members.usable) == (1, ["a", "b"])
+    await until(lambda: not scene.members._describing)
+    scene.change("c", "up", 1)
+    scene.ready("c", 1)
+    await until(lambda: scene.members.usable == ["a", "b", "c"])
+
+
+async def test_a_server_that_went_away_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = FailingFetch(monkeypatch, failures=10**9)
+    scene = joining_scene()
+    await until(lambda: fetch.calls > 1)
+    scene.change("c", "down", 0)
+    await until(lambda: not scene.members._describing)
+    assert scene.members.usable == ["a", "b"]
