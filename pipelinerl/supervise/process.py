@@ -40,6 +40,12 @@ class PoolAnswered(msgspec.Struct, frozen=True):
     answer: PoolAnswer
 
 
+class StreamFailed(msgspec.Struct, frozen=True):
+    """The launcher can follow a stream no longer."""
+
+    reason: str
+
+
 class NodeEnded(msgspec.Struct, frozen=True):
     """The run is over on another node, and has to be on this one."""
 
@@ -48,7 +54,7 @@ class NodeEnded(msgspec.Struct, frozen=True):
     exit_code: int
 
 
-Event = ChildExited | Interrupted | PoolAnswered | NodeEnded
+Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeEnded
 
 
 @dataclass

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +30,7 @@ from pipelinerl.supervise.identity import RunIdentity
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy
 from pipelinerl.supervise.pool_requests import forget_requests, write_state
-from pipelinerl.supervise.process import Event, PoolAnswered
+from pipelinerl.supervise.process import Event, PoolAnswered, StreamFailed
 from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
@@ -155,8 +155,11 @@ def _keep_servers(session: RunSession, hub: StreamHub, stack: ExitStack) -> Serv
         if entry.record.incarnation == incarnation:
             session.events.put(PoolAnswered(entry.record))
 
-    feed = Feed(hub.reader(POOL_TOPIC, "finetune_0", PoolAnswer), listen, "pool").start()
-    stack.callback(feed.stop)
+    def fail(error: BaseException) -> None:
+        session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))
+
+    feed = Feed(hub.reader(POOL_TOPIC, "finetune_0", PoolAnswer), listen, "pool", fail).start()
+    stack.callback(_stop, feed)
     forget_requests(session.run_dir)
     world = session.world
     return ServerKeeper(
@@ -173,6 +176,12 @@ def _keep_servers(session: RunSession, hub: StreamHub, stack: ExitStack) -> Serv
         on_change=lambda keeper: write_state(session.run_dir, [s for s in keeper.servers.values() if s.is_policy]),
         node_rank=world.rank,
     )
+
+
+def _stop(feed: Feed[PoolAnswer]) -> None:
+    """What it died of has been named, and does not change how the run ended."""
+    with suppress(Exception):
+        feed.stop()
 
 
 def _greet(session: RunSession, moved_to: Path | None) -> None:

@@ -31,6 +31,7 @@ from pipelinerl.supervise.process import (
     Interrupted,
     NodeEnded,
     PoolAnswered,
+    StreamFailed,
     describe_exit,
     spawn,
 )
@@ -93,6 +94,8 @@ class Supervisor:
     collect_s: float = COLLECT_S
     _children: dict[str, Child] = field(default_factory=dict)
     _last_tick: float = 0.0
+    #: When a server that was removed is killed, should it not have ended by then.
+    _kill_at: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Outcome:
         """Start everything and block until the run is over and all its processes are gone."""
@@ -139,14 +142,14 @@ class Supervisor:
         self._last_tick = self.clock()
         finish_by: float | None = None
         while True:
-            due_s = self.keeper.next_due_s(self.clock())
-            tick_s = self.config.heartbeat_interval_s
-            event = self._next_event(tick_s if due_s is None else min(tick_s, due_s))
+            event = self._next_event(self._tick_s(self.clock()))
             now = self.clock()
             if isinstance(event, Interrupted):
                 return self._interrupted(event)
             if isinstance(event, NodeEnded):
                 return Outcome(event.status, event.reason, event.exit_code)
+            if isinstance(event, StreamFailed):
+                return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
             if isinstance(event, PoolAnswered):
                 self._take_answer(event, now)
             if isinstance(event, ChildExited):
@@ -157,11 +160,18 @@ class Supervisor:
                     finish_by = now + self.config.finish_timeout_s
             if self.takes_requests:
                 take_requests(self.run_dir, self._answer_request)
+            self._kill_removed(now)
             outcome = self._start_due_servers(now) or self._find_stuck(now)
             if outcome is not None:
                 return outcome
             if finish_by is not None and now > finish_by and self.policy.unfinished:
                 return self._late_finish()
+
+    def _tick_s(self, now: float) -> float:
+        """Longest wait for an event: until the next heartbeat, or until something is due."""
+        due_s = self.keeper.next_due_s(now)
+        waits = [at - now for at in self._kill_at.values()] + ([] if due_s is None else [due_s])
+        return min([self.config.heartbeat_interval_s, *waits])
 
     def _next_event(self, timeout_s: float) -> Event | None:
         try:
@@ -210,6 +220,9 @@ class Supervisor:
 
     def _judge_server_exit(self, job: Job, event: ChildExited) -> Outcome | None:
         if self.keeper.is_removed(job.name):
+            self._kill_at.pop(job.name, None)
+            # Its helpers hold its device.
+            end_rest_of_job(self._children[job.name].pid, JOB_KEY, job.name)
             return None
         if job.kind == POLICY_KIND and self._is_spare(job):
             # Nobody is left to give it weights, and the others can finish what is left: what ran there, too.
@@ -259,7 +272,17 @@ class Supervisor:
         child = self._children.get(server.name)
         if child is not None and child.returncode is None:
             child.terminate()
+            self._kill_at[server.name] = now + min(self.config.shutdown_grace_s, MAX_GRACE_S)
         return PoolReply(server.name)
+
+    def _kill_removed(self, now: float) -> None:
+        """End the removed servers that do not heed SIGTERM: others may wait for their devices."""
+        for name in [name for name, at in self._kill_at.items() if at <= now]:
+            del self._kill_at[name]
+            child = self._children[name]
+            if child.returncode is None:
+                logger.warning("%s was removed and does not end: it is killed", name)
+                child.kill()
 
     def _end_server(self, name: str, trouble: str, now: float) -> None:
         """End a server that is of no use any more; its end decides whether it is started again."""

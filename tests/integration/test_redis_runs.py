@@ -22,7 +22,7 @@ def _redis_of(launcher: subprocess.Popen[str]) -> psutil.Process:
     (server,) = [
         child
         for child in psutil.Process(launcher.pid).children()
-        if any(name in child.cmdline()[0] for name in ("redis", "valkey"))
+        if any(name in Path(child.cmdline()[0]).name for name in ("redis", "valkey"))
     ]
     return server
 

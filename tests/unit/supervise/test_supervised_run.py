@@ -16,6 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from pipelinerl.supervise.pool_requests import PoolRequest, ask
+from pipelinerl.supervise.run_dir import RunDir
+
 DRIVER = Path(__file__).parents[2] / "fakes" / "supervised_run.py"
 
 SLEEP = "import time; time.sleep(300)"
@@ -115,6 +118,30 @@ hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
 writer = hub.writer("pool", "finetune_0", PoolAnswer)
 writer.write(ServerReady(name="actor_llm_0", generation=0, version=0, time=time.time()))
 writer.write(ServerDropped(name="actor_llm_0", generation=0, error="HTTP 500 boom", time=time.time()))
+time.sleep(300)
+"""
+
+
+# Ignores SIGTERM, and so does a helper in a session of its own.
+STUBBORN_WITH_HELPER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+with (Path(sys.argv[1]) / "starts").open("a") as file:
+    file.write(f"{os.getpid()} {helper.pid}\\n")
+time.sleep(300)
+"""
+# A record of another kind in the stream that the launcher follows.
+TALKS_NONSENSE = """
+import sys, time
+from pathlib import Path
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.run_dir import RunDir
+hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+hub.writer("pool", "finetune_0", TrainerMessage).write(TrainingDone(version=3, time=time.time(), samples_processed=9))
 time.sleep(300)
 """
 
@@ -431,6 +458,29 @@ def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: St
     assert "actor_llm_0 ended (killed by SIGKILL" in stderr and "while the last evaluation needed it" in stderr
     assert "Start the same command again" in stderr
     assert len(starts_of(run)) == 1
+
+
+def test_a_removed_server_that_ignores_sigterm_is_killed_with_its_helpers(start: Starter) -> None:
+    jobs = {"actor_llm_0": STUBBORN_WITH_HELPER, "actor_llm_1": SLEEP, "actor_0": SLEEP}
+    run = start(jobs, shutdown_grace_s=1)
+    wait_until("the start", lambda: len(starts_of(run)) == 1)
+    wait_until("all jobs", lambda: len(run.descendants()) == 4)
+    assert ask(RunDir(run.root), PoolRequest("remove", "actor_llm_0"), 60) == "actor_llm_0"
+    wait_until("the end of the server and of its helper", lambda: len(run.descendants()) == 2)
+    assert not any(psutil.pid_exists(pid) for pid in starts_of(run)[0])
+    assert run.process.poll() is None, "the run goes on without it"
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[2]["status"] == "interrupted"
+    assert "actor_llm_0 was removed and does not end: it is killed" in (run.root / "launch.log").read_text()
+
+
+def test_a_launcher_that_cannot_hear_the_trainer_any_more_says_so(start: Starter) -> None:
+    run = start({"actor_llm_0": SLEEP, "actor_0": SLEEP, "finetune_0": TALKS_NONSENSE})
+    code, stderr, summary = run.end()
+    assert (code, summary["status"]) == (1, "failed")
+    reason = summary["reason"]
+    assert reason.startswith("launch: the trainer's answers on servers cannot be followed: ") and "pool" in reason
+    assert reason in stderr and run.descendants() == []
 
 
 def test_a_server_that_ends_by_itself_fails_the_run(start: Starter) -> None:
