@@ -1,7 +1,8 @@
 """Node 0's side: waits until all other nodes have joined, then sends them the plan. Used by the launcher.
 
-A thread accepts connections and one for each checks the secret, so that a stranger who says nothing holds nobody up.
-`gather` waits on one queue, up to a deadline, and ends at a signal.
+A thread accepts connections and one for each checks the secret, so that a stranger who says nothing holds nobody up; it
+is turned away after `HANDSHAKE_S`. `gather` waits on one queue, up to a deadline, and ends at a signal. A node that
+dies while it waits for the plan is missing again, and may be started again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import Empty, SimpleQueue
@@ -23,13 +25,16 @@ import msgspec
 
 from pipelinerl import __version__
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.nodes.link import LAST_WORD_S, NodeLink, receive, send
+from pipelinerl.nodes.link import LAST_WORD_S, NodeLink, is_gone, receive, send
 from pipelinerl.nodes.messages import Ended, Hello, Plan, Refused
 from pipelinerl.supervise.process import Interrupted
 from pipelinerl.world import Cluster
 
 logger = logging.getLogger(__name__)
-_HELLO_TIMEOUT_S = 20.0
+#: From the first byte to the hello.
+HANDSHAKE_S = 10.0
+# A node that waits for the plan says nothing: whether its machine is there is the kernel's question, so often.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class _Joined(msgspec.Struct, frozen=True):
@@ -94,7 +99,7 @@ class Leader:
             UserError: not all came in `timeout_s` seconds, or one cannot be used.
             KeyboardInterrupt: the launcher got a signal.
         """
-        missing = set(range(1, self._cluster.world_size))
+        missing = everyone = frozenset(range(1, self._cluster.world_size))
         deadline = time.monotonic() + timeout_s
         where = f"{self._cluster.hosts[0]}:{self._port}"
         say(f"waiting for {_nodes(missing)} at {where} (at most {timeout_s:.0f} s)")
@@ -108,9 +113,15 @@ class Leader:
                 ) from None
             if isinstance(arrival, Interrupted):
                 raise KeyboardInterrupt
+            self._forget_dead(say)
+            if is_gone(arrival.connection):
+                arrival.connection.close()
+                continue
             self._admit(arrival)
-            missing.discard(arrival.hello.rank)
+            missing = everyone - self._nodes.keys()
             say(f"node {arrival.hello.rank} joined" + (f"; waiting for {_nodes(missing)}" if missing else ""))
+            self._forget_dead(say)
+            missing = everyone - self._nodes.keys()
         return {rank: node.hello for rank, node in self._nodes.items()}
 
     def send_plan(self, plan: Plan, on_end: Callable[[int, Ended], object]) -> None:
@@ -137,6 +148,12 @@ class Leader:
             raise UserError(trouble)
         self._nodes[arrival.hello.rank] = arrival
 
+    def _forget_dead(self, say: Callable[[str], object]) -> None:
+        """Give the places of nodes free that joined and whose launcher has ended since."""
+        for rank in [rank for rank, node in self._nodes.items() if is_gone(node.connection)]:
+            self._nodes.pop(rank).connection.close()
+            say(f"node {rank} is gone again")
+
     def _trouble_with(self, hello: Hello) -> str | None:
         """Why the node cannot be used: the plan takes all nodes for alike."""
         name = f"node {hello.rank}"
@@ -160,24 +177,40 @@ class Leader:
                 accepted, address = listener.accept()
             except OSError:
                 return  # closed
-            connection = Connection(accepted.detach())
-            threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+            threading.Thread(target=self._greet, args=(accepted, address), daemon=True).start()
 
-    def _greet(self, connection: Connection, address: Any) -> None:
+    def _greet(self, accepted: socket.socket, address: Any) -> None:
+        connection = Connection(os.dup(accepted.fileno()))
+        # Ends whatever read of the handshake still waits then.
+        timer = threading.Timer(HANDSHAKE_S, _shut_down, (accepted,))
+        timer.daemon = True
+        timer.start()
         try:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
             deliver_challenge(connection, self._secret)
             answer_challenge(connection, self._secret)
-            hello = receive(connection, _HELLO_TIMEOUT_S)
+            hello = receive(connection, HANDSHAKE_S)
         except (AuthenticationError, EOFError, OSError, msgspec.MsgspecError) as error:
             logger.warning("a caller from %s was turned away: %s", address, error or type(error).__name__)
             connection.close()
             return
+        finally:
+            timer.cancel()
+            timer.join()
+            accepted.close()
         if isinstance(hello, Hello):
             self.arrivals.put(_Joined(hello, connection))
         else:
             connection.close()
 
 
-def _nodes(ranks: set[int]) -> str:
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _nodes(ranks: Collection[int]) -> str:
     listed = ", ".join(str(rank) for rank in sorted(ranks))
     return f"node {listed}" if len(ranks) == 1 else f"nodes {listed}"

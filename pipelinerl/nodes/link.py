@@ -46,6 +46,17 @@ def receive(connection: Connection, timeout_s: float) -> Message | None:
     return decode(connection.recv_bytes(MAX_BYTES))
 
 
+def is_gone(connection: Connection) -> bool:
+    """Whether the peer has closed the connection, or its machine has. Takes nothing of what it said."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as double:
+        try:
+            return not double.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
 class NodeLink:
     """The authenticated connection to `peer` (a name for messages). `on_end` is called once, from a thread."""
 

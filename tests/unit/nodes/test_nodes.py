@@ -7,18 +7,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
+import pipelinerl.nodes.leader as leader_module
 from pipelinerl import __version__
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.nodes.follower import join
 from pipelinerl.nodes.leader import Leader
-from pipelinerl.nodes.link import NodeLink
+from pipelinerl.nodes.link import NodeLink, send
 from pipelinerl.nodes.messages import Ended, Hello, Plan
 from pipelinerl.nodes.secret import node_secret
 from pipelinerl.supervise.process import Interrupted
@@ -79,6 +80,13 @@ def port() -> int:
 def leader(port: int) -> Iterator[Leader]:
     with Leader(cluster(), port, SECRET, 0.05, 5.0) as leader:
         yield leader
+
+
+def said_hello(port: int, said: Hello) -> Connection:
+    """The connection of a node that has said who it is, and waits for the plan."""
+    connection = Client(("127.0.0.1", port), authkey=SECRET)
+    send(connection, said)
+    return connection
 
 
 def ends() -> tuple[SimpleQueue[Ended], Any]:
@@ -194,6 +202,83 @@ def test_a_signal_ends_both_waits(leader: Leader, port: int) -> None:
     signals.put(Interrupted(2))
     with pytest.raises(KeyboardInterrupt):
         join("127.0.0.1", free_port(), SECRET, hello(), WAIT_S, lambda text: None, signals)
+
+
+def test_a_node_that_died_before_the_plan_may_join_again(port: int) -> None:
+    with Leader(cluster(3), port, SECRET, 0.05, 5.0) as leader:
+        died = said_hello(port, hello(1, world_size=3))
+        said: SimpleQueue[str] = SimpleQueue()
+        gathered: list[Any] = []
+        thread = threading.Thread(target=lambda: gathered.append(leader.gather(WAIT_S, said.put)), daemon=True)
+        thread.start()
+        assert "waiting for nodes 1, 2" in said.get(timeout=WAIT_S)
+        assert said.get(timeout=WAIT_S) == "node 1 joined; waiting for node 2"
+        died.close()  # what the kernel does for a process that was killed
+        other = said_hello(port, hello(2, world_size=3))
+        assert said.get(timeout=WAIT_S) == "node 1 is gone again"
+        assert said.get(timeout=WAIT_S) == "node 2 joined; waiting for node 1"
+        again = Joining(port, hello(1, world_size=3, busy_ports=[9000]))
+        assert said.get(timeout=WAIT_S) == "node 1 joined"
+        thread.join(WAIT_S)
+        assert gathered[0][1].busy_ports == [9000]
+        leader.send_plan(PLAN, lambda rank, ended: None)
+        assert again.done().plan == PLAN
+        other.close()
+
+
+def test_a_node_is_started_again_at_its_own_place(port: int) -> None:
+    """Its first launcher died; nobody else arrived meanwhile that would have shown it."""
+    with Leader(cluster(3), port, SECRET, 0.05, 5.0) as leader:
+        said: SimpleQueue[str] = SimpleQueue()
+        thread = threading.Thread(target=lambda: leader.gather(WAIT_S, said.put), daemon=True)
+        thread.start()
+        said.get(timeout=WAIT_S)
+        first = said_hello(port, hello(1, world_size=3))
+        assert said.get(timeout=WAIT_S) == "node 1 joined; waiting for node 2"
+        first.close()
+        second = said_hello(port, hello(1, world_size=3))
+        heard = [said.get(timeout=WAIT_S) for _ in range(2)]
+        assert heard == ["node 1 is gone again", "node 1 joined; waiting for node 2"]
+        third = said_hello(port, hello(2, world_size=3))
+        assert said.get(timeout=WAIT_S) == "node 2 joined"
+        thread.join(WAIT_S)
+        second.close()
+        third.close()
+
+
+def test_a_launcher_that_died_before_it_was_looked_at_takes_no_place(leader: Leader, port: int) -> None:
+    dead = said_hello(port, hello())
+    arrival = leader.arrivals.get(timeout=WAIT_S)
+    dead.close()
+    leader.arrivals.put(arrival)
+    living = Joining(port, hello(busy_ports=[9000]))
+    assert leader.gather(WAIT_S, lambda text: None)[1].busy_ports == [9000]
+    leader.send_plan(PLAN, lambda rank, ended: None)
+    assert living.done().plan == PLAN
+
+
+def test_two_living_launchers_of_one_rank_are_refused(port: int) -> None:
+    with Leader(cluster(3), port, SECRET, 0.05, 5.0) as leader:
+        first, second = (said_hello(port, hello(1, world_size=3)) for _ in range(2))
+        with pytest.raises(UserError, match="two launchers have RANK=1"):
+            leader.gather(WAIT_S, lambda text: None)
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize("first_bytes", [b"", b"\x00\x00\x00\x20half"], ids=["silent", "slow"])
+def test_a_stranger_is_turned_away_after_the_handshake_deadline(
+    leader: Leader, port: int, monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
+) -> None:
+    monkeypatch.setattr(leader_module, "HANDSHAKE_S", 0.2)
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as stranger:
+        stranger.sendall(first_bytes)
+        while stranger.recv(4096):  # the challenge, then the end
+            pass
+    for thread in threading.enumerate():
+        if thread.name.endswith("(_greet)"):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
