@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from pipelinerl.weights.handles import Handle
+from pipelinerl.weights.meeting_port import listen
 
 _MAX_LINE_BYTES = 65536
 LOOPBACK = "127.0.0.1"
@@ -56,7 +57,7 @@ class HandleSender:
     """The trainer's end. `port` and `secret` travel to the workers over the server's control route."""
 
     def __init__(self, port: int | None, timeout_s: float) -> None:
-        self._listener = socket.create_server((LOOPBACK, port or 0))
+        self._listener = listen(LOOPBACK, port)
         self.port = int(self._listener.getsockname()[1])
         self.secret = secrets.token_urlsafe(24)
         self._timeout_s = timeout_s

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from pipelinerl.weights.gloo_transport import GlooTransport
+import pytest
+
 from pipelinerl.weights.meeting_port import listen
+from pipelinerl.weights.transport import TransportName, create_transport
 
 
 def test_the_planned_port_is_taken_if_it_is_free() -> None:
@@ -15,12 +17,15 @@ def test_the_planned_port_is_taken_if_it_is_free() -> None:
         assert again.getsockname()[1] == port
 
 
-def test_a_server_that_joins_again_does_not_wait_for_the_port_of_its_broken_group() -> None:
+@pytest.mark.parametrize(("name", "key"), [("gloo", "master_port"), ("ipc", "port")])
+def test_a_server_that_joins_again_does_not_wait_for_the_port_of_its_broken_group(
+    name: TransportName, key: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         planned = held.getsockname()[1]
-        transport = GlooTransport("127.0.0.1", planned, timeout_s=5, chunk_bytes=1024)
+        transport = create_transport(name, "127.0.0.1", planned, 5, 1024)
         told = transport.prepare(num_workers=1)
-        assert told["master_port"] != planned
-        with socket.create_connection(("127.0.0.1", told["master_port"]), timeout=5):
+        assert told[key] != planned
+        with socket.create_connection(("127.0.0.1", told[key]), timeout=5):
             pass
         transport.close()
