@@ -4,9 +4,11 @@
 |---------------------------|------------------------------------|--------------------------------------------------|
 | groups of the actor       | the stream `actor` (blocking read) | always, unless the queue is full                 |
 | room ahead of the trainer | the feed of the stream `trainer`   | a batch is ready but the trainer has two already |
+| room in `training_data`   | the trainer, which takes a batch   | with streams=redis, until training is done       |
 | reference log-probs       | the `preprocessor_llm` servers     | with a KL term                                   |
 
-Both waits end in the same call: the feed wakes the blocked read. Training done ends the loop, and the process with 0.
+The first two end in the same call: the feed wakes the blocked read. Training done ends the loop, and the process with
+exit code 0.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+from pipelinerl.errors import NoRoom
 from pipelinerl.preprocess.batcher import Batcher
 from pipelinerl.preprocess.dispatch import TrainerView
 from pipelinerl.preprocess.intake import Intake, ReferenceScorer
@@ -93,12 +96,14 @@ class PreprocessLoop:
 
     def run(self) -> None:
         self._feed.start()
-        while not self._view.is_done and not self._used_up:
-            entries = self._wait()
-            for start in range(0, len(entries), self._chunk_groups):
-                self._take(entries[start : start + self._chunk_groups])
+        # There is no room only when training is done; what the batch held is as pending as what the queue holds.
+        with contextlib.suppress(NoRoom):
+            while not self._view.is_done and not self._used_up:
+                entries = self._wait()
+                for start in range(0, len(entries), self._chunk_groups):
+                    self._take(entries[start : start + self._chunk_groups])
+                    self._dispatch()
                 self._dispatch()
-            self._dispatch()
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -152,6 +157,8 @@ class PreprocessLoop:
 
     def _on_trainer_message(self, entry: Entry[TrainerMessage]) -> None:
         self._view.take(entry.record)
+        if self._view.is_done:
+            self._outputs.stop_waiting()
         self._groups.wake()
 
 

@@ -1,4 +1,7 @@
-"""Everything that the preprocessor writes: fates, batches, metrics. Called by the loop; waits for the disk alone."""
+"""Everything that the preprocessor writes: fates, batches, metrics. Called by the loop.
+
+Waits for the disk, and in Redis for room: with `streams=redis` a batch may have to wait until the trainer took others.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,11 @@ class Outputs:
             self._fates.flush()
 
     def write_batch(self, closed: ClosedStep, actor_offset: int, statistics: dict[str, float]) -> None:
-        """Normalise, plan and publish one optimizer step."""
+        """Normalise, plan and publish one optimizer step.
+
+        Raises:
+            NoRoom: the stream is full, and after `stop_waiting` nobody takes a batch any more.
+        """
         samples = normalize_step(closed.samples, self._config.rl)
         plan = make_plan(
             [len(item.sample.input_ids) for item in samples],
@@ -109,6 +116,10 @@ class Outputs:
         }
         values |= {f"preprocessor/{name}": float(n) for name, n in self._counts.items() if "/" in name}
         self._metrics.write(MetricRecord(source=self._job_name, step=step, time=self._clock(), values=values))
+
+    def stop_waiting(self) -> None:
+        """Training is done: a batch for which the stream has no room is not written. Any thread may call it."""
+        self._batches.end_waits()
 
     def close(self) -> None:
         for writer in (self._batches, self._fates, self._metrics):

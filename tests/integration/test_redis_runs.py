@@ -72,3 +72,25 @@ def test_d4_two_runs_on_one_machine_and_one_redis_server(tmp_path: Path, monkeyp
             summary = json.loads((tmp_path / name / "run" / "summary.json").read_text())
             assert (summary["status"], summary["steps"]) == ("completed", count)
             assert _trained(tmp_path / name) == summary["samples_trained"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_l7_a_run_with_drained_updates_goes_on_when_its_streams_are_full(tmp_path: Path) -> None:
+    """A few groups fill the streams, and generation is far ahead: the lag has no bound, nothing is dropped."""
+    model = save_random_model(tmp_path / "model")
+    keys = {
+        "schedule": "concurrent",
+        "max_lag": None,
+        "pop_old_data": False,
+        "preprocess": {"ring_buffer_size": 1},
+        "streams": {"backend": "redis", "byte_budget": 32 * 2**10},
+        "finetune": {"max_train_steps": 12},
+    }
+    with ScoringServer() as server:
+        launcher = start_run(tmp_path, model, server, **keys)
+        assert end_run(launcher, 900) == 0, logs_of(tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 12)
+    assert "log is full: waiting for preprocessor" in (tmp_path / "run" / "actor_0" / "stderr.log").read_text()
+    assert _trained(tmp_path) == summary["samples_trained"]

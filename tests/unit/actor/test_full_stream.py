@@ -309,19 +309,48 @@ class Trainer(threading.Thread):
         reporter.training_done(state)
 
 
-@pytest.mark.timeout(4 * LIMIT_S)
-async def test_l7_full_streams_and_a_drain_never_wait_in_a_circle(hub: StreamHub, tmp_path: Path) -> None:
-    settings, steps = config(tmp_path), 6
+def preprocess_loop(hub: StreamHub, root: Path) -> PreprocessLoop:
     context = SimpleNamespace(
-        config=settings,
+        config=config(root),
         world=SimpleNamespace(num_finetune_ranks=1, jobs_of=lambda kind: []),
         job=SimpleNamespace(name="preprocessor_0"),
-        run_dir=RunDir(tmp_path),
+        run_dir=RunDir(root),
         incarnation=0,
-        heartbeat=Heartbeat(tmp_path / "heartbeat.json", 60),
+        heartbeat=Heartbeat(root / "heartbeat.json", 60),
         streams=hub,
     )
-    preprocessor = PreprocessLoop(context, find_resume_point(hub, "preprocessor_0"), None)  # type: ignore[arg-type]
+    return PreprocessLoop(context, find_resume_point(hub, "preprocessor_0"), None)  # type: ignore[arg-type]
+
+
+def test_l8_a_preprocessor_that_has_no_room_ends_with_the_training(hub: StreamHub, tmp_path: Path) -> None:
+    """The last batches are never taken: they are for steps behind the last one."""
+    groups = hub.writer("actor", "actor_0", Group)
+    for number in range(4 * BATCH // ATTEMPTS):
+        samples = [made_up_sample(f"0-{number}", k, 0, 0, float(k)) for k in range(ATTEMPTS)]
+        groups.write(Group(id=f"0-{number}", problem_id="p", dataset_name="d", samples=samples, rollouts=[]))
+    preprocessor = preprocess_loop(hub, tmp_path)
+    writer: Any = preprocessor._outputs._batches
+    writer._mover.budget = writer._mover.budget._replace(limit_bytes=1)
+    waits = threading.Event()
+    mark = writer._mover._mark
+    writer._mover._mark = lambda: (waits.set(), mark())[1]
+    batching = threading.Thread(target=preprocessor.run, daemon=True)
+    batching.start()
+    messages = hub.writer("trainer", "finetune_0", TrainerMessage)
+    reporter = Reporter(messages, hub.writer("fates", "finetune_0", FateRecord), SimpleNamespace(log=lambda *_: None))
+    # The trainer is done with two steps, and nothing says that it took their batches.
+    reporter.weights_delivered(Delivery(2, {}, 1, None, 0.0))
+    assert waits.wait(LIMIT_S)
+    reporter.training_done(TrainerState(step=2))
+    batching.join(LIMIT_S)
+    assert not batching.is_alive()
+    preprocessor.close()
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+async def test_l7_full_streams_and_a_drain_never_wait_in_a_circle(hub: StreamHub, tmp_path: Path) -> None:
+    steps = 6
+    preprocessor = preprocess_loop(hub, tmp_path)
     batching = threading.Thread(target=preprocessor.run, daemon=True)
     actor = Actor(hub)
     trainer = Trainer(hub, steps, actor, lambda: preprocessor._batcher.is_full)
