@@ -49,6 +49,16 @@ class ExitPolicy:
         names = [job.name for job in self.jobs if job.kind == kind]
         return bool(names) and all(name in self._done for name in names)
 
+    @property
+    def is_training_over(self) -> bool:
+        """Whether a job has ended that does so only behind the end of training. The trainer may be on another node."""
+        ended = any(job.name in self._done for job in self.jobs if job.kind != "finetune")
+        return ended or self.is_done("finetune")
+
+    def awaits(self, kind: str) -> bool:
+        """Whether a job of that kind still has to end by itself."""
+        return any(job.kind == kind and job.name not in self._done for job in self.jobs)
+
     def on_exit(self, job: Job, returncode: int) -> Verdict:
         """Judge the end of one job."""
         if job.kind in SERVER_KINDS:

@@ -21,6 +21,7 @@ from pipelinerl.supervise.commands import JOB_KEY, Command, child_environment
 from pipelinerl.supervise.descendants import end_all, end_rest_of_job, wait_gone
 from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
+from pipelinerl.supervise.last_evaluation import LastEvaluation
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
 from pipelinerl.supervise.pool_requests import PoolReply, PoolRequest, take_requests
@@ -63,12 +64,6 @@ class Outcome:
     job: str | None = None
 
 
-_REPEAT_EVALUATION = (
-    "The trainer, which alone could give a new server the weights, is done and has saved the model. Start the same "
-    "command again: it repeats the evaluation"
-)
-
-
 @dataclass
 class Supervisor:
     """Supervises one run on one node; `run` is called once.
@@ -96,6 +91,10 @@ class Supervisor:
     _last_tick: float = 0.0
     #: When a server that was removed is killed, should it not have ended by then.
     _kill_at: dict[str, float] = field(default_factory=dict)
+    _last_evaluation: LastEvaluation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last_evaluation = LastEvaluation(self.policy, self.keeper)
 
     def run(self) -> Outcome:
         """Start everything and block until the run is over and all its processes are gone."""
@@ -161,7 +160,7 @@ class Supervisor:
             if self.takes_requests:
                 take_requests(self.run_dir, self._answer_request)
             self._kill_removed(now)
-            outcome = self._start_due_servers(now) or self._find_stuck(now)
+            outcome = self._find_unserved(now) or self._start_due_servers(now) or self._find_stuck(now)
             if outcome is not None:
                 return outcome
             if finish_by is not None and now > finish_by and self.policy.unfinished:
@@ -169,8 +168,8 @@ class Supervisor:
 
     def _tick_s(self, now: float) -> float:
         """Longest wait for an event: until the next heartbeat, or until something is due."""
-        due_s = self.keeper.next_due_s(now)
-        waits = [at - now for at in self._kill_at.values()] + ([] if due_s is None else [due_s])
+        dues = (self.keeper.next_due_s(now), self._last_evaluation.next_due_s(now))
+        waits = [at - now for at in self._kill_at.values()] + [due_s for due_s in dues if due_s is not None]
         return min([self.config.heartbeat_interval_s, *waits])
 
     def _next_event(self, timeout_s: float) -> Event | None:
@@ -224,15 +223,12 @@ class Supervisor:
             # Its helpers hold its device.
             end_rest_of_job(self._children[job.name].pid, JOB_KEY, job.name)
             return None
-        if job.kind == POLICY_KIND and self._is_spare(job):
-            # Nobody is left to give it weights, and the others can finish what is left: what ran there, too.
+        if job.kind == POLICY_KIND and (self.policy.is_done("actor") or self._last_evaluation.is_due):
+            # Nobody is left to give a new one the weights. The others can finish what is left, what ran there, too;
+            # `_find_unserved` sees when there are none.
             logger.warning("%s ended (%s) after training", job.name, describe_exit(event.returncode))
             self.keeper.give_up(job.name, f"ended ({describe_exit(event.returncode)}) after training", self.clock())
             return None
-        if job.kind == POLICY_KIND and self.policy.is_done("finetune"):
-            # A new one would wait for weights for ever.
-            reason = f"ended ({describe_exit(event.returncode)}) while the last evaluation needed it"
-            return self._blame(event, Verdict("failed", f"{reason}. {_REPEAT_EVALUATION}"))
         child = self._children[job.name]
         # The others hear of it first; what is left of the server must be gone before it is started again.
         why_not = self.keeper.on_exit(job.name, event.returncode, self.clock())
@@ -242,12 +238,14 @@ class Supervisor:
             return None
         return self._blame(event, Verdict("failed", why_not))
 
-    def _is_spare(self, job: Job) -> bool:
-        """Whether the run can finish without this server: training is over and others serve, or nobody samples."""
-        if self.policy.is_done("actor"):
-            return True
-        others = [other for other in self.keeper.policy_servers if other.name != job.name and other.state == "serving"]
-        return self.policy.is_done("finetune") and bool(others)
+    def _find_unserved(self, now: float) -> Outcome | None:
+        lost = self._last_evaluation.find_lost_server(now)
+        if lost is None:
+            return None
+        server, reason = lost
+        if child := self._children.get(server.name):
+            reason += f". Last error: {last_error(child.stdout, child.stderr)}\nIts log: {child.stderr.file}"
+        return Outcome("failed", reason, EXIT_RUN_FAILED, server.name)
 
     def _take_answer(self, event: PoolAnswered, now: float) -> None:
         name = event.answer.name
@@ -297,6 +295,8 @@ class Supervisor:
         if late is not None:
             self._end_server(late, "did not get the weights in time after its start", now)
         for server in self.keeper.take_due(now):
+            if server.is_policy and self.policy.is_training_over:
+                continue  # it would wait for weights that nobody sends
             if not server.is_ours:
                 self.keeper.started(server.name, now)
                 continue

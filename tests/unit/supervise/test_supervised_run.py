@@ -146,9 +146,9 @@ time.sleep(300)
 """
 
 
-# Says that both servers have the weights, and once that is known that training is complete.
-TRAINS_ON_TWO = """
-import sys, time
+# Says that all servers have the weights, and once that is known that training is complete.
+TRAINS = """
+import json, os, signal, sys, time
 from pathlib import Path
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import PoolAnswer, ServerReady
@@ -158,15 +158,29 @@ from pipelinerl.supervise.run_dir import RunDir
 root = Path(sys.argv[1])
 hub = StreamHub(StreamsConfig(), RunDir(root), "run-test")
 pool = hub.writer("pool", "finetune_0", PoolAnswer)
-for index in range(2):
+servers = root / "pool" / "servers.json"
+count = servers.read_text().count('"actor_llm_')
+for index in range(count):
     pool.write(ServerReady(name=f"actor_llm_{index}", generation=0, version=0, time=time.time()))
 pool.flush()
-while (root / "pool" / "servers.json").read_text().count('"serving"') < 2:
+while servers.read_text().count('"serving"') < count:
     time.sleep(0.05)
+# BEFORE THE END
 writer = hub.writer("trainer", "finetune_0", TrainerMessage)
 writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
 writer.close()
 """
+# Loses the only server while it saves the model.
+LOSES_ITS_SERVER = TRAINS.replace(
+    "# BEFORE THE END",
+    """
+while not (root / "starts").exists() or not (root / "starts").read_text().endswith("\\n"):
+    time.sleep(0.05)
+os.kill(int((root / "starts").read_text().split()[0]), signal.SIGKILL)
+while '"down"' not in servers.read_text():
+    time.sleep(0.05)
+""",
+)
 # Kills a server once training is done, and ends well when that is told.
 EVALUATES = """
 import os, signal, sys, time
@@ -442,15 +456,16 @@ def test_a_server_that_stopped_responding_is_started_again(start: Starter) -> No
 
 
 def test_a_server_that_dies_after_training_is_told_to_the_actor_and_harms_nobody(start: Starter) -> None:
-    jobs = {"actor_llm_0": SERVES, "actor_llm_1": SLEEP, "actor_0": EVALUATES, "finetune_0": TRAINS_ON_TWO}
+    jobs = {"actor_llm_0": SERVES, "actor_llm_1": SLEEP, "actor_0": EVALUATES, "finetune_0": TRAINS}
     code, stderr, summary = start(jobs).end()
     assert (code, summary["status"]) == (0, "completed"), stderr
 
 
-def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: Starter) -> None:
-    jobs = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, "finetune_0": FINISHES}
+@pytest.mark.parametrize("on_this_node", ["finetune_0", "preprocessor_0"], ids=["trainer-here", "trainer-elsewhere"])
+def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: Starter, on_this_node: str) -> None:
+    jobs = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, on_this_node: TRAINS}
     run = start(jobs, server_restart_backoff_s=0)
-    wait_until("the trainer's end", lambda: "finetune_0 is done" in log_of(run))
+    wait_until("the end of training", lambda: f"{on_this_node} is done" in log_of(run))
     wait_until("the server's start", lambda: len(starts_of(run)) == 1)
     os.kill(starts_of(run)[0][0], signal.SIGKILL)
     code, stderr, _ = run.end()
@@ -458,6 +473,22 @@ def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: St
     assert "actor_llm_0 ended (killed by SIGKILL" in stderr and "while the last evaluation needed it" in stderr
     assert "Start the same command again" in stderr
     assert len(starts_of(run)) == 1
+
+
+def test_the_only_server_that_dies_while_the_model_is_saved_ends_the_run_with_the_training(start: Starter) -> None:
+    jobs = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, "finetune_0": LOSES_ITS_SERVER}
+    run = start(jobs, server_restart_backoff_s=300)
+    code, stderr, summary = run.end()
+    assert (code, summary["status"]) == (1, "failed")
+    assert "actor_llm_0 is down, while the last evaluation needed it" in stderr
+    assert len(starts_of(run)) == 1 and run.descendants() == []
+
+
+def test_a_server_that_dies_when_the_actor_is_done_is_not_missed(start: Starter) -> None:
+    ends_well = EVALUATES.split("end = ")[0]  # the server's end is heard first, the actor's right behind it
+    jobs = {"actor_llm_0": SERVES, "actor_0": ends_well, "finetune_0": TRAINS}
+    code, stderr, summary = start(jobs).end()
+    assert (code, summary["status"]) == (0, "completed"), stderr
 
 
 def test_a_removed_server_that_ignores_sigterm_is_killed_with_its_helpers(start: Starter) -> None:
