@@ -101,9 +101,7 @@ class ServerMembership:
         has_weights = self._has_weights(name)
         if has_weights and name not in self._described:
             if name not in self._describing:
-                task = asyncio.get_running_loop().create_task(self._describe(name, index))
-                self._describing[name] = task
-                task.add_done_callback(lambda _: self._describing.pop(name))
+                self._describing[name] = asyncio.get_running_loop().create_task(self._describe(name, index))
             return
         if has_weights != self._slots.usable[index]:
             logger.info("%s %s rollouts", name, "takes" if has_weights else "takes no")
@@ -115,7 +113,11 @@ class ServerMembership:
     async def _describe(self, name: str, index: int) -> None:
         """Tell the workers about a server that joined, once it has said what it is."""
         await self._started.wait()
-        found = await self._ask(name, self._urls[index])
+        try:
+            found = await self._ask(name, self._urls[index])
+        finally:
+            # At once: what is heard of the server from now on asks again.
+            del self._describing[name]
         if found is None:
             return
         self._max_model_lens += [None] * (index + 1 - len(self._max_model_lens))

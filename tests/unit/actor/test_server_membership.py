@@ -234,3 +234,30 @@ async def test_a_server_that_went_away_is_asked_no_more(monkeypatch: pytest.Monk
     scene.change("c", "down", 0)
     await until(lambda: not scene.members._describing)
     assert scene.members.usable == ["a", "b"]
+
+
+async def test_a_server_that_is_back_in_the_moment_in_which_it_is_given_up_is_asked_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    fetch = FailingFetch(monkeypatch, failures=1)
+    scene = joining_scene()
+
+    def come_back() -> None:
+        scene.change("c", "up", 1)
+        scene.ready("c", 1)
+
+    def go_away() -> None:
+        scene.change("c", "down", 0)
+        loop.call_soon(come_back)  # behind the last step of the task that asks, before anything hears of its end
+
+    async def fetch_and_lose(urls: list[str], token: str) -> Servers:
+        if fetch.calls == 0:
+            fetch.calls += 1
+            loop.call_soon(go_away)
+            raise WorkerError("refused")
+        return await fetch.fetch(urls, token)
+
+    monkeypatch.setattr(membership_module, "fetch_max_model_lens", fetch_and_lose)
+    await until(lambda: scene.members.usable == ["a", "b", "c"])
+    assert fetch.calls == 2
