@@ -73,6 +73,6 @@ def follow_pool(
         context.incarnation,
         wake,
     )
-    feed = Feed(context.streams.reader(POOL_TOPIC, LAUNCHER, PoolChange), pool.take, "pool").start()
+    feed = Feed(context.streams.reader(POOL_TOPIC, LAUNCHER, PoolChange), pool.take, "pool", pool.fail).start()
     stack.callback(feed.stop)
     return pool

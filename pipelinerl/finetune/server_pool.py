@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pipelinerl.errors import WeightSyncError
+from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.report import ServerAddress
@@ -71,6 +71,7 @@ class ServerPool:
         self._ready: set[str] = set()
         self._removed: set[str] = set()
         self._last_error = ""
+        self._failure: BaseException | None = None
 
     def connect_all(self, addresses: Sequence[ServerAddress]) -> None:
         """Connect the servers of the plan; returns when all are connected that have not been removed meanwhile.
@@ -79,16 +80,31 @@ class ServerPool:
 
         Raises:
             WeightSyncError: not all of them came in time.
+            StreamError: the launcher cannot be heard.
         """
         for address in addresses:
             if self.is_first_start(address.name, self.generations().get(address.name)):
                 self._join(address, 0, late=False)
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._missing(), self._start_timeout_s):
+            if not self._changed.wait_for(lambda: self._hears() and not self._missing(), self._start_timeout_s):
                 error = f"; the last error: {self._last_error}" if self._last_error else ""
                 raise WeightSyncError(
                     ", ".join(self._missing()), f"not connected within {self._start_timeout_s:g} s of the start{error}"
                 )
+
+    def fail(self, error: BaseException) -> None:
+        """The stream can be followed no longer. The trainer hears of it when it asks for servers the next time."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        self._wake()
+
+    def _hears(self) -> bool:
+        """True; a trainer that goes on without the launcher would wait for servers that are there, or are gone."""
+        if self._failure is not None:
+            error = self._failure
+            raise StreamError(f"what the launcher says of servers cannot be followed: {error}") from error
+        return True
 
     def _missing(self) -> list[str]:
         return sorted(self._planned - self._removed - set(self._publisher.servers))
@@ -123,13 +139,19 @@ class ServerPool:
 
     @property
     def fresh(self) -> list[str]:
-        """Connected servers that have not been given weights since they came up."""
+        """Connected servers that have not been given weights since they came up. StreamError: as `generations`."""
+        self._hears()
         connected = self._publisher.servers
         with self._changed:
             return [name for name in connected if name not in self._ready]
 
     def generations(self) -> dict[str, int]:
-        """The start of each server that this is about, to be handed to `ready` and `drop` later on."""
+        """The start of each server that this is about, to be handed to `ready` and `drop` later on.
+
+        Raises:
+            StreamError: the launcher cannot be heard any more.
+        """
+        self._hears()
         with self._changed:
             return dict(self._generations)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.fake_server import FakeServer, Fault
 
-from pipelinerl.errors import WeightSyncError
+from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.finetune.weights_feed import WeightsFeed
@@ -288,3 +288,24 @@ def test_a_server_that_is_started_again_between_update_and_probe_is_not_blamed(
         scene.feed.send(0, [[1, 2]])
     assert scene.ready == [("s1", 0, 0)] and scene.dropped == []
     assert scene.pool.fresh == ["s0"]
+
+
+def test_a_trainer_that_cannot_hear_the_launcher_any_more_does_not_go_on(scene: Scene) -> None:
+    """It would send to servers that left, and wait for those that came."""
+    scene.feed.send(0, [[1, 2]])
+    errors: list[str] = []
+
+    def wait_for_a_server() -> None:
+        with pytest.raises(StreamError) as caught:
+            scene.pool.wait_for_fresh(WAIT_S)
+        errors.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait_for_a_server, daemon=True)
+    waiting.start()
+    scene.pool.fail(StreamError("corrupt record"))
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive() and errors == ["what the launcher says of servers cannot be followed: corrupt record"]
+    assert scene.woken.acquire(timeout=WAIT_S), "a trainer that waits for data is woken"
+    for ask in (lambda: scene.feed.has_fresh, lambda: scene.feed.send(1)):
+        with pytest.raises(StreamError, match="corrupt record"):
+            ask()
