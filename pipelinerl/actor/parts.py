@@ -25,6 +25,7 @@ from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.config import RunConfig
+from pipelinerl.config.stages import has_stage
 from pipelinerl.domains.datasets import Problem, ProblemSets
 from pipelinerl.records import EvaluationResult, FateRecord, Group, MetricRecord
 from pipelinerl.records.turns import Drained
@@ -100,7 +101,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     throughput = ThroughputWindow(config.actor.throughput_window_size * config.attempts, time.monotonic)
     averages = RolloutAverages()
     failures = FailureLimit(config.actor.max_failure_rate, config.actor.min_rollouts_for_failure_rate)
-    publisher = _publisher_of(hub, name, incarnation)
+    publisher = _publisher_of(hub, name, incarnation, has_stage(config, "preprocessor"))
 
     def on_training_answer(answer: Answer, problem: Problem) -> None:
         context.heartbeat.progress()
@@ -166,11 +167,11 @@ def _budget_of(config: RunConfig) -> SampleBudget | RoundBudget:
     return SampleBudget(config.finetune.samples_per_step, config.max_lag, config.attempts)
 
 
-def _publisher_of(hub: StreamHub, name: str, incarnation: int) -> Publisher:
+def _publisher_of(hub: StreamHub, name: str, incarnation: int, has_preprocessor: bool) -> Publisher:
     return Publisher(
         source=name,
         incarnation=incarnation,
-        groups=hub.loop_writer(ACTOR_TOPIC, name, Group),
+        groups=hub.loop_writer(ACTOR_TOPIC, name, Group, has_preprocessor),
         fates=hub.loop_writer(FATES_TOPIC, name, FateRecord),
         evaluations=hub.loop_writer(EVALUATION_TOPIC, name, EvaluationResult),
         metrics=hub.loop_writer(METRICS_TOPIC, name, MetricRecord),

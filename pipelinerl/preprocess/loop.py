@@ -75,7 +75,12 @@ class PreprocessLoop:
             step_samples=resume.step_samples,
         )
         self._outputs = Outputs(
-            context.streams, context.job.name, context.incarnation, config.finetune, max(trainer_ranks, 1)
+            context.streams,
+            context.job.name,
+            context.incarnation,
+            config.finetune,
+            max(trainer_ranks, 1),
+            has_trainer=trainer_ranks > 0,
         )
         recorded = recorded_streams(config)
         # The groups of another run are all there; when they are used up, so is the work.

@@ -32,6 +32,7 @@ class Outputs:
         incarnation: int,
         config: FinetuneConfig,
         num_ranks: int,
+        has_trainer: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._job_name = job_name
@@ -39,7 +40,7 @@ class Outputs:
         self._config = config
         self._num_ranks = num_ranks
         self._clock = clock
-        self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch)
+        self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch, is_consumed=has_trainer)
         self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
         self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
         self._counts: Counter[str] = Counter()

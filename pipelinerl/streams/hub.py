@@ -51,8 +51,13 @@ class StreamHub:
         _claim(self._root, run_id)
         self._redis_url = _redis_url(config, os.environ if environ is None else environ)
 
-    def writer(self, topic: str, instance: str, record_type: Any, partition: int = 0) -> StreamWriter[Any]:
-        """Open a stream for appending; see `FileWriter`. One writer at a time per (topic, instance, partition)."""
+    def writer(
+        self, topic: str, instance: str, record_type: Any, partition: int = 0, is_consumed: bool = True
+    ) -> StreamWriter[Any]:
+        """Open a stream for appending; see `FileWriter`. One writer at a time per (topic, instance, partition).
+
+        `is_consumed`: whether the readers in `CONSUMERS` are part of this run; False: nobody is waited for.
+        """
         spec = StreamSpec(topic, instance, partition)
         directory = self._directory(spec)
         keep_tokens = self._config.retention == "all"
@@ -70,17 +75,17 @@ class StreamHub:
                 config.fsync,
                 Budget(
                     int(config.byte_budget * (LARGE_SHARE if consumers else SMALL_SHARE)),
-                    consumers,
+                    consumers if is_consumed else (),
                     config.backpressure_timeout_s,
                 ),
                 Archive(directory / ARCHIVE_FOLDER, record_type, config.shard_bytes, config.fsync, keep_tokens),
             )
         return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync, keep_tokens)
 
-    def loop_writer(self, topic: str, instance: str, record_type: Any) -> LoopWriter[Any]:
-        """Open a stream for appending from an event loop, which is never held up."""
+    def loop_writer(self, topic: str, instance: str, record_type: Any, is_consumed: bool = True) -> LoopWriter[Any]:
+        """Open a stream for appending from an event loop, which is never held up. `is_consumed`: as for `writer`."""
         may_wait = self._redis_url is not None or self._config.fsync != "never"
-        return LoopWriter(self.writer(topic, instance, record_type), may_wait)
+        return LoopWriter(self.writer(topic, instance, record_type, is_consumed=is_consumed), may_wait)
 
     def reader(
         self,

@@ -112,6 +112,18 @@ def test_d6_a_stream_that_stays_full_ends_with_the_name_of_the_reader(
     assert read_steps(reader, 1) == [written]
 
 
+def test_a_stream_whose_reader_is_no_part_of_the_run_is_never_waited_for(
+    server: RedisServer, client: Any, tmp_path: Path
+) -> None:
+    """Rollouts or batches alone (`debug.mode`): older records move to the archive, and another run reads them there."""
+    hub, total = open_hub(server, tmp_path, backpressure_timeout_s=0.1), 200
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord, is_consumed=False)
+    for n in range(total):
+        writer.write(record(n))
+    assert int(client.get(KEYS.size)) <= int(BUDGET * LARGE_SHARE)
+    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), total) == list(range(total))
+
+
 def test_closing_a_writer_ends_its_wait_for_room(server: RedisServer, client: Any, tmp_path: Path) -> None:
     writer = open_hub(server, tmp_path).writer(ACTOR_TOPIC, "actor_0", MetricRecord)
     waits, errors = threading.Event(), []
