@@ -7,7 +7,8 @@ started again when training ended, is of no use any more. Where no other one ser
 from __future__ import annotations
 
 from pipelinerl.supervise.policy import ExitPolicy
-from pipelinerl.supervise.server_keeper import Server, ServerKeeper
+from pipelinerl.supervise.server_keeper import POLICY_KIND, Server, ServerKeeper
+from pipelinerl.world import Job
 
 #: How long the actor's own end may take to be heard, and what the trainer said last of a server that started lately.
 END_S = 1.0
@@ -35,6 +36,10 @@ class LastEvaluation:
     def is_due(self) -> bool:
         """Whether only the evaluation behind the end of training is left to be done, on this node."""
         return self._policy.is_training_over and self._policy.awaits("actor")
+
+    def can_lose(self, job: Job) -> bool:
+        """Whether the end of that job is no reason to start it again, nor to end the run before `find_lost_server`."""
+        return job.kind == POLICY_KIND and (self._policy.is_done("actor") or self.is_due)
 
     def find_lost_server(self, now: float) -> tuple[Server, str] | None:
         """The server that is missed, and why the run cannot end without it; None as long as it can."""

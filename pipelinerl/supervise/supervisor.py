@@ -37,7 +37,7 @@ from pipelinerl.supervise.process import (
     spawn,
 )
 from pipelinerl.supervise.run_dir import RunDir
-from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
+from pipelinerl.supervise.server_keeper import ServerKeeper
 from pipelinerl.world import SERVER_KINDS, Job
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Supervisor:
             # Its helpers hold its device.
             end_rest_of_job(self._children[job.name].pid, JOB_KEY, job.name)
             return None
-        if job.kind == POLICY_KIND and (self.policy.is_done("actor") or self._last_evaluation.is_due):
+        if self._last_evaluation.can_lose(job):
             # Nobody is left to give a new one the weights. The others can finish what is left, what ran there, too;
             # `_find_unserved` sees when there are none.
             logger.warning("%s ended (%s) after training", job.name, describe_exit(event.returncode))
@@ -365,7 +365,9 @@ class Supervisor:
             reason = self.monitor.judge(child.pid, child.started_at, beat, now)
             if reason is None:
                 continue
-            if self._job_of(name).kind in SERVER_KINDS and self.keeper.may_restart(name, now):
+            job = self._job_of(name)
+            may_end = job.kind in SERVER_KINDS and self.keeper.may_restart(name, now)
+            if may_end or self._last_evaluation.can_lose(job):
                 self._end_server(name, reason, now)
                 continue
             return self._blame_stuck(child, reason)

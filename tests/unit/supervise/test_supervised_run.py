@@ -484,6 +484,20 @@ def test_the_only_server_that_dies_while_the_model_is_saved_ends_the_run_with_th
     assert len(starts_of(run)) == 1 and run.descendants() == []
 
 
+def test_a_stuck_server_is_not_missed_after_training_either(start: Starter) -> None:
+    """It may not be started again, and need not be."""
+    stuck = STOPS_BEATING.replace(
+        """'"serving"' not in (root / "pool" / "servers.json")""",
+        """"finetune_0 is done" not in (root / "launch.log")""",
+    )
+    kill = 'os.kill(int((root / "server").read_text()), signal.SIGKILL)\n'
+    waits_for_news = EVALUATES.replace(kill, "")
+    assert kill in EVALUATES and "launch.log" in stuck
+    jobs = {"actor_llm_0": stuck, "actor_llm_1": SLEEP, "actor_0": waits_for_news, "finetune_0": TRAINS}
+    code, stderr, summary = start(jobs, heartbeat_timeout_s=5, max_server_restarts=0).end()
+    assert (code, summary["status"]) == (0, "completed"), stderr
+
+
 def test_a_server_that_dies_when_the_actor_is_done_is_not_missed(start: Starter) -> None:
     ends_well = EVALUATES.split("end = ")[0]  # the server's end is heard first, the actor's right behind it
     jobs = {"actor_llm_0": SERVES, "actor_0": ends_well, "finetune_0": TRAINS}
