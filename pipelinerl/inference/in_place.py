@@ -23,7 +23,7 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
     """True if nobody turned it off and every layer computes with the tensors that its weight loaders fill.
 
     CPUs pack the matrices of linear layers; quantized and expert layers rearrange theirs; some attention layers keep
-    products of theirs.
+    products of theirs, or sinks in another dtype.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -37,9 +37,22 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in plain:
             return False
-        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
-            return False
+        if hasattr(module, "process_weights_after_loading"):
+            if type(module) is not Attention or _keeps_a_copy(module.impl):
+                return False
     return True
+
+
+def _keeps_a_copy(impl: Any) -> bool:
+    """Whether an attention kernel may hold something made of weights (sinks in fp32), which only vLLM's reload renews."""
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    for variant in impl.get_impl_variants():
+        has_nothing = type(variant).process_weights_after_loading is AttentionImplBase.process_weights_after_loading
+        # Without sinks those that are known have nothing to renew; of one without the attribute nothing is known.
+        if not has_nothing and getattr(variant, "sinks", variant) is not None:
+            return True
+    return False
 
 
 def checkpoint_tensors(model_config: Any) -> dict[str, tuple[int, ...]] | None:
@@ -53,13 +66,19 @@ def is_tied(model_config: Any) -> bool:
     return bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
 
 
-def missing_from_update(model_config: Any, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
-    """What is wrong with an update of these tensors; the layers cannot tell afterwards, when loading in place."""
-    expected = checkpoint_tensors(model_config)
-    if expected is None:
-        return ["the server's checkpoint is not in safetensors format, so nobody knows what an update has to cover"]
+def missing_from_update(
+    expected: Mapping[str, tuple[int, ...]], tied: bool, names: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[str]:
+    """What is wrong with an update of these tensors; the layers cannot tell afterwards, when loading in place.
+
+    Args:
+        expected: the tensors of the server's checkpoint.
+        tied: its output head is the embedding.
+        names: of the tensors of the update.
+        shapes: theirs.
+    """
     sent = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
-    return coverage_problems(expected, sent, is_tied(model_config))
+    return coverage_problems(expected, sent, tied)
 
 
 def _local_folder(model: str, revision: str | None) -> Path | None:

@@ -67,6 +67,7 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, P
             return buffer
 
         receive_buffers("ipc", metas, self._chunk_bytes, update_info.pass_id, fetch, model.load_weights)
+        self.all_loaded()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """As the base class; waits for the device only where there is one."""

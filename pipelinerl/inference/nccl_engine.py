@@ -66,6 +66,7 @@ class NCCLWeightTransferEngine(CheckedReload, WeightTransferEngine[GroupInitInfo
             stream.synchronize()
 
         receive_buffers("nccl", metas, self._chunk_bytes, update_info.pass_id, fetch, load)
+        self.all_loaded()
 
     def shutdown(self) -> None:
         if self._group is not None:

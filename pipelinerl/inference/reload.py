@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
-from pipelinerl.inference.in_place import can_load_in_place, missing_from_update
+from pipelinerl.inference.in_place import can_load_in_place, checkpoint_tensors, is_tied, missing_from_update
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +33,23 @@ class CheckedReload:
     Loads layer by layer; a plain model on a GPU can be loaded in place (see `inference.in_place`).
     """
 
-    #: The engine calls `expect` with all tensors of an update before it receives them.
+    #: The engine calls `expect` with all tensors of an update before it receives them, and `all_loaded` afterwards.
     may_load_in_place = False
     model: torch.nn.Module
     model_config: Any
     _in_place: bool = False
+    _expected: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     _covered: bool = False
 
     def start_weight_update(self) -> None:
         """Prepare for new weights, after forgetting what a failed update left."""
         self._in_place = self.may_load_in_place and can_load_in_place(self.model, os.environ)
         self._covered = False
+        if self._in_place:
+            expected = checkpoint_tensors(self.model_config)
+            # Without a list of its tensors only the layers can tell whether an update is complete.
+            self._in_place = expected is not None
+            self._expected = expected or {}
         if not self._in_place:
             roll_back(self.model)
             layerwise.initialize_layerwise_reload(self.model)
@@ -54,9 +61,12 @@ class CheckedReload:
             IncompleteUpdateError: these tensors are not those of the model. Nothing was received.
         """
         if self._in_place:
-            if problems := missing_from_update(self.model_config, names, shapes):
+            if problems := missing_from_update(self._expected, is_tied(self.model_config), names, shapes):
                 raise IncompleteUpdateError("; ".join(problems))
-            self._covered = True
+
+    def all_loaded(self) -> None:
+        """Every tensor that `expect` was told of has been loaded."""
+        self._covered = True
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights in place.
@@ -66,7 +76,7 @@ class CheckedReload:
         """
         if self._in_place:
             if not self._covered:
-                raise IncompleteUpdateError("no tensors were sent")
+                raise IncompleteUpdateError("not all tensors were received")
             return
         if missing := incomplete_layers(self.model):
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
