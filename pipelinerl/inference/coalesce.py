@@ -66,7 +66,11 @@ def cheap_to_cut(logprobs: Any) -> Any:
 
 
 def as_lists(parts: list[Any]) -> LogprobsLists:
-    """One `LogprobsLists` of the parts of one request, of either form."""
+    """One `LogprobsLists` of the parts of one request, of either form.
+
+    A step has as many columns as the request of it that wants most. A request's own come first and are in every part,
+    so that what is beyond the narrowest part was for others.
+    """
     if all(type(part) is tuple for part in parts):
         ids, values, ranks = zip(*parts, strict=True)
         return LogprobsLists(
@@ -75,9 +79,10 @@ def as_lists(parts: list[Any]) -> LogprobsLists:
     lists = [as_lists([part]) if type(part) is tuple else part for part in parts]
     if len(lists) == 1:
         return lists[0]
+    columns = min(part.logprobs.shape[1] for part in lists)
     return LogprobsLists(
-        np.concatenate([part.logprob_token_ids for part in lists]),
-        np.concatenate([part.logprobs for part in lists]),
+        np.concatenate([part.logprob_token_ids[:, :columns] for part in lists]),
+        np.concatenate([part.logprobs[:, :columns] for part in lists]),
         np.concatenate([part.sampled_token_ranks for part in lists]),
         None,
     )

@@ -127,3 +127,30 @@ def test_nothing_leaves_as_plain_numbers() -> None:
     assert hold.pass_on([EngineCoreOutput("a", [5], new_logprobs=cheap.slice_request(0, 1))], requests) == []
     (released,) = hold.release()
     assert isinstance(released.new_logprobs, LogprobsLists)
+
+
+def wide(token: int, columns: int) -> LogprobsLists:
+    """A step in which another request wanted the best `columns - 1` tokens as well."""
+    ids = np.array([[token, *range(100, 99 + columns)]])
+    return LogprobsLists(ids, -ids.astype(np.float32) / 10, np.array([1]), None)
+
+
+def test_steps_in_which_another_request_wanted_more_are_joined_with_others() -> None:
+    """The sampler gives every request of a step the columns of the greediest one."""
+    hold, requests = OutputHold(max_tokens=10), {"a": request(logprobs=0)}
+    narrow = cheap_to_cut(step((4, -0.4, 1))).slice_request(0, 1)
+    sent = []
+    for token, logprobs in ((2, wide(2, 6)), (3, wide(3, 6)), (4, narrow), (5, wide(5, 3))):
+        sent += hold.pass_on([EngineCoreOutput("a", [token], new_logprobs=logprobs)], requests)
+    sent += hold.release()
+    assert tokens_of(sent) == [[2], [3, 4, 5]]
+    joined = sent[1].new_logprobs
+    assert joined is not None
+    assert joined.logprob_token_ids.tolist() == [[3], [4], [5]]
+    assert joined.logprobs.tolist() == [[np.float32(value).item()] for value in (-0.3, -0.4, -0.5)]
+
+
+def test_a_request_that_wants_more_keeps_its_own_columns() -> None:
+    joined = as_lists([wide(2, 6), wide(3, 3)])
+    assert joined.logprob_token_ids.tolist() == [[2, 100, 101], [3, 100, 101]]
+    assert joined.logprobs.shape == (2, 3)
