@@ -37,14 +37,15 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in plain:
             return False
-        if hasattr(module, "process_weights_after_loading"):
-            if type(module) is not Attention or _keeps_a_copy(module.impl):
-                return False
+        if hasattr(module, "process_weights_after_loading") and (
+            type(module) is not Attention or _keeps_a_copy(module.impl)
+        ):
+            return False
     return True
 
 
 def _keeps_a_copy(impl: Any) -> bool:
-    """Whether an attention kernel may hold something made of weights (sinks in fp32), which only vLLM's reload renews."""
+    """Whether an attention kernel may hold something made of weights (sinks in fp32) that only a reload renews."""
     from vllm.v1.attention.backend import AttentionImplBase
 
     for variant in impl.get_impl_variants():

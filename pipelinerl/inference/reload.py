@@ -60,9 +60,10 @@ class CheckedReload:
         Raises:
             IncompleteUpdateError: these tensors are not those of the model. Nothing was received.
         """
-        if self._in_place:
-            if problems := missing_from_update(self._expected, is_tied(self.model_config), names, shapes):
-                raise IncompleteUpdateError("; ".join(problems))
+        if not self._in_place:
+            return
+        if problems := missing_from_update(self._expected, is_tied(self.model_config), names, shapes):
+            raise IncompleteUpdateError("; ".join(problems))
 
     def all_loaded(self) -> None:
         """Every tensor that `expect` was told of has been loaded."""

@@ -1,5 +1,6 @@
 """One pass over a weight source as the packed buffers that travel. Called by the publisher, in the trainer's thread.
 
+A buffer is complete when it is given out: the threads that send it use streams of their own.
 Values are checked on the way if a server computes in float16: whatever is beyond its range would become infinite there.
 """
 
@@ -47,13 +48,20 @@ def packed_buffers(
             total += meta.num_bytes
             if total > chunk_bytes:
                 _check_range(chunk, float16_servers, buckets)
-                yield pack([part for _, part in chunk], mark_of(pass_id, index, total))
+                yield _complete(pack([part for _, part in chunk], mark_of(pass_id, index, total)))
                 chunk, index, total = [], index + 1, 0
     if (missing := next(expected, None)) is not None:
         raise ValueError(f"weight source: the pass ended before {missing.name}")
     if chunk:
         _check_range(chunk, float16_servers, buckets)
-        yield pack([part for _, part in chunk], mark_of(pass_id, index, total))
+        yield _complete(pack([part for _, part in chunk], mark_of(pass_id, index, total)))
+
+
+def _complete(buffer: torch.Tensor) -> torch.Tensor:
+    """`buffer`, once everything that this thread queued to fill it is done."""
+    if buffer.is_cuda:
+        torch.cuda.current_stream(buffer.device).synchronize()
+    return buffer
 
 
 def _check_range(chunk: list[tuple[str, torch.Tensor]], float16_servers: Sequence[str], rest: Iterator[object]) -> None:

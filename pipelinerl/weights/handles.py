@@ -19,6 +19,8 @@ Handle = dict[str, Any]
 def export_buffer(buffer: torch.Tensor, folder: Path) -> Handle:
     """Describe `buffer` (contiguous, uint8). It must stay as it is until every reader is done.
 
+    What wrote it must be complete, or on the current stream.
+
     Args:
         folder: where a buffer of the CPU is put; readable by this user only.
     """
@@ -61,8 +63,8 @@ _BYTES_FIELDS = ("memory", "ref_counter", "event")
 def _export_cuda(buffer: torch.Tensor) -> Handle:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    # The readers' copies run on streams of their own.
-    torch.cuda.synchronize(buffer.device)
+    # The readers' copies run on streams of their own. Not the whole GPU: a broadcast to another server may hang on it.
+    torch.cuda.current_stream(buffer.device).synchronize()
     _, arguments = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
     (_, size, _, offset, _, _, _, memory, storage_bytes, storage_offset, _, counter, counter_offset, event, sync) = (
         arguments

@@ -3,10 +3,15 @@
 The group is PyTorch's own `ProcessGroupNCCL` over the trainer's `TCPStore`, so it uses the NCCL that PyTorch brings at
 both ends. vLLM's binding asks for functions of newer NCCL releases and, where they are missing, skips every broadcast
 without a word. A group proves itself before it is used: a number that only the trainer knows has to arrive.
+
+NCCL itself waits without a limit for ranks that never come, so all ranks meet in the store first, which has one.
+Broadcasts run beside the current stream, never in it: what waits for a broadcast of a server that hangs is then only
+that server's group, and not whatever else this process does on the GPU.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -23,7 +28,11 @@ from pipelinerl.weights.gloo_group import TRAINER_RANK
 # With it, PyTorch starts no watchdog for the group: that would end the whole process when a broadcast fails.
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _PROOF_KEY = "proof"
+_HERE_KEY = "here-{rank}"
+#: So long `close` waits for NCCL at most.
+_CLOSE_S = 5.0
 _environ_lock = threading.Lock()
+logger = logging.getLogger(__name__)
 
 
 class NCCLGroup:
@@ -40,7 +49,9 @@ class NCCLGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
         self._lock = threading.Lock()
+        _meet(store, rank, world_size, self._timeout)
         torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)
         self._group: Any = _process_group(PrefixStore("weights", store), rank, world_size, self._timeout)
         try:
             self._prove(rank)
@@ -65,7 +76,8 @@ class NCCLGroup:
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Broadcast `buffer` (contiguous, on the group's GPU) from the trainer to the workers, in place.
 
-        Blocks until the buffer may be read or reused on any stream. What wrote it must be on the current stream.
+        Blocks until the buffer may be read or reused on any stream. What wrote it must be complete, or on the current
+        stream.
 
         Raises:
             RuntimeError: a peer went away, the time-out passed, or this group was closed.
@@ -74,19 +86,32 @@ class NCCLGroup:
         if group is None:
             raise RuntimeError("nccl group: it was closed")
         torch.cuda.set_device(self._device)
-        work = group.broadcast(buffer, TRAINER_RANK, self._timeout)
-        # Given a time, it blocks the thread and not only the stream.
-        work.wait(self._timeout)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work = group.broadcast(buffer, TRAINER_RANK, self._timeout)
+            # Given a time, it blocks the thread and not only the stream: ours, which waits for the broadcast too.
+            work.wait(self._timeout)
+        if self._group is not group:
+            # One that is aborted seems to end well.
+            raise RuntimeError("nccl group: it was closed during a broadcast")
         if not work.is_completed():
             raise RuntimeError(f"nccl group: a broadcast did not end within {self._timeout.total_seconds():g} s")
-        torch.cuda.current_stream(self._device).synchronize()
+        self._stream.synchronize()
 
     def close(self) -> None:
-        """Leave the group; a broadcast of another thread fails soon after. May be called twice."""
+        """Leave the group; a broadcast of another thread fails soon after. May be called twice; raises nothing.
+
+        Waits for NCCL a few seconds at most: the trainer's calls come from the event loop of all servers.
+        """
         with self._lock:
             group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if group is None:
+            return
+        thread = threading.Thread(target=_abort, args=(group,), name="nccl-abort", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_S)
+        if thread.is_alive():
+            logger.warning("nccl group: leaving it takes more than %g s and goes on by itself", _CLOSE_S)
 
     def _prove(self, rank: int) -> None:
         """Send a random number through the group and compare it with what the store says."""
@@ -102,6 +127,30 @@ class NCCLGroup:
                 f"nccl group: {arrived} arrived where {expected} was sent: NCCL does not carry data here. "
                 "Run with NCCL_DEBUG=INFO to see why."
             )
+
+
+def _meet(store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Wait until all ranks are at this point.
+
+    Raises:
+        RuntimeError: some did not come within `timeout`.
+    """
+    store.set(_HERE_KEY.format(rank=rank), "1")
+    keys = [_HERE_KEY.format(rank=other) for other in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"nccl group: rank {rank} of {world_size} waited {timeout.total_seconds():g} s for the others: {error}"
+        ) from error
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError:
+        # Whoever closes a group has an error already, or no use for it any more.
+        logger.exception("nccl group: NCCL could not leave it cleanly")
 
 
 def _process_group(store: PrefixStore, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -51,9 +51,8 @@ class NCCLTransport:
     def send(self, buffer: torch.Tensor) -> None:
         if self._group is None:
             raise RuntimeError("nccl transport: it is not open")
-        # The buffer was packed by the trainer's thread, on whatever stream and device were current there.
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
+        # The buffer is complete (see `weights.buffers`). To wait for the whole GPU here would be to wait for broadcasts
+        # to other servers as well, one of which may hang.
         torch.cuda.set_device(self._device)
         self._group.broadcast(buffer.to(self._device))
 

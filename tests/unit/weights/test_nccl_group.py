@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 from pipelinerl.weights import nccl_group
 from pipelinerl.weights.meeting_store import serve_store
@@ -20,8 +22,33 @@ VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Stream:
+    """A stream that notes what it was made to wait for; a CPU itself has nothing to wait for."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.waited_for: list[object] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other)
+
     def synchronize(self) -> None:
-        """A CPU has nothing to wait for."""
+        """All is done."""
+
+
+DEFAULT_STREAM = Stream()
+current = threading.local()
+
+
+def current_stream(device: torch.device | None = None) -> Stream:
+    return getattr(current, "stream", DEFAULT_STREAM)
+
+
+@contextlib.contextmanager
+def within(stream: Stream) -> Iterator[None]:
+    before, current.stream = current_stream(), stream
+    try:
+        yield
+    finally:
+        current.stream = before
 
 
 class Mute:
@@ -34,7 +61,8 @@ class Mute:
         return self
 
     def wait(self, timeout: Any) -> None:
-        """Returns at once."""
+        """Makes the current stream wait, as the work of NCCL does, and returns at once."""
+        current_stream().waited_for.append(self)
 
     def is_completed(self) -> bool:
         return True
@@ -53,7 +81,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(nccl_group, "_process_group", gloo)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(DEFAULT_STREAM, "waited_for", [])
     yield
 
 
@@ -106,6 +137,7 @@ def test_a_group_that_carries_nothing_is_found_when_it_forms(monkeypatch: pytest
 def test_a_broadcast_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = both_ends()
     monkeypatch.setattr(Mute, "is_completed", lambda self: False)
+    ends["worker"].close()
     ends["worker"]._group = Mute()
     with pytest.raises(RuntimeError, match="did not end within 60 s"):
         ends["worker"].broadcast(torch.zeros(1))
@@ -121,3 +153,69 @@ def test_the_variable_of_the_group_is_set_only_while_it_is_made(
     with nccl_group._environment(VARIABLE, "1"):
         assert os.environ[VARIABLE] == "1"
     assert os.environ.get(VARIABLE) == before
+
+
+def test_only_the_stream_of_the_group_waits_for_its_broadcasts() -> None:
+    """On the default stream a server that hangs would hold up the packing of buffers and all other servers."""
+    group = both_ends()["trainer"]
+    group.close()
+    group._group = mute = Mute()
+    packed_on = Stream()
+    with within(packed_on):
+        group.broadcast(torch.zeros(1))
+    assert group._stream.waited_for[-2:] == [packed_on, mute]
+    assert packed_on.waited_for == DEFAULT_STREAM.waited_for == []
+
+
+def test_ranks_that_never_come_are_an_error_before_nccl_would_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_group, "_process_group", lambda *args: pytest.fail("NCCL has no time-out"))
+    store, port = serve_store("127.0.0.1", None, 3, 60)
+    errors: list[str] = []
+
+    def worker() -> None:
+        seen = TCPStore("127.0.0.1", port, 3, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+        try:
+            NCCLGroup(seen, 1, 3, 0.5, CPU)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    with pytest.raises(RuntimeError, match=r"rank 0 of 3 waited 0\.5 s for the others"):
+        NCCLGroup.lead(store, 3, 0.5, CPU)
+    thread.join(60)
+    assert len(errors) == 1
+    assert "rank 1 of 3 waited" in errors[0]
+
+
+def test_a_broadcast_whose_group_is_closed_meanwhile_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was aborted has ended, so that nothing else tells it from one that did its work."""
+    group = both_ends()["trainer"]
+    group.close()
+    group._group = mute = Mute()
+    monkeypatch.setattr(mute, "wait", lambda timeout: group.close())
+    with pytest.raises(RuntimeError, match="closed during a broadcast"):
+        group.broadcast(torch.zeros(1))
+    assert mute.aborted
+
+
+def test_closing_raises_nothing_and_does_not_wait_for_nccl_without_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is called where another error is being told, and on the event loop that serves all servers."""
+    monkeypatch.setattr(nccl_group, "_CLOSE_S", 0.01)
+    group = both_ends()["trainer"]
+    group.close()
+    is_over, broken, stuck = threading.Event(), Mute(), Mute()
+
+    def refuse() -> None:
+        raise RuntimeError("unhandled system error")
+
+    monkeypatch.setattr(broken, "abort", refuse)
+    monkeypatch.setattr(stuck, "abort", lambda: is_over.wait(60))
+    nccl_group._abort(broken)
+    assert "unhandled system error" in caplog.text
+    group._group = stuck
+    group.close()
+    assert "goes on by itself" in caplog.text
+    is_over.set()
