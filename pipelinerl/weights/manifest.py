@@ -16,6 +16,7 @@ Shape = tuple[int, ...]
 #: Buffers that some checkpoints carry although they are computed from the configuration.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")
 _TIED_HEAD = "lm_head.weight"
+_INDEX_FILE = "model.safetensors.index.json"
 #: A header beyond this is not a safetensors header.
 _MAX_HEADER_BYTES = 512 * 2**20
 
@@ -23,18 +24,34 @@ _MAX_HEADER_BYTES = 512 * 2**20
 def read_manifest(folder: Path) -> dict[str, Shape] | None:
     """Names and shapes of every tensor in the safetensors files of `folder`; None if it has no such file.
 
+    If there is an index, only the files that it names count, as for whoever loads them: some publishers put a second
+    copy of the weights beside them, under other names.
+
     Raises:
-        ValueError: a file's header cannot be read.
+        ValueError: a file's header cannot be read, or the index cannot.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
+    index = folder / _INDEX_FILE
+    if index.is_file():
+        named = _files_of(index)
+        files = [file for file in files if file.name in named]
     tensors: dict[str, Shape] = {}
     for file in files:
         for name, entry in _read_header(file).items():
             if name != "__metadata__":
                 tensors[name] = tuple(int(size) for size in entry["shape"])
     return tensors
+
+
+def _files_of(index: Path) -> set[str]:
+    """Format: `{"weight_map": {name of a tensor: name of its file}}`."""
+    content = json.loads(index.read_bytes())
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index}: it has no weight_map")
+    return {str(name) for name in weight_map.values()}
 
 
 def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:

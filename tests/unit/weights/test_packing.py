@@ -66,6 +66,17 @@ def test_manifest_is_read_from_the_headers(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == {"a": (2, 3), "b": (4,)}
 
 
+def test_a_second_copy_of_the_weights_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+    save_file({"model.a": torch.zeros(2, 3)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "consolidated.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}))
+    assert read_manifest(tmp_path) == {"model.a": (2, 3)}
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="no weight_map"):
+        read_manifest(tmp_path)
+
+
 def test_a_folder_without_safetensors_has_no_manifest_and_a_broken_file_is_named(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 2**60))
