@@ -113,16 +113,18 @@ class PolicyModel(torch.nn.Module):
             hidden = backbone(self.language_model)(input_ids=batch.input_ids, **inputs)[0]
         head = self.language_model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        logprobs, entropy = token_logprobs(
-            hidden.to(self.compute_dtype),
-            head.weight.to(self.compute_dtype),
-            batch.targets,
-            temperature,
-            self.chunk_tokens,
-            self.with_entropy,
-            head_bias=bias,
-            fp32_head=self.fp32_head,
-        )
+        # A head that is not exact has to be as inexact in forward as in backward, which computes its logits again.
+        with self.products():
+            logprobs, entropy = token_logprobs(
+                hidden.to(self.compute_dtype),
+                head.weight.to(self.compute_dtype),
+                batch.targets,
+                temperature,
+                self.chunk_tokens,
+                self.with_entropy,
+                head_bias=bias,
+                fp32_head=self.fp32_head,
+            )
         return PolicyOutputs(logprobs, entropy, self._values(hidden))
 
     def _from_logits(self, batch: MicroBatch, inputs: dict[str, object], temperature: float) -> PolicyOutputs:
