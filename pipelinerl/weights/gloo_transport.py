@@ -45,9 +45,11 @@ class GlooTransport:
             group.close()
 
     def send(self, buffer: torch.Tensor) -> None:
-        if self._group is None:
+        # Another thread may close the transport meanwhile.
+        group = self._group
+        if group is None:
             raise RuntimeError("gloo transport: it is not open")
-        self._group.broadcast(buffer.cpu())
+        group.broadcast(buffer.cpu())
 
     def close(self) -> None:
         self._closed = True

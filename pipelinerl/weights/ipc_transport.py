@@ -44,7 +44,9 @@ class IPCTransport:
         self._sender.accept(self._num_workers)
 
     def send(self, buffer: torch.Tensor) -> None:
-        if self._sender is None:
+        # Another thread may close the transport meanwhile.
+        sender = self._sender
+        if sender is None:
             raise RuntimeError("ipc transport: it is not open")
         if buffer.is_cuda:
             if self._device_index is not None:
@@ -54,7 +56,7 @@ class IPCTransport:
             torch.cuda.ipc_collect()
         handle = export_buffer(buffer, Path(self._folder.name))
         try:
-            self._sender.offer(handle)
+            sender.offer(handle)
         finally:
             release_buffer(handle)
 

@@ -49,12 +49,14 @@ class NCCLTransport:
             group.close()
 
     def send(self, buffer: torch.Tensor) -> None:
-        if self._group is None:
+        # Another thread may close the transport meanwhile.
+        group = self._group
+        if group is None:
             raise RuntimeError("nccl transport: it is not open")
         # The buffer is complete (see `weights.buffers`). To wait for the whole GPU here would be to wait for broadcasts
         # to other servers as well, one of which may hang.
         torch.cuda.set_device(self._device)
-        self._group.broadcast(buffer.to(self._device))
+        group.broadcast(buffer.to(self._device))
 
     def close(self) -> None:
         self._closed = True
