@@ -23,7 +23,8 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
     """True if nobody turned it off and every layer computes with the tensors that its weight loaders fill.
 
     CPUs pack the matrices of linear layers; quantized and expert layers rearrange theirs; some attention layers keep
-    products of theirs, or sinks in another dtype.
+    products of theirs, or sinks in another dtype. Layers wrapped for adapters have other names than the checkpoint, and
+    some models pass over names that they do not know.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -36,6 +37,8 @@ def can_load_in_place(model: torch.nn.Module, environ: Mapping[str, str]) -> boo
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in plain:
+            return False
+        if hasattr(module, "base_layer"):
             return False
         if hasattr(module, "process_weights_after_loading") and (
             type(module) is not Attention or _keeps_a_copy(module.impl)

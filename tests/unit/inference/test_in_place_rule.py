@@ -59,6 +59,13 @@ def test_a_layer_that_prepares_its_weights_after_loading_is_not(monkeypatch: pyt
     assert not can_load_in_place(network, {})
 
 
+def test_layers_that_are_wrapped_for_adapters_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    wrapper = torch.nn.Module()
+    wrapper.base_layer = model(UnquantizedLinearMethod())[0]
+    assert not can_load_in_place(torch.nn.Sequential(wrapper), {})
+
+
 def attention(impl: object) -> torch.nn.Module:
     """An attention layer with nothing but its kernel."""
     layer = object.__new__(Attention)
