@@ -25,6 +25,8 @@ from pipelinerl.weights.transport import Transport
 
 #: Buffers that may wait for one server; more would only hold memory.
 _OUTBOX_BUFFERS = 2
+#: Of the time of an attempt, how long one server may keep the trainer from the others, which need the rest.
+_STALL_SHARE = 0.5
 #: Of the time of an attempt, what the server may use for an update in one call.
 _SERVER_SHARE = 0.9
 
@@ -69,6 +71,7 @@ class ServerLink:
         self._takes_whole_updates = False
         self._phase = "connect"
         self._outbox: queue.Queue[torch.Tensor | None] = queue.Queue(_OUTBOX_BUFFERS)
+        self._took_buffer_at = time.monotonic()
         #: What `sleep` took from the server and no update has given back yet.
         self._asleep = False
 
@@ -164,19 +167,25 @@ class ServerLink:
 
     def feed(self, buffer: torch.Tensor | None) -> None:
         """Hand the next buffer (None: that was the last) to this server. Called from the trainer's thread."""
-        deadline = time.monotonic() + self._timeout_s
+        limit_s = _STALL_SHARE * self._timeout_s
+        if self._outbox.empty():
+            # It waited for the trainer, and not the other way round.
+            self._took_buffer_at = time.monotonic()
         while self.error is None:
+            # Since it took one, and not since now: a second server that hangs has used its time while the first did.
+            left_s = self._took_buffer_at + limit_s - time.monotonic()
             try:
                 # In short waits, because the link may fail meanwhile and nobody empties the queue any more.
-                self._outbox.put(buffer, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+                self._outbox.put(buffer, timeout=min(1.0, max(0.0, left_s)))
                 return
             except queue.Full:
-                if time.monotonic() >= deadline:
-                    self.error = f"phase {self._phase}: no buffer was taken for {self._timeout_s:g} s"
+                if time.monotonic() >= self._took_buffer_at + limit_s:
+                    self.error = f"phase {self._phase}: no buffer was taken for {limit_s:g} s"
 
     def begin_round(self) -> None:
         """Forget buffers of an earlier attempt. Call before `feed` and `update` of a round."""
         self._outbox = queue.Queue(_OUTBOX_BUFFERS)
+        self._took_buffer_at = time.monotonic()
 
     def abandon(self, reason: str) -> None:
         """The server is gone: let whatever waits for it fail now. Any thread may call it."""
@@ -194,6 +203,7 @@ class ServerLink:
         if transport is None:
             raise RuntimeError("the transfer group is not connected")
         while (buffer := outbox.get(timeout=self._timeout_s)) is not None:
+            self._took_buffer_at = time.monotonic()
             transport.send(buffer)
 
     @asynccontextmanager

@@ -86,6 +86,26 @@ def test_one_fault_is_mended_and_the_other_server_never_waits_for_ever(servers, 
             assert (server.version, server.paused) == ("1", False)
 
 
+def test_a_server_that_takes_no_more_buffers_leaves_time_for_the_others(servers, model) -> None:
+    """All get the same buffers in turn, and there are more of them than may wait for one server."""
+    with FakeServer(SHAPES) as third:
+        three = (*servers, third)
+        with WeightPublisher(third.token, timeout_s=6, chunk_bytes=1, one_call=False) as publisher:
+            addresses = [ServerAddress(f"server_{index}", server.url) for index, server in enumerate(three)]
+            publisher.connect(addresses, start_timeout_s=60)
+            for server in servers:
+                server.inject("/update_weights", Fault("hang"))
+            # Three buffers and the end of them are one more than may wait or be on the way.
+            report = publisher.publish(1, ModuleSource(model))
+            assert report.failed == {}
+            recovered = {update.name: update.recovered_from for update in report.updated}
+            assert recovered["server_0"]
+            assert recovered["server_1"]
+            assert recovered["server_2"] is None
+            for server in three:
+                assert_has(server, model)
+
+
 def test_a_server_that_fails_twice_is_reported_and_left_paused(servers, model) -> None:
     first, second = servers
     with connected(servers) as publisher:
