@@ -46,6 +46,7 @@ from pipelinerl.streams.base import (
     TRAINER_TOPIC,
     TRAINING_DATA_TOPIC,
     TURNS_TOPIC,
+    StreamReader,
 )
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.supervise.recorded_streams import recorded_streams
@@ -102,17 +103,8 @@ def build_loop(
     dtype = backend.policy.compute_dtype
     tokenizer = load_tokenizer(config.model_path, trust_remote_code=finetune.trust_remote_code)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    recorded = recorded_streams(config)
-    reader = (recorded or context.streams).reader(
-        TRAINING_DATA_TOPIC,
-        PREPROCESSOR,
-        TrainingBatch,
-        offset=state.data_offset,
-        # All ranks take the same steps, and the records of another run stay as they are.
-        consumer=TRAINER_CONSUMER if ranks.is_first and recorded is None else None,
-    )
+    reader = _open_batches(context, ranks, state, stack)
     has_servers = bool(context.world.jobs_of("actor_llm"))
-    stack.callback(reader.close)
     stop = StopRequest(ranks)
     reporter = None
     publisher = None
@@ -169,6 +161,23 @@ def build_loop(
         updates_servers=finetune.send_weight_updates,
         device_metrics=lambda: peak_memory(ranks.device),
     )
+
+
+def _open_batches(
+    context: RoleContext, ranks: Ranks, state: TrainerState, stack: ExitStack
+) -> StreamReader[TrainingBatch]:
+    """The stream of batches behind those that `state` holds; of another run with `debug.streams_from`."""
+    recorded = recorded_streams(context.config)
+    reader = (recorded or context.streams).reader(
+        TRAINING_DATA_TOPIC,
+        PREPROCESSOR,
+        TrainingBatch,
+        offset=state.data_offset,
+        # All ranks take the same steps, and the records of another run stay as they are.
+        consumer=TRAINER_CONSUMER if ranks.is_first and recorded is None else None,
+    )
+    stack.callback(reader.close)
+    return reader
 
 
 def _open_reporter(context: RoleContext, stack: ExitStack) -> Reporter:
