@@ -78,8 +78,8 @@ def test_bf16_products_give_almost_the_fp32_gradient(helpers: ModuleType, tmp_pa
 def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend: str) -> None:
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")
-    # One card is visible to each process.
-    cards = [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    # One card is visible to each process; DeepSpeed takes the card by LOCAL_RANK, so its processes see both.
+    cards = None if backend.startswith("zero") else [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
     run_ranks(FOLDER / "rank_process.py", [backend, str(tmp_path), "cuda"], tmp_path, environments=cards)
     kit = helpers.Kit()
     expected = gradient(kit, kit.policy(), torch.device("cpu"))
