@@ -76,16 +76,20 @@ class TrainingLoop:
         while state.step < last:
             start = self.clock()
             batch = self.feed.next(state.step + 1, lambda step=state.step: self._serve_fresh(step))  # type: ignore[misc]
+            fetched = self.clock()
             if batch is None or (self.stop is not None and self.stop.agreed()) or not self._may_train(state.step):
                 return self._stop(state, saved_step)
-            fetched = self.clock()
+            turned = self.clock()
             result = self.steps.run(batch)
             trained = self.clock()
             state = state.after(batch, self.feed.offset)
             is_stopped = False
+            drained = trained
             if self._update_is_due(state.step):
                 probed = is_first_step or state.step == last
-                if is_stopped := not self._may_update(state.step):
+                is_stopped = not self._may_update(state.step)
+                drained = self.clock()
+                if is_stopped:
                     logger.info("asked to stop while rollouts ended: version %d is not sent", state.step)
                 else:
                     self._deliver(state.step, batch_tokens(batch.samples) if probed else [], state.step == last)
@@ -93,7 +97,8 @@ class TrainingLoop:
             delivered = self.clock()
             if result.skipped:
                 logger.warning("step %d: the gradient is not finite; the weights stay as they are", state.step)
-            times = StepTimes(fetched - start, trained - fetched, delivered - trained, delivered - start)
+            switch_s = turned - fetched + drained - trained
+            times = StepTimes(fetched - start, switch_s, trained - turned, delivered - drained, delivered - start)
             values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
             self._report(batch, state, values | self.device_metrics())
             if is_stopped:

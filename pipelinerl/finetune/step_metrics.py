@@ -20,9 +20,11 @@ _RENAMED = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step on rank 0: waiting for data, training, handing over the weights, the whole."""
+    """Seconds of one step on rank 0: waiting for data, changing turns with the servers (rollouts that end, devices that
+    are handed over), training, handing over the weights, the whole."""
 
     wait_data_s: float
+    switch_s: float
     train_s: float
     weight_update_s: float
     step_s: float
@@ -31,6 +33,7 @@ class StepTimes:
         """`idle_s` is the part of the step in which nothing was trained."""
         return {
             "finetune/wait_data_s": self.wait_data_s,
+            "finetune/switch_s": self.switch_s,
             "finetune/train_s": self.train_s,
             "finetune/weight_update_s": self.weight_update_s,
             "finetune/step_s": self.step_s,

@@ -55,7 +55,7 @@ class TrainingReplay:
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Train on `batch` and return the numbers of the step."""
         result = self._steps.run(batch)
-        times = StepTimes(0.0, result.seconds, 0.0, result.seconds)
+        times = StepTimes(0.0, 0.0, result.seconds, 0.0, result.seconds)
         return step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
 
     def number_difference(self, values: dict[str, float], recorded: dict[str, float]) -> str | None:

@@ -41,7 +41,7 @@ class FakeTurns:
 def run(kit, tmp_path):
     tokenizer = kit.tokenizer(tmp_path / "tokenizer")
 
-    def make(turns, interval=1):
+    def make(turns, interval=1, reporter=None, **more):
         config = kit.config(max_train_steps=STEPS, weight_update_interval=interval)
         backend = PlainBackend(kit.policy(), config, Ranks())
         store = CheckpointStore(tmp_path / "run" / "training_state", Ranks())
@@ -57,11 +57,12 @@ def run(kit, tmp_path):
             weights=WeightsFeed(backend, Ranks(), publisher, torch.float32),
             checkpoints=store,
             exporter=ModelExporter(tmp_path / "run", str(tokenizer), Ranks()),
-            reporter=Reporter(log, log, MetricRecorder(kit.writer(), "finetune_0"), 0, clock=lambda: 5.0),
+            reporter=reporter or Reporter(log, log, MetricRecorder(kit.writer(), "finetune_0"), 0, clock=lambda: 5.0),
             heartbeat=kit.heartbeat(),
             export_dtype=torch.float32,
             first_probe_tokens=[],
             turns=turns,
+            **more,
         )
         state = loop.run(TrainerState())
         return state, publisher, written, store
@@ -94,3 +95,29 @@ def test_a_stop_while_devices_change_hands_leaves_the_batch_for_the_next_start(r
     assert (state.step, state.data_offset) == (2, 2) and publisher.versions == [0, 1, 2]
     saved = store.restore(PlainBackend(kit.policy(), kit.config(), Ranks()))
     assert saved is not None and (saved.step, saved.data_offset) == (2, 2)
+
+
+class SlowTurns(FakeTurns):
+    """Changing turns takes 3 s before training and 2 s before an update, on a clock that stands still otherwise."""
+
+    now = 0.0
+
+    def before_training(self, steps_done):
+        self.now += 3.0
+        return super().before_training(steps_done)
+
+    def before_update(self, version):
+        self.now += 2.0
+        return super().before_update(version)
+
+
+def test_the_time_of_changing_turns_is_told_apart(run, kit):
+    turns, metrics = SlowTurns([]), []
+    writer = MetricRecorder(kit.writer(metrics), "finetune_0")
+    log = kit.writer([])
+    reporter = Reporter(log, log, writer, 0, clock=lambda: 5.0)
+    run(turns, interval=2, reporter=reporter, clock=lambda: turns.now)
+    names = ("wait_data_s", "switch_s", "train_s", "weight_update_s", "step_s", "idle_s")
+    found = [tuple(record.values[f"finetune/{name}"] for name in names) for record in metrics]
+    # An update follows every second step only.
+    assert found == [(0, 3, 0, 0, 3, 3), (0, 5, 0, 0, 5, 5)] * 2

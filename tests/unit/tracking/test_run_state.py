@@ -17,7 +17,7 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.tracking.lineage import Lineage
-from pipelinerl.tracking.state import RunState
+from pipelinerl.tracking.state import RunState, paused_seconds
 from pipelinerl.tracking.summary import build_summary, write_json
 
 
@@ -167,3 +167,17 @@ def test_write_json_leaves_no_draft(tmp_path: Path) -> None:
     write_json(tmp_path / "sub" / "summary.json", {"a": None, "b": [1]})
     assert json.loads((tmp_path / "sub" / "summary.json").read_text()) == {"a": None, "b": [1]}
     assert len(list((tmp_path / "sub").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "paused"),
+    [
+        ({"total": 0.05, "pause": 0.01, "transfer": 0.02, "resume": 0.001}, 0.031),
+        # The slowest servers of two phases can be different ones.
+        ({"total": 0.05, "pause": 0.03, "transfer": 0.04}, 0.05),
+        ({"total": 0.05}, 0.05),
+        ({}, 0.0),
+    ],
+)
+def test_what_the_trainer_does_around_an_update_is_no_pause(seconds: dict[str, float], paused: float) -> None:
+    assert paused_seconds(seconds) == pytest.approx(paused)
