@@ -4,7 +4,7 @@
     python scripts/benchmark_trainer.py --size 0.001 --pack-tokens 512 --tokens 4096           # CPU
 
 Ours: the step of a run as it is (packed rows, chunked fp32 head, loss, diagnostics, AdamW). Plain: right-padded rows of
-the own logits of the model, log-softmax, the same loss and AdamW, with the most rows that fit into as many tokens. Both
+the own logits of the model, log-softmax, the same loss and AdamW, with the most rows that fit into as many tokens. All
 train on the same samples, whose lengths are drawn, and take turns; only real tokens count. MFU is 6 x parameters x
 tokens/s over the dense bf16 peak of the card (--peak-tflops; attention is left out, as in most published figures).
 """
@@ -69,10 +69,18 @@ def make_samples(tokens: int, longest: int, vocabulary: int, seed: int) -> list[
     return samples
 
 
-def our_step(model: str, samples: list[ScoredSample], pack_tokens: int, device: torch.device, args: Any) -> Trained:
+def our_step(
+    model: str,
+    samples: list[ScoredSample],
+    pack_tokens: int,
+    device: torch.device,
+    args: Any,
+    use_flash_attention: bool = True,
+) -> Trained:
     """One optimizer step of the plain backend on all samples."""
     finetune = {
         "seq_length": pack_tokens,
+        "use_flash_attention": use_flash_attention,
         "gradient_checkpointing": args.checkpointing,
         "logprob_chunk_tokens": args.chunk_tokens,
         "learning_rate": 1e-6,
@@ -87,6 +95,13 @@ def our_step(model: str, samples: list[ScoredSample], pack_tokens: int, device: 
     plan = make_plan(lengths, 1, pack_tokens, True, 1)
     batch = TrainingBatch(id="b", step=1, samples=samples, group_ids=[], plan=plan, actor_offset=0)
     return lambda: runner.run(batch), policy.language_model
+
+
+def segments_step(
+    model: str, samples: list[ScoredSample], pack_tokens: int, device: torch.device, args: Any
+) -> Trained:
+    """Ours without flash attention: samples are copied into blocks of similar length for PyTorch's causal kernel."""
+    return our_step(model, samples, pack_tokens, device, args, use_flash_attention=False)
 
 
 def plain_step(model: str, samples: list[ScoredSample], pack_tokens: int, device: torch.device, args: Any) -> Trained:
@@ -162,7 +177,7 @@ def compare(model: str, pack_tokens: int, args: Any) -> dict[str, Any]:
     samples = make_samples(args.tokens, min(args.longest, pack_tokens), vocabulary, seed=1)
     tokens = sum(len(scored.sample.input_ids) for scored in samples)
     result: dict[str, Any] = {"parameters": parameters, "samples": len(samples), "tokens": tokens}
-    paths = {"ours": our_step, "plain": plain_step}
+    paths = {"ours": our_step, "segments": segments_step, "plain": plain_step}
     steps = {name: paths[name](model, samples, pack_tokens, device, args)[0] for name in args.paths}
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
     for _ in range(args.repeats + 1):
@@ -176,7 +191,7 @@ def compare(model: str, pack_tokens: int, args: Any) -> dict[str, Any]:
         # The first round warms up.
         if name not in result and len(found) > 1:
             result[name] = {key: spread([each[key] for each in found[1:]]) for key in found[0]}
-    if all("tokens/s" in result.get(name, {}) for name in paths):
+    if all("tokens/s" in result.get(name, {}) for name in ("ours", "plain")):
         result["ratio"] = result["ours"]["tokens/s"]["median"] / result["plain"]["tokens/s"]["median"]
     return result
 
@@ -195,7 +210,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest sample")
     parser.add_argument("--chunk-tokens", type=int, default=4096, help="tokens whose logits exist at once, in ours")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing in both")
-    parser.add_argument("--paths", nargs="*", choices=("ours", "plain"), default=["ours", "plain"])
+    parser.add_argument("--paths", nargs="*", choices=("ours", "segments", "plain"), default=["ours", "plain"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of the card (H100, H200)")
     parser.add_argument("--output", type=Path)

@@ -1,4 +1,4 @@
-"""Attention over packed samples: which implementation to use, and our own that never looks across samples.
+"""Attention over packed samples: which implementation to use, and our own two that never look across samples.
 
 `segmented_attention` is registered with transformers as one more attention implementation. A packed row of T tokens
 goes through all linear layers as it is; only for attention the samples are laid side by side as rows of equal length
@@ -16,7 +16,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from pipelinerl.finetune.varlen_attention import (
+    VARLEN_ATTENTION,
+    VarlenLayout,
+    can_use_varlen,
+    varlen_attention,
+    varlen_layout,
+)
+
 SEGMENTED_ATTENTION = "pipelinerl_segments"
+#: Those that take a layout of the row instead of a mask.
+OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
+#: Those that have no kernel for fp32.
+HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
 
 
@@ -65,6 +77,16 @@ def segment_layout(lengths: Sequence[int]) -> SegmentLayout:
     return SegmentLayout(tuple(blocks), restore)
 
 
+Layout = SegmentLayout | VarlenLayout
+
+
+def layout_for(attention: str, lengths: Sequence[int]) -> Layout | None:
+    """What `attention` has to know of a row with samples of these lengths; None for those that are not ours."""
+    if attention not in OWN_ATTENTIONS:
+        return None
+    return varlen_layout(lengths) if attention == VARLEN_ATTENTION else segment_layout(lengths)
+
+
 def segmented_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -73,11 +95,13 @@ def segmented_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    segment_layout: SegmentLayout | None = None,
+    segment_layout: Layout | None = None,
     sliding_window: int | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sample of a packed row, or of each right-padded row if there is no layout.
+
+    The kind of the layout decides how: see `SegmentLayout` and `VarlenLayout`.
 
     Args:
         query: `[rows, heads, T, head size]`; `key` and `value` may have fewer heads.
@@ -88,6 +112,8 @@ def segmented_attention(
     Raises:
         ValueError: a mask was given, or the model asks for logit soft-capping or attention sinks.
     """
+    if isinstance(segment_layout, VarlenLayout) and dropout:
+        raise ValueError(f"{VARLEN_ATTENTION}: got dropout={dropout}, expected 0")
     special = [name for name in ("softcap", "s_aux", "position_bias") if unused.get(name) is not None]
     if attention_mask is not None or special:
         raise ValueError(f"{SEGMENTED_ATTENTION}: got {special or 'a mask'}, expected plain causal attention")
@@ -105,6 +131,8 @@ def segmented_attention(
 
     if segment_layout is None:
         return attend(query, key, value).transpose(1, 2).contiguous(), None
+    if isinstance(segment_layout, VarlenLayout):
+        return varlen_attention(query, key, value, segment_layout, scaling, sliding_window), None
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]
     outputs = []
     for index, count, length in segment_layout.blocks:
@@ -113,16 +141,26 @@ def segmented_attention(
     return torch.cat(outputs).index_select(0, segment_layout.restore)[None], None
 
 
-def register_segmented_attention() -> None:
-    """Make `pipelinerl_segments` known to transformers (safe to call twice)."""
+def register_own_attention() -> None:
+    """Make our attentions known to transformers (safe to call twice)."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(SEGMENTED_ATTENTION, segmented_attention)
+    for name in OWN_ATTENTIONS:
+        AttentionInterface.register(name, segmented_attention)
 
 
-def candidate_implementations(wanted: str, device: torch.device, use_flash_attention: bool) -> list[str]:
-    """Attention implementations to try, best first; a wanted one is the only candidate."""
+def candidate_implementations(
+    wanted: str, device: torch.device, use_flash_attention: bool, dtype: torch.dtype = torch.float32
+) -> list[str]:
+    """Attention implementations to try for products in `dtype`, best first; a wanted one is the only candidate."""
     if wanted != "auto":
         return [wanted]
     flash = use_flash_attention and device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return [*(["flash_attention_2"] if flash else []), SEGMENTED_ATTENTION, "sdpa", "eager"]
+    varlen = use_flash_attention and can_use_varlen(dtype, device)
+    return [
+        *(["flash_attention_2"] if flash else []),
+        *([VARLEN_ATTENTION] if varlen else []),
+        SEGMENTED_ATTENTION,
+        "sdpa",
+        "eager",
+    ]

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import candidate_implementations, register_segmented_attention
+from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_implementations, register_own_attention
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.packing_check import forward_difference, packing_difference, tf32_difference
 from pipelinerl.finetune.policy import PolicyModel
@@ -32,7 +32,6 @@ _SERVER_DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
-_HALF_PRECISION_ONLY = ("flash_attention_2",)
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -64,9 +63,10 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
     settings = config.finetune
     path = model_path or config.model_path
     dtype = compute_dtype(config, device)
-    register_segmented_attention()
+    register_own_attention()
     reasons: list[str] = []
-    for attention in candidate_implementations(settings.attn_implementation, device, settings.use_flash_attention):
+    candidates = candidate_implementations(settings.attn_implementation, device, settings.use_flash_attention, dtype)
+    for attention in candidates:
         try:
             language_model = load_language_model(path, attention, settings.trust_remote_code)
         except (ImportError, ValueError) as error:
@@ -154,7 +154,7 @@ def _fault(policy: PolicyModel, packed: bool) -> str | None:
     """Why this model must not be trained with this attention; None if it may."""
     wanted_dtype, wanted_tf32 = policy.compute_dtype, policy.tf32
     policy.tf32 = False
-    if policy.attention not in _HALF_PRECISION_ONLY:
+    if policy.attention not in HALF_PRECISION_ONLY:
         # In fp32 a leak cannot hide behind rounding.
         policy.compute_dtype = torch.float32
     tolerance = _TOLERANCE[policy.compute_dtype]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, SegmentLayout, segment_layout
+from pipelinerl.finetune.attention import OWN_ATTENTIONS, Layout, layout_for
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
 from pipelinerl.rl.precision import fp32_products, keep_exact
@@ -88,20 +88,20 @@ class PolicyModel(torch.nn.Module):
         """Where the body's products are computed, in the forward pass and around every backward pass."""
         return fp32_products("tf32") if self.tf32 else nullcontext()
 
-    def layout_of(self, batch: MicroBatch) -> SegmentLayout | None:
-        """Index tensors for our own attention (None for the others). Build it before moving `batch` to a GPU."""
-        if self.attention != SEGMENTED_ATTENTION or batch.attention_mask is not None:
+    def layout_of(self, batch: MicroBatch) -> Layout | None:
+        """Index tensors for our own attentions (None for the others). Build it before moving `batch` to a GPU."""
+        if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
         lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1]
-        return segment_layout(lengths.tolist())
+        return layout_for(self.attention, lengths.tolist())
 
     def forward(
-        self, batch: MicroBatch, layout: SegmentLayout | None = None, temperature: float | None = None
+        self, batch: MicroBatch, layout: Layout | None = None, temperature: float | None = None
     ) -> PolicyOutputs:
         """Log-probs of `batch.targets` at `temperature` (None: the sampling temperature)."""
         temperature = temperature or self.temperature
         inputs: dict[str, object] = {"position_ids": batch.position_ids, "use_cache": False}
-        if self.attention == SEGMENTED_ATTENTION:
+        if self.attention in OWN_ATTENTIONS:
             # Right padding needs no mask under causal attention: real tokens never look at what follows them.
             inputs["segment_layout"] = layout
         else:

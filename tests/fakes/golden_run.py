@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_segmented_attention
+from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def golden_model() -> Qwen2ForCausalLM:
     """About 20 000 parameters drawn by Python's own generator, whose numbers no version of torch changes."""
-    register_segmented_attention()
+    register_own_attention()
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCABULARY,

@@ -12,7 +12,7 @@ from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig, RLConfig
-from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_segmented_attention
+from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.optimizer import schedule_of
@@ -38,7 +38,7 @@ def publisher(tiny_server: VLLMProcess) -> Iterator[WeightPublisher]:
 
 
 def policy_of(seed: int, with_values: bool = False) -> PolicyModel:
-    register_segmented_attention()
+    register_own_attention()
     model = random_model(seed=seed)
     model.set_attn_implementation(SEGMENTED_ATTENTION)
     return PolicyModel(model.train(), temperature=TEMPERATURE, chunk_tokens=16, with_values=with_values)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.rl.batch import MicroBatch
@@ -28,7 +28,7 @@ class Backend(Protocol):
     def forward(
         self,
         batch: MicroBatch,
-        layout: SegmentLayout | None,
+        layout: Layout | None,
         temperature: float | None = None,
         *,
         is_last: bool = True,

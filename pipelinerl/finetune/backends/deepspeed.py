@@ -18,7 +18,7 @@ import torch
 from pipelinerl.config import RunConfig
 from pipelinerl.config.paths import group_file
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.lora import has_adapters, merged_value, updates
 from pipelinerl.finetune.optimizer import parameter_groups
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
@@ -80,7 +80,7 @@ class DeepSpeedBackend:
     def forward(
         self,
         batch: MicroBatch,
-        layout: SegmentLayout | None,
+        layout: Layout | None,
         temperature: float | None = None,
         *,
         is_last: bool = True,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.tensor_files import (
     load_parameters,
     optimizer_tensors,
@@ -69,7 +69,7 @@ class FSDPBackend:
     def forward(
         self,
         batch: MicroBatch,
-        layout: SegmentLayout | None,
+        layout: Layout | None,
         temperature: float | None = None,
         *,
         is_last: bool = True,

@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.attention import SegmentLayout
+from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.tensor_files import (
     load_parameters,
     optimizer_tensors,
@@ -48,7 +48,7 @@ class PlainBackend:
     def forward(
         self,
         batch: MicroBatch,
-        layout: SegmentLayout | None,
+        layout: Layout | None,
         temperature: float | None = None,
         *,
         is_last: bool = True,

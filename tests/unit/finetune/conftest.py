@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_segmented_attention
+from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, TrainingBatch, VersionSpan
 from pipelinerl.rl.packing import make_plan
@@ -40,7 +40,7 @@ def _one_thread() -> None:
 
 def tiny_model(family: str = "qwen2", attention: str = SEGMENTED_ATTENTION, tied: bool = False) -> PreTrainedModel:
     """A random model of some thousand parameters, always the same."""
-    register_segmented_attention()
+    register_own_attention()
     sizes: dict[str, Any] = dict(
         vocab_size=VOCABULARY,
         hidden_size=32,

@@ -6,7 +6,7 @@ from transformers import MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import SegmentLayout, register_segmented_attention, segment_layout
+from pipelinerl.finetune.attention import SegmentLayout, register_own_attention, segment_layout
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel
@@ -33,7 +33,7 @@ def test_m3_packed_equals_alone(kit, family, attention):
 
 
 def test_a_sliding_window_is_kept_inside_samples():
-    register_segmented_attention()
+    register_own_attention()
     results = {}
     for attention in ("pipelinerl_segments", "eager"):
         torch.manual_seed(1)

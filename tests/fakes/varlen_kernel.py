@@ -1,0 +1,53 @@
+"""What `torch.nn.attention.varlen.varlen_attn` computes, sample by sample in plain PyTorch; tests/gpu compares them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def plain_varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`[T, heads, head size]`; a query sees `window_size` tokens before it and after it (-1: all of its sample)."""
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == int(cu_seq_q.diff().max())
+    assert query.dtype == key.dtype == value.dtype
+    if query.shape[1] != key.shape[1]:
+        assert enable_gqa, "other heads than the query's need enable_gqa"
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    before, after = (float("inf") if size < 0 else size for size in window_size)
+    parts = []
+    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+        q, k, v = (states[start:end].transpose(0, 1).float() for states in (query, key, value))
+        position = torch.arange(end - start, device=query.device)
+        distance = position[:, None] - position[None, :]
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill((distance > before) | (distance < -after), float("-inf"))
+        parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts).to(value.dtype)
+
+
+def plain_without_grouped_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """The same with the signature of the releases that want as many key heads as query heads."""
+    return plain_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)

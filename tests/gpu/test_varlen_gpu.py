@@ -1,0 +1,36 @@
+"""The one-kernel attention on a GPU: its kernel and the plain one of the unit tests, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes.varlen_kernel import plain_varlen_attn
+
+from pipelinerl.finetune.varlen_attention import can_use_varlen, varlen_attention, varlen_layout
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+@pytest.mark.parametrize("key_heads", [6, 2])
+@pytest.mark.parametrize("window", [None, 16])
+def test_the_kernel_computes_what_the_plain_one_does(key_heads: int, window: int | None) -> None:
+    device = torch.device("cuda", 0)
+    if not can_use_varlen(torch.bfloat16, device):
+        pytest.skip("this PyTorch has no torch.nn.attention.varlen with a window and a scale")
+    lengths = [130, 1, 77, 300]
+    torch.manual_seed(0)
+    results = []
+    inputs = [
+        torch.randn(1, heads, sum(lengths), 64, device=device, dtype=torch.bfloat16)
+        for heads in (6, key_heads, key_heads)
+    ]
+    weight = torch.randn(1, sum(lengths), 6, 64, device=device)
+    for kernel in (None, plain_varlen_attn):
+        leaves = [states.clone().requires_grad_() for states in inputs]
+        output = varlen_attention(*leaves, varlen_layout(lengths).to(device), 0.1, window, kernel)  # type: ignore[misc]
+        (output.float() * weight).sum().backward()
+        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, plain in zip(*results, strict=True):
+        assert ours is not None and plain is not None
+        scale = float(plain.abs().max())
+        torch.testing.assert_close(ours.float(), plain.float(), rtol=0, atol=0.02 * scale)
