@@ -8,10 +8,11 @@ predicts the first of the next.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipelinerl.records import IGNORED_LABEL, ScoredSample
@@ -75,16 +76,19 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Row:
-    """One sample as lists that line up with its tokens; the last position predicts nothing."""
+    """One sample as arrays that line up with its tokens; the last position predicts nothing."""
 
-    input_ids: list[int]
-    targets: list[int]
-    old_logprobs: list[float]
-    ref_logprobs: list[float]
-    advantages: list[float]
-    versions: list[int]
+    input_ids: np.ndarray
+    targets: np.ndarray
+    old_logprobs: np.ndarray
+    ref_logprobs: np.ndarray
+    advantages: np.ndarray
+    versions: np.ndarray
     weight: float
     segment: int
+
+    def filled(self, value: float) -> np.ndarray:
+        return np.full(len(self.input_ids), value)
 
 
 def collate(
@@ -113,23 +117,23 @@ def collate(
     ]
     lines = [rows] if packed else [[row] for row in rows]
     width = max(sum(len(row.input_ids) for row in line) for line in lines)
-    targets = _tensor(lines, width, lambda row: row.targets, IGNORED_LABEL, torch.int64)
-    segment_ids = _tensor(lines, width, lambda row: [row.segment] * len(row.input_ids), PADDING_SEGMENT, torch.int64)
-    ref = _tensor(lines, width, lambda row: row.ref_logprobs, 0.0, torch.float32) if with_ref else None
+    targets = _tensor(lines, width, lambda row: row.targets, IGNORED_LABEL, np.int64)
+    segment_ids = _tensor(lines, width, lambda row: row.filled(row.segment), PADDING_SEGMENT, np.int64)
+    ref = _tensor(lines, width, lambda row: row.ref_logprobs, 0.0, np.float32) if with_ref else None
     mask = targets != IGNORED_LABEL
-    weights = _tensor(lines, width, lambda row: [row.weight] * len(row.input_ids), 0.0, torch.float32)
+    weights = _tensor(lines, width, lambda row: row.filled(row.weight), 0.0, np.float32)
     return MicroBatch(
-        input_ids=_tensor(lines, width, lambda row: row.input_ids, pad_id, torch.int64),
-        position_ids=_tensor(lines, width, lambda row: list(range(len(row.input_ids))), 0, torch.int64),
+        input_ids=_tensor(lines, width, lambda row: row.input_ids, pad_id, np.int64),
+        position_ids=_tensor(lines, width, lambda row: np.arange(len(row.input_ids)), 0, np.int64),
         attention_mask=None if packed else (segment_ids != PADDING_SEGMENT).to(torch.int64),
         segment_ids=segment_ids,
         targets=targets,
         mask=mask,
-        old_logprobs=_tensor(lines, width, lambda row: row.old_logprobs, 0.0, torch.float32),
+        old_logprobs=_tensor(lines, width, lambda row: row.old_logprobs, 0.0, np.float32),
         ref_logprobs=ref,
-        advantages=_tensor(lines, width, lambda row: row.advantages, 0.0, torch.float32),
+        advantages=_tensor(lines, width, lambda row: row.advantages, 0.0, np.float32),
         weights=weights * mask,
-        versions=_tensor(lines, width, lambda row: row.versions, NO_VERSION, torch.int64),
+        versions=_tensor(lines, width, lambda row: row.versions, NO_VERSION, np.int64),
         rewards=torch.tensor([scored.sample.reward for scored in chosen], dtype=torch.float32),
         num_segments=len(chosen),
         step_tokens=scale.num_tokens,
@@ -161,12 +165,14 @@ def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False)
     )
 
 
-def _tensor(lines, width, values, padding, dtype) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    out = torch.full((len(lines), width), padding, dtype=dtype)
+def _tensor(
+    lines: Sequence[Sequence[_Row]], width: int, values: Callable[[_Row], np.ndarray], padding: float, dtype: type
+) -> torch.Tensor:
+    out: np.ndarray = np.full((len(lines), width), padding, dtype=dtype)
     for position, line in enumerate(lines):
-        flat = [value for row in line for value in values(row)]
-        out[position, : len(flat)] = torch.tensor(flat, dtype=dtype)
-    return out
+        flat = np.concatenate([values(row) for row in line])
+        out[position, : len(flat)] = flat
+    return torch.from_numpy(out)
 
 
 def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
@@ -177,17 +183,19 @@ def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
         raise ValueError(
             f"sample {sample.id}: {len(advantages)} advantages for {len(trained)} trained tokens, expected 1 or as many"
         )
-    if len(advantages) == 1:
-        advantages = advantages * len(trained)
     length = len(sample.input_ids)
     # Position t predicts token t + 1.
-    at = [position - 1 for position in trained]
-    versions = [span.version for span in sample.version_spans for _ in range(span.end - span.start)]
+    at = np.asarray(trained, dtype=np.int64) - 1
+    lengths = [span.end - span.start for span in sample.version_spans]
+    versions = np.repeat(np.asarray([span.version for span in sample.version_spans], dtype=np.int64), lengths)
+    targets = np.full(length, IGNORED_LABEL, dtype=np.int64)
+    targets[:-1] = sample.labels[1:]
     return _Row(
-        input_ids=sample.input_ids,
-        targets=[*sample.labels[1:], IGNORED_LABEL],
+        input_ids=np.asarray(sample.input_ids, dtype=np.int64),
+        targets=targets,
         old_logprobs=_scatter(sample.logprobs, at, length, 0.0),
-        ref_logprobs=_scatter(sample.ref_logprobs, at, length, 0.0) if sample.ref_logprobs else [0.0] * length,
+        ref_logprobs=_scatter(sample.ref_logprobs, at, length, 0.0) if sample.ref_logprobs else np.zeros(length),
+        # One value stands for all trained tokens.
         advantages=_scatter(advantages, at, length, 0.0),
         versions=_scatter(versions, at, length, NO_VERSION),
         weight=weight,
@@ -195,10 +203,10 @@ def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
     )
 
 
-def _scatter(values: Sequence, at: list[int], length: int, fill) -> list:  # type: ignore[no-untyped-def, type-arg]
-    out = [fill] * length
-    for position, value in zip(at, values, strict=True):
-        out[position] = value
+def _scatter(values: Sequence[float] | np.ndarray, at: np.ndarray, length: int, fill: float) -> np.ndarray:
+    dtype = np.int64 if isinstance(fill, int) else np.float64
+    out = np.full(length, fill, dtype=dtype)
+    out[at] = values
     return out
 
 
