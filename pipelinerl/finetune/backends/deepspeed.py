@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ class DeepSpeedBackend:
             lr=finetune.learning_rate,
             betas=(finetune.adam_beta1, finetune.adam_beta2),
             eps=finetune.adam_epsilon,
+            # The loop over tensors would need two more copies of all weights in host memory, and take several times as
+            # long.
+            fused=True if is_offloaded(settings) else None,
         )
         self._base_lrs = [group["base_lr"] for group in optimizer.param_groups]
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -168,3 +171,9 @@ def engine_settings(config: RunConfig, compute_dtype: torch.dtype) -> dict[str, 
     settings["data_types"] = {"grad_accum_dtype": "fp32"}
     settings.pop("train_batch_size", None)
     return settings
+
+
+def is_offloaded(settings: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state lives in host memory, where its step runs too."""
+    offload = settings["zero_optimization"].get("offload_optimizer") or {}
+    return str(offload.get("device", "none")) == "cpu"
