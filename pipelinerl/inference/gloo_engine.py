@@ -6,15 +6,12 @@ nothing with the groups that vLLM or the trainer use among themselves.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from pipelinerl.inference.reload import CheckedReload
 from pipelinerl.inference.transfer_info import GroupInitInfo, PackedUpdateInfo
 from pipelinerl.weights.gloo_group import GlooGroup
-from pipelinerl.weights.packing import meta_from_wire
 from pipelinerl.weights.receiving import receive_buffers
 
 
@@ -43,16 +40,15 @@ class GlooWeightTransferEngine(CheckedReload, WeightTransferEngine[GroupInitInfo
         group = self._group
         if group is None:
             raise RuntimeError("gloo weight transfer is not initialized; call /init_weight_transfer_engine first")
-        metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
-        # vLLM types its models as plain modules.
-        model: Any = self.model
+        layout = self.layout_of(update_info, self._chunk_bytes)
 
         def fetch(num_bytes: int) -> torch.Tensor:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
             group.broadcast(buffer)
             return buffer
 
-        receive_buffers("gloo", metas, self._chunk_bytes, update_info.pass_id, fetch, model.load_weights)
+        receive_buffers("gloo", layout, update_info.pass_id, fetch, self.load_buffer)
+        self.all_loaded()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """As the base class, without its wait for an accelerator: everything here is on the CPU and done."""

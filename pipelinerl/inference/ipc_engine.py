@@ -8,7 +8,6 @@ than the trainer keeps the buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo
@@ -17,7 +16,6 @@ from pipelinerl.inference.reload import CheckedReload
 from pipelinerl.inference.transfer_info import PackedUpdateInfo
 from pipelinerl.weights.handle_channel import HandleReceiver
 from pipelinerl.weights.handles import copy_of_buffer
-from pipelinerl.weights.packing import meta_from_wire
 from pipelinerl.weights.receiving import receive_buffers
 
 
@@ -51,10 +49,7 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, P
         channel = self._channel
         if channel is None:
             raise RuntimeError("ipc weight transfer is not initialized; call /init_weight_transfer_engine first")
-        self.expect(update_info.names, update_info.shapes)
-        metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
-        # vLLM types its models as plain modules.
-        model: Any = self.model
+        layout = self.layout_of(update_info, self._chunk_bytes)
 
         def fetch(num_bytes: int) -> torch.Tensor:
             handle = channel.take()
@@ -66,7 +61,7 @@ class IPCWeightTransferEngine(CheckedReload, WeightTransferEngine[IPCInitInfo, P
             channel.done()
             return buffer
 
-        receive_buffers("ipc", metas, self._chunk_bytes, update_info.pass_id, fetch, model.load_weights)
+        receive_buffers("ipc", layout, update_info.pass_id, fetch, self.load_buffer)
         self.all_loaded()
 
     def update_weights(self, update_info: dict[str, object]) -> None:

@@ -6,15 +6,13 @@ A buffer is loaded only after its broadcast has ended and its content was checke
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from pipelinerl.inference.reload import CheckedReload
 from pipelinerl.inference.transfer_info import GroupInitInfo, PackedUpdateInfo
+from pipelinerl.weights.layout import BufferLayout
 from pipelinerl.weights.nccl_group import NCCLGroup
-from pipelinerl.weights.packing import meta_from_wire
 from pipelinerl.weights.receiving import receive_buffers
 
 
@@ -49,10 +47,7 @@ class NCCLWeightTransferEngine(CheckedReload, WeightTransferEngine[GroupInitInfo
         group = self._group
         if group is None:
             raise RuntimeError("nccl weight transfer is not initialized; call /init_weight_transfer_engine first")
-        self.expect(update_info.names, update_info.shapes)
-        metas = meta_from_wire(update_info.names, update_info.dtype_names, update_info.shapes)
-        # vLLM types its models as plain modules.
-        model: Any = self.model
+        layout = self.layout_of(update_info, self._chunk_bytes)
         stream = torch.cuda.current_stream(self.device)
 
         def fetch(num_bytes: int) -> torch.Tensor:
@@ -60,12 +55,12 @@ class NCCLWeightTransferEngine(CheckedReload, WeightTransferEngine[GroupInitInfo
             group.broadcast(buffer)
             return buffer
 
-        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            model.load_weights(tensors)
+        def load(part: BufferLayout, buffer: torch.Tensor) -> None:
+            self.load_buffer(part, buffer)
             # The copies must have read the buffer before its memory is used again.
             stream.synchronize()
 
-        receive_buffers("nccl", metas, self._chunk_bytes, update_info.pass_id, fetch, load)
+        receive_buffers("nccl", layout, update_info.pass_id, fetch, load)
         self.all_loaded()
 
     def shutdown(self) -> None:

@@ -19,6 +19,9 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from pipelinerl.inference.in_place import can_load_in_place, checkpoint_tensors, is_tied, missing_from_update
+from pipelinerl.inference.planned_load import PlannedLoader
+from pipelinerl.inference.transfer_info import PackedUpdateInfo
+from pipelinerl.weights.layout import BufferLayout, LayoutCache, UpdateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +43,50 @@ class CheckedReload:
     _in_place: bool = False
     _expected: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     _covered: bool = False
+    # What is worked out once: it depends on the model alone, or on what an update looks like.
+    _rule: tuple[torch.nn.Module, Mapping[str, tuple[int, ...]] | None] | None = None
+    _layouts: LayoutCache | None = None
+    _loader: PlannedLoader | None = None
+    _checked: tuple[Mapping[str, tuple[int, ...]], UpdateLayout] | None = None
 
     def start_weight_update(self) -> None:
         """Prepare for new weights, after forgetting what a failed update left."""
-        self._in_place = self.may_load_in_place and can_load_in_place(self.model, os.environ)
+        expected = self._tensors_in_place() if self.may_load_in_place else None
+        self._in_place = expected is not None
         self._covered = False
-        if self._in_place:
-            expected = checkpoint_tensors(self.model_config)
-            # Without a list of its tensors only the layers can tell whether an update is complete.
-            self._in_place = expected is not None
-            self._expected = expected or {}
+        self._expected = expected or {}
         if not self._in_place:
             roll_back(self.model)
             layerwise.initialize_layerwise_reload(self.model)
+
+    def _tensors_in_place(self) -> Mapping[str, tuple[int, ...]] | None:
+        """Names and shapes that an update in place has to cover; None if the model is loaded layer by layer."""
+        if self._rule is None or self._rule[0] is not self.model:
+            in_place = can_load_in_place(self.model, os.environ)
+            # Without a list of its tensors only the layers can tell whether an update is complete.
+            self._rule = (self.model, checkpoint_tensors(self.model_config) if in_place else None)
+        return self._rule[1]
+
+    def layout_of(self, update_info: PackedUpdateInfo, chunk_bytes: int) -> UpdateLayout:
+        """Where the tensors of the update lie in its buffers, after `expect` agreed to them."""
+        self._layouts = self._layouts or LayoutCache()
+        self._loader = self._loader or PlannedLoader(os.environ)
+        layout = self._layouts.of(update_info.names, update_info.dtype_names, update_info.shapes, chunk_bytes)
+        if self._checked is None or self._checked[0] is not self._expected or self._checked[1] is not layout:
+            self.expect(update_info.names, update_info.shapes)
+            self._checked = (self._expected, layout)
+        if self._in_place:
+            self._loader.begin(self.model, layout)
+        return layout
+
+    def load_buffer(self, part: BufferLayout, buffer: torch.Tensor) -> None:
+        """Load a checked buffer of the update; it may be read until the current stream has come here."""
+        if self._in_place and self._loader is not None:
+            self._loader.load(self.model, part, buffer)
+        else:
+            # vLLM types its models as plain modules.
+            model: Any = self.model
+            model.load_weights(part.unpack(buffer))
 
     def expect(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Check what is about to be received, where nothing else would notice that it is incomplete.
@@ -68,6 +102,8 @@ class CheckedReload:
     def all_loaded(self) -> None:
         """Every tensor that `expect` was told of has been loaded."""
         self._covered = True
+        if self._in_place and self._loader is not None:
+            self._loader.finish()
 
     def finish_weight_update(self) -> None:
         """Put the loaded weights in place.

@@ -6,11 +6,11 @@ waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from pipelinerl.weights.packing import TensorMeta, packed_bytes, payload_bytes, plan_chunks, unpack
+from pipelinerl.weights.layout import BufferLayout, UpdateLayout
 from pipelinerl.weights.seal import mark_of, seal_problem
 
 
@@ -20,11 +20,10 @@ class DamagedBufferError(RuntimeError):
 
 def receive_buffers(
     transport: str,
-    metas: Sequence[TensorMeta],
-    chunk_bytes: int,
+    layout: UpdateLayout,
     pass_id: int,
     fetch: Callable[[int], torch.Tensor],
-    load: Callable[[list[tuple[str, torch.Tensor]]], object],
+    load: Callable[[BufferLayout, torch.Tensor], object],
 ) -> None:
     """Fetch, check and load all buffers of a pass, in order.
 
@@ -33,33 +32,30 @@ def receive_buffers(
 
     Args:
         transport: its name, for the message.
-        metas: all tensors of the pass, as the trainer announced them.
-        chunk_bytes: the size by which both ends split them.
+        layout: of all tensors of the pass, as the trainer announced them.
         pass_id: the trainer's number of this pass.
         fetch: returns the next buffer, given its size in bytes; complete, not under way.
-        load: takes named tensors, which are views of the buffer; returns when they were copied or are kept.
+        load: takes a buffer and what lies where in it; returns when its tensors were copied or are kept.
 
     Raises:
         DamagedBufferError: the first buffer that is not what was packed; the update must not be finished.
         RuntimeError: `fetch` failed.
     """
-    chunks = list(plan_chunks(metas, chunk_bytes))
     damage = ""
-    for index, chunk in enumerate(chunks):
-        num_bytes = packed_bytes(chunk)
+    for part in layout.buffers:
         try:
-            buffer = fetch(num_bytes)
+            buffer = fetch(part.num_bytes)
         except RuntimeError as error:
             if damage:
                 raise DamagedBufferError(damage) from error
             raise
         if damage:
             continue
-        problem = seal_problem(buffer, num_bytes, mark_of(pass_id, index, payload_bytes(chunk)))
+        problem = seal_problem(buffer, part.num_bytes, mark_of(pass_id, part.index, part.payload_bytes))
         if problem is None:
-            load(unpack(buffer, chunk))
+            load(part, buffer)
         else:
-            which = f"{transport}: buffer {index + 1} of {len(chunks)}"
+            which = f"{transport}: buffer {part.index + 1} of {len(layout.buffers)}"
             damage = f"{which} arrived damaged: {problem}; nothing of it or after it was loaded"
         # Before memory for the next one is taken.
         del buffer

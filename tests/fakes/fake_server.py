@@ -21,6 +21,7 @@ from aiohttp import web
 
 from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
 from pipelinerl.weights.gloo_group import GlooGroup
+from pipelinerl.weights.layout import BufferLayout, plan_layout
 from pipelinerl.weights.manifest import coverage_problems
 from pipelinerl.weights.packing import meta_from_wire
 from pipelinerl.weights.receiving import receive_buffers
@@ -248,13 +249,15 @@ class FakeServer:
 
         try:
             metas = meta_from_wire(info["names"], info["dtype_names"], info["shapes"])
-            await asyncio.to_thread(
-                receive_buffers, "gloo", metas, self._chunk_bytes, info["pass_id"], fetch, self._received.update
-            )
+            layout = plan_layout(metas, self._chunk_bytes)
+            await asyncio.to_thread(receive_buffers, "gloo", layout, info["pass_id"], fetch, self._load)
         except (RuntimeError, ValueError, KeyError) as error:
             self._open = False
             return _error(500, str(error))
         return web.json_response({"message": "Weights updated"})
+
+    def _load(self, part: BufferLayout, buffer: torch.Tensor) -> None:
+        self._received.update(part.unpack(buffer))
 
     async def _finish(self, request: web.Request) -> web.Response:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._received.items()}

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pipelinerl.weights.layout import plan_layout
 from pipelinerl.weights.packing import TensorMeta, pack, packed_bytes, payload_bytes, plan_chunks
 from pipelinerl.weights.receiving import DamagedBufferError, receive_buffers
 from pipelinerl.weights.seal import BLOCK_WORDS, checksum, mark_of, seal_problem, sealed_bytes
@@ -75,7 +76,10 @@ def received(
     rest = iter(buffers)
     error = ""
     try:
-        receive_buffers("gloo", metas, chunk_bytes, PASS, lambda _: next(rest), loaded.update)
+        layout = plan_layout(metas, chunk_bytes)
+        receive_buffers(
+            "gloo", layout, PASS, lambda _: next(rest), lambda part, buffer: loaded.update(part.unpack(buffer))
+        )
     except DamagedBufferError as damage:
         error = str(damage)
     return loaded, error, len(buffers) - len(list(rest))
@@ -155,10 +159,10 @@ def test_an_end_of_the_transfer_after_damage_does_not_hide_the_damage() -> None:
         return buffer
 
     with pytest.raises(DamagedBufferError, match="buffer 3 of 5") as caught:
-        receive_buffers("nccl", METAS, 0, PASS, fetch, lambda _: None)
+        receive_buffers("nccl", plan_layout(METAS, 0), PASS, fetch, lambda *_: None)
     assert str(caught.value.__cause__) == "peer is gone"
     with pytest.raises(RuntimeError, match="peer is gone"):
-        receive_buffers("nccl", METAS, 0, PASS, fetch, lambda _: None)
+        receive_buffers("nccl", plan_layout(METAS, 0), PASS, fetch, lambda *_: None)
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 11, 10**6])
