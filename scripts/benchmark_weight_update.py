@@ -23,6 +23,7 @@ from benchmark_common import Server, client_session, generate, random_model, run
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
+from pipelinerl.inference.planned_load import COPY_PLAN_VARIABLE
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import PHASES, ServerAddress
 from pipelinerl.weights.source import ModuleSource
@@ -106,10 +107,13 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
     vocabulary = model.config.vocab_size
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     transport = transport_of(args)
+    source = ModuleSource(model)
     rounds: list[dict[str, float]] = []
     with WeightPublisher(server.token, transport=transport, timeout_s=60, one_call=not args.five_calls) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
-        publisher.publish(0, ModuleSource(model))
+        # The first update of a server is recorded, the second made twice; what follows is what a run has.
+        for _ in range(3):
+            publisher.publish(0, source)
         before = probe(publisher, model, vocabulary)
         load = Load(server, args.concurrency, args.max_tokens)
         time.sleep(args.warm_up_s)
@@ -117,7 +121,7 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.0 + 0.002 * (1 if version % 2 else -1))
-            report = publisher.publish(version, ModuleSource(model))
+            report = publisher.publish(version, source)
             if report.failed:
                 raise RuntimeError(str(report.failed))
             rounds.append(report.seconds)
@@ -157,6 +161,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no compilation: a quicker start, slower generation")
     parser.add_argument("--five-calls", action="store_true", help="phase by phase instead of one call")
     parser.add_argument("--layerwise", action="store_true", help="load layer by layer, not in place")
+    parser.add_argument("--tensor-by-tensor", action="store_true", help="in place, but without a copy plan")
     parser.add_argument("--server-gpu", type=int, default=0)
     parser.add_argument("--sender-gpu", type=int, default=1)
     parser.add_argument("--url", help="a server that is already running with --model")
@@ -169,7 +174,9 @@ def main() -> None:
         kwargs |= {"enforce-eager": "", "block_size": 32, "max_num_seqs": 64}
     else:
         kwargs |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3} | ({"enforce-eager": ""} if args.eager else {})
-    environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)} | ({IN_PLACE_VARIABLE: "0"} if args.layerwise else {})
+    environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)}
+    environ |= {IN_PLACE_VARIABLE: "0"} if args.layerwise else {}
+    environ |= {COPY_PLAN_VARIABLE: "0"} if args.tensor_by_tensor else {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in [args.model] if args.model else args.sizes:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32

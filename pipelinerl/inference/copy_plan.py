@@ -65,35 +65,34 @@ class ModelMemory:
         #: By address of the memory: a tensor in it.
         self.tensors: dict[int, torch.Tensor] = {}
         modules = dict(model.named_modules())
-        self._children = [module._modules for module in modules.values()]
-        self._tables = [table for module in modules.values() for table in (module._parameters, module._buffers)]
+        # Kept, as the tensors are, so that no other object gets the identity of one.
+        self._modules = list(modules.values())
+        self._children = [module._modules for module in self._modules]
+        self._tables = [table for module in self._modules for table in (module._parameters, module._buffers)]
         for prefix, module in modules.items():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self.parameters.append((f"{prefix}.{name}" if prefix else name, parameter.detach()))
-        # Kept, so that no other object gets its identity.
         self._owners = [tensor for table in self._tables for tensor in table.values() if tensor is not None]
         for tensor in self._owners:
             if tensor.device.type != "meta":
                 self.tensors.setdefault(storage_of(tensor), tensor.detach())
+        self._shapes = [(tensor, tensor.shape, tensor.stride()) for tensor in self._owners]
         self._before = self._present()
 
     def is_unmoved(self) -> bool:
         """Whether the model has the same modules and tensors, and each lies where it lay, in the same shape."""
-        return self._present() == self._before
-
-    def _present(self) -> list[Any]:
-        owners = self._owners
         # vLLM's parameters are of a class of their own, which makes every look at them four times as slow.
         with torch._C.DisableTorchFunctionSubclass():
-            return [
-                [list(children.values()) for children in self._children],
-                # Tensors would be compared by value.
-                [[id(tensor) for tensor in table.values()] for table in self._tables],
-                [tensor.data_ptr() for tensor in owners],
-                [tensor.shape for tensor in owners],
-                [tensor.stride() for tensor in owners],
-            ]
+            return self._present() == self._before and all(
+                tensor.shape == shape and tensor.stride() == stride for tensor, shape, stride in self._shapes
+            )
+
+    def _present(self) -> list[int]:
+        """Who the modules and tensors are, and where their memory is. Numbers do not wake the garbage collector."""
+        children = [id(module) for table in self._children for module in table.values()]
+        tensors = [id(tensor) for table in self._tables for tensor in table.values()]
+        return children + tensors + [tensor.data_ptr() for tensor in self._owners]
 
 
 class CopyRecorder(TorchDispatchMode):
