@@ -9,7 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from fakes.random_model import save_random_model
+from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.vllm_process import VLLMProcess
+
+from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.verify import ProbeSequence
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TESTS = Path(__file__).parents[1]
@@ -44,3 +50,30 @@ def test_w1_copied_updates_of_a_real_model_equal_loaded_ones(
         lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"mode"')]
         assert [line["different"] for line in lines] == [[]] * UPDATES
         assert [line["mode"] for line in lines] == half * 2
+
+
+def test_w1_a_server_that_copies_computes_what_the_trainer_does_also_after_another_trainer_came(tmp_path: Path) -> None:
+    """A whole server on a CPU, made to load in place. A second trainer sends the same layout: the plan stays."""
+    folder = save_random_model(tmp_path / "model", tied=True)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(TESTS / "fakes" / "in_place_site"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    settings = {"dtype": "float32", "enable-chunked-prefill": False}
+    model = random_model(tied=True, seed=5)
+    with VLLMProcess(folder, tmp_path / "server.log", settings, transport="ipc", environ=environ) as server:
+        for _trainer in range(2):
+            with WeightPublisher(
+                server.token, timeout_s=120, chunk_bytes=10_000, transports={"tiny": "ipc"}
+            ) as publisher:
+                publisher.connect([ServerAddress("tiny", server.url)])
+                for version in range(3):
+                    perturb(model, seed=version)
+                    assert publisher.publish(version, ModuleSource(model)).failed == {}
+                    ids = random_ids(60, seed=version)
+                    assert publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))]).max_abs_diff < 1e-4
+        modes = [line.split()[-1] for line in server.tail(10**9).splitlines() if "loaded in mode" in line]
+    assert modes == ["record", "prove", "copy", "copy", "copy", "copy"]

@@ -1,0 +1,72 @@
+"""For a server on a CPU whose PYTHONPATH has this folder: it loads in place, as one on a GPU does.
+
+Python imports this by itself in every process of the server. vLLM then leaves the matrices of linear layers as they are
+(on CPUs it packs them), and every update says in the log how it is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def _in_place(module: Any) -> None:
+    module.can_load_in_place = lambda model, environ: True
+
+
+def _no_packing_of_large(module: Any) -> None:
+    module._supports_onednn = False
+
+
+def _no_packing_of_small(module: Any) -> None:
+    module.check_cpu_sgl_kernel = lambda *_: False
+
+
+def _tell_mode(module: Any) -> None:
+    finish = module.PlannedLoader.finish
+
+    def told(self: Any) -> None:
+        print(f"loaded in mode {self.mode.value}", flush=True)
+        finish(self)
+
+    module.PlannedLoader.finish = told
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "pipelinerl.inference.reload": _in_place,
+    "pipelinerl.inference.planned_load": _tell_mode,
+    "vllm._custom_ops": _no_packing_of_large,
+    "vllm.model_executor.layers.utils": _no_packing_of_small,
+}
+
+
+class _Finder:
+    """Changes a module right after it was imported."""
+
+    def __init__(self) -> None:
+        self._searching = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name not in _CHANGES or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._searching = False
+        assert spec is not None and spec.loader is not None
+        run = spec.loader.exec_module
+
+        def run_and_change(module: ModuleType) -> None:
+            run(module)
+            _CHANGES[name](module)
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
