@@ -11,8 +11,9 @@ from typing import Literal
 from pipelinerl.config import RunConfig
 from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT, Cluster, nvml_gpu_lister, visible_gpus
 from pipelinerl.placement.jobs import JOB_KINDS, SERVER_KINDS, Job, WorldMap
+from pipelinerl.placement.listed import Split
 from pipelinerl.placement.place import Placer, PortSource
-from pipelinerl.placement.split import Split, gpus_per_llm, split_cluster
+from pipelinerl.placement.split import gpus_per_llm, split_cluster
 
 __all__ = [
     "JOB_KINDS",

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl.config.agent import AGENT_ROLLOUT
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.sections import GPU_LISTS
 from pipelinerl.config.stages import READING_MODES, STAGE_KINDS
 from pipelinerl.errors import ConfigError
 
@@ -86,6 +87,42 @@ def shared_devices(config: RunConfig) -> ConfigError | None:
             "0 with world.placement=colocated: the reference model is beside the trainer",
             "Set it to 0 and leave finetune.rl.reference at auto.",
         )
+    return None
+
+
+def gpu_lists(config: RunConfig) -> ConfigError | None:
+    """Lists of GPUs name those of every pool, and agree with the counts."""
+    world = config.world
+    lists = {key: getattr(world, key) for key in GPU_LISTS}
+    if all(value is None for value in lists.values()):
+        return None
+    wanted = {
+        "actor_gpus": config.debug.mode not in _WITHOUT_ACTOR,
+        "preprocessor_gpus": config.has_reference_pool,
+        "finetune_gpus": config.debug.mode not in _WITHOUT_TRAINER,
+    }
+    for key, value in lists.items():
+        if value is None:
+            if wanted[key]:
+                others = ", ".join(f"world.{other}" for other, given in lists.items() if given is not None)
+                example = "[1]" if key == "finetune_gpus" else "[[0]]"
+                return ConfigError(
+                    f"world.{key}", None, f"a list of GPUs, as in {others}", f"Set for instance world.{key}={example}."
+                )
+            continue
+        count = getattr(world, GPU_LISTS[key])
+        if count != len(value):
+            return ConfigError(
+                f"world.{GPU_LISTS[key]}", count, f"{len(value)}, as many as world.{key} names", "Leave it out."
+            )
+        for gpus in [value] if key == "finetune_gpus" else value:
+            if len(set(gpus)) != len(gpus) or not gpus:
+                return ConfigError(
+                    f"world.{key}",
+                    value,
+                    "each GPU once for one server, and once for all ranks together (NCCL refuses two ranks on one)",
+                    "Remove what is there twice.",
+                )
     return None
 
 
@@ -193,6 +230,7 @@ RULES = (
     actor_share,
     trainer_share,
     shared_devices,
+    gpu_lists,
     stream_url,
     heartbeat,
     subset,

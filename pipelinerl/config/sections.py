@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipelinerl.config.base import Section
 
@@ -87,6 +87,16 @@ class PreprocessConfig(Section):
     log_every_n_samples: int = Field(default=128, ge=1)
 
 
+#: Lists of GPUs by pool, and the keys of the counts that follow from them.
+GPU_LISTS = {
+    "actor_gpus": "num_actor_llms",
+    "preprocessor_gpus": "num_preprocessor_llms",
+    "finetune_gpus": "num_finetune_ranks",
+}
+#: A GPU by its place among those that the launcher sees.
+GpuNumber = Annotated[int, Field(ge=0)]
+
+
 class WorldConfig(Section):
     """How the cluster is split. Fractions share the GPUs; the `num_*` keys, if set, say the counts outright (and are
     the way to split a machine without GPUs)."""
@@ -98,6 +108,9 @@ class WorldConfig(Section):
     num_actor_llms: int | None = Field(default=None, ge=1)
     num_preprocessor_llms: int | None = Field(default=None, ge=0)
     num_finetune_ranks: int | None = Field(default=None, ge=1)
+    actor_gpus: list[list[GpuNumber]] | None = Field(default=None, min_length=1)
+    preprocessor_gpus: list[list[GpuNumber]] | None = None
+    finetune_gpus: list[GpuNumber] | None = Field(default=None, min_length=1)
     device: Device = "auto"
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
     sleep_level: Literal["auto", "1", "2"] = "auto"
@@ -108,6 +121,19 @@ class WorldConfig(Section):
     environment_start_port: int = Field(default=7777, ge=1024, le=65535)
     llm_start_port: int = Field(default=8080, ge=1024, le=65535)
     node_port: int = Field(default=29400, ge=1024, le=65535)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_lists(cls, data: Any) -> Any:
+        """Lists of GPUs say the counts as well."""
+        if not isinstance(data, dict):
+            return data
+        counts = {
+            count: len(data[gpus])
+            for gpus, count in GPU_LISTS.items()
+            if isinstance(data.get(gpus), list) and data.get(count) is None
+        }
+        return data | counts
 
 
 class StreamsConfig(Section):

@@ -20,9 +20,9 @@ STAGE_KINDS: dict[str, tuple[str, ...]] = {
 #: Modes that read what another run wrote (`debug.streams_from`).
 READING_MODES = ("preprocessor", "finetune")
 _POOLS = {
-    "actor_llm": ("actor_fraction", "num_actor_llms"),
-    "preprocessor_llm": ("preprocessor_fraction", "num_preprocessor_llms"),
-    "finetune": ("finetune_fraction", "num_finetune_ranks"),
+    "actor_llm": ("actor_fraction", "num_actor_llms", "actor_gpus"),
+    "preprocessor_llm": ("preprocessor_fraction", "num_preprocessor_llms", "preprocessor_gpus"),
+    "finetune": ("finetune_fraction", "num_finetune_ranks", "finetune_gpus"),
 }
 
 
@@ -38,9 +38,9 @@ def stage_config(config: RunConfig) -> RunConfig:
     if not mode:
         return config
     world: dict[str, Any] = {}
-    for kind, (fraction, count) in _POOLS.items():
+    for kind, (fraction, count, gpus) in _POOLS.items():
         if kind not in STAGE_KINDS[mode]:
-            world |= {fraction: 0.0, count: None}
+            world |= {fraction: 0.0, count: None, gpus: None}
     changes: dict[str, Any] = {
         "world": config.world.model_copy(update=world),
         "finetune": config.finetune.model_copy(update={"send_weight_updates": False}),

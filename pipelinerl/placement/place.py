@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -12,7 +12,7 @@ from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.placement.cluster import Cluster, url_of
 from pipelinerl.placement.jobs import Job
-from pipelinerl.placement.split import Split
+from pipelinerl.placement.listed import Split
 
 
 class PortSource(Protocol):
@@ -73,7 +73,10 @@ class Placer:
         jobs = []
         for idx in range(count):
             node, gpus = idx % self.cluster.world_size, list[str]()
-            if self.split.device == "cuda":
+            listed = self._listed(f"{kind.removesuffix('_llm')}_gpus")
+            if listed:
+                gpus = [self.cluster.gpus[number] for number in listed[idx]]
+            elif self.split.device == "cuda":
                 place = free.take(self.split.gpus_per_llm)
                 if place is None:
                     raise ConfigError(
@@ -89,6 +92,10 @@ class Placer:
             jobs.append(self._job(kind, idx, replica, node, gpus, port))
         return jobs
 
+    def _listed(self, key: str) -> list[Any] | None:
+        """The user's list of GPUs of a pool; on a CPU such a list only says how many there are."""
+        return getattr(self.config.world, key) if self.split.device == "cuda" else None
+
     def _services(self, kind: str, count: int) -> list[Job]:
         jobs = []
         for idx in range(count):
@@ -102,6 +109,8 @@ class Placer:
         count, nodes = self.split.finetune_ranks, self.cluster.world_size
         if self.split.device == "cpu":
             return [self._job("finetune", i, 0, i * nodes // count, []) for i in range(count)]
+        if listed := self._listed("finetune_gpus"):
+            return [self._job("finetune", i, 0, 0, [self.cluster.gpus[number]]) for i, number in enumerate(listed)]
         slots = free.singles()[:count]
         if len(slots) < count:
             raise ConfigError(

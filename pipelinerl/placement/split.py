@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.rules_sampling import vllm_option
 from pipelinerl.config.sections import WorldConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.placement.cluster import Cluster
+from pipelinerl.placement.listed import Split, leave_room, listed_split
 
 _ROUNDING = 1e-9
-#: Of a shared GPU, what a server may take while it generates.
-_LARGEST_SHARED_PART = 0.85
-
-
-@dataclass(frozen=True)
-class Split:
-    """Counts over the whole cluster. `device` is "cpu" or "cuda"."""
-
-    device: str
-    gpus_per_llm: int
-    actor_llms: int
-    preprocessor_llms: int
-    finetune_ranks: int
 
 
 def gpus_per_llm(vllm_kwargs: dict[str, Any]) -> int:
@@ -53,8 +39,10 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
         )
     if world.device == "cpu" or not has_gpus:
         return _cpu_split(world, per_llm)
+    if world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus:
+        return listed_split(config, cluster, per_llm)
     if world.placement == "colocated":
-        _leave_room(config)
+        leave_room(config)
     split = _colocated_split if world.placement == "colocated" else _disaggregated_split
     result = split(world, cluster, per_llm)
     for key, count in (("actor", result.actor_llms), ("preprocessor", result.preprocessor_llms)):
@@ -89,29 +77,10 @@ def _cpu_split(world: WorldConfig, per_llm: int) -> Split:
     )
 
 
-def _leave_room(config: RunConfig) -> None:
-    """The trainer's weights stay on the GPU while a server generates there."""
-    key, share = vllm_option(config, "gpu-memory-utilization")
-    if isinstance(share, int | float) and share > _LARGEST_SHARED_PART:
-        raise ConfigError(
-            key,
-            share,
-            f"at most {_LARGEST_SHARED_PART} with world.placement=colocated: the trainer's weights stay on the GPU",
-            "Use 0.5, and more if the model is small.",
-        )
-
-
 def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> Split:
-    """Servers and trainer ranks share every GPU (one trainer rank a GPU, as many whole servers as fit)."""
+    """Servers and trainer ranks share every GPU: one trainer rank a GPU, as many whole servers as fit."""
     total = cluster.world_size * len(cluster.gpus)
     fitting = _capacity(cluster, per_llm)
-    if per_llm > 1:
-        raise ConfigError(
-            "vllm_config.vllm_kwargs",
-            f"tensor x pipeline parallel size {per_llm}",
-            "1 with world.placement=colocated: a server shares its GPU with one trainer rank",
-            "Let each GPU have a server of its own, or use world.placement=disaggregated.",
-        )
     if fitting < world.replicas:
         raise _too_few_gpus(world, cluster, per_llm, f"{world.replicas * per_llm} for the actor servers")
     return Split(

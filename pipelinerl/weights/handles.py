@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,26 @@ def copy_of_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
         shared = torch.from_file(handle["path"], shared=True, size=int(handle["num_bytes"]), dtype=torch.uint8)
         return shared.clone()
     if kind == "cuda" and device.type == "cuda":
-        copy = _open_cuda(handle, device).clone()
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+        own = torch.cuda.current_device() if device.index is None else device.index
+        source = _open_cuda(handle, place_of(handle.get("gpu"), uuids, own))
+        copy = torch.empty_like(source, device=torch.device("cuda", own)).copy_(source)
         torch.cuda.synchronize(device)
         return copy
     raise ValueError(f"buffer handle: got kind {kind!r} for {device}, expected one of that device")
+
+
+def place_of(gpu: str | None, uuids: Sequence[str], own: int) -> int:
+    """Index, in this process, of the GPU that holds a buffer. The sender's own index says nothing here.
+
+    A worker of a parallel server has another GPU than the trainer and opens the buffer where it lies, to copy it over.
+
+    Args:
+        gpu: UUID in the handle; None: the sender did not say.
+        uuids: of the GPUs that this process sees, by index.
+        own: of the GPU that this process works on; also the answer if the other one cannot be seen.
+    """
+    return uuids.index(gpu) if gpu in uuids else own
 
 
 _BYTES_FIELDS = ("memory", "ref_counter", "event")
@@ -71,6 +88,7 @@ def _export_cuda(buffer: torch.Tensor) -> Handle:
     )
     handle = {
         "kind": "cuda",
+        "gpu": str(torch.cuda.get_device_properties(buffer.device).uuid),
         "num_bytes": int(size[0]),
         "offset": int(offset),
         "memory": memory,
@@ -84,7 +102,7 @@ def _export_cuda(buffer: torch.Tensor) -> Handle:
     return handle | {name: base64.b64encode(handle[name]).decode() for name in _BYTES_FIELDS}
 
 
-def _open_cuda(handle: Handle, device: torch.device) -> torch.Tensor:
+def _open_cuda(handle: Handle, index: int) -> torch.Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     raw = {name: base64.b64decode(handle[name]) for name in _BYTES_FIELDS}
@@ -95,8 +113,7 @@ def _open_cuda(handle: Handle, device: torch.device) -> torch.Tensor:
         handle["offset"],
         torch.storage.TypedStorage,
         torch.uint8,
-        # The sender's index of the GPU says nothing here: the handle itself knows the memory.
-        device.index,
+        index,
         raw["memory"],
         handle["storage_bytes"],
         handle["storage_offset"],

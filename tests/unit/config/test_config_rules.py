@@ -88,6 +88,7 @@ CASES = {
         ["world.placement=colocated"],
         "schedule: got 'pipeline', expected conventional with world.placement=colocated",
     ),
+    "gpu_lists": (["world.actor_gpus=[[0]]"], "world.finetune_gpus: got None, expected a list of GPUs"),
     "generation_steps": (
         ["schedule=concurrent", "steps_per_generation=4"],
         "steps_per_generation: got 4, expected 1 with schedule=concurrent",
@@ -103,6 +104,35 @@ NEEDS_NO_CASE = {"linked_keys"}
 
 def test_every_rule_has_a_case() -> None:
     assert set(CASES) | NEEDS_NO_CASE == {rule.__name__ for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["world.finetune_gpus=[1]"], "world.actor_gpus: got None, expected a list of GPUs, as in world.finetune_gpus"),
+        (
+            ["world.actor_gpus=[[0]]", "world.finetune_gpus=[1]", "world.preprocessor_fraction=1"],
+            "world.preprocessor_gpus: got None",
+        ),
+        (["world.actor_gpus=[[0]]", "world.finetune_gpus=[1,1]"], "got [1, 1], expected each GPU once"),
+        (["world.actor_gpus=[[0,0]]", "world.finetune_gpus=[1]"], "got [[0, 0]], expected each GPU once"),
+        (["world.actor_gpus=[[]]", "world.finetune_gpus=[1]"], "got [[]], expected each GPU once"),
+        (
+            ["world.actor_gpus=[[0]]", "world.finetune_gpus=[1]", "world.num_actor_llms=2"],
+            "world.num_actor_llms: got 2, expected 1, as many as world.actor_gpus names",
+        ),
+    ],
+)
+def test_lists_of_gpus_are_whole_and_agree_with_the_counts(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([*KEEP, *overrides])
+    assert expected in str(caught.value)
+
+
+def test_lists_of_gpus_say_the_counts() -> None:
+    lists = ["world.actor_gpus=[[0],[0]]", "world.preprocessor_gpus=[[1]]", "world.finetune_gpus=[1,0]"]
+    world = compose([*KEEP, *lists]).config.world
+    assert (world.num_actor_llms, world.num_preprocessor_llms, world.num_finetune_ranks) == (2, 1, 2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipelinerl.weights.handle_channel import HandleReceiver, HandleSender
-from pipelinerl.weights.handles import copy_of_buffer, export_buffer, release_buffer
+from pipelinerl.weights.handles import copy_of_buffer, export_buffer, place_of, release_buffer
 from pipelinerl.weights.ipc_transport import IPCTransport
 from pipelinerl.weights.transport import create_transport
 
@@ -133,3 +133,12 @@ def test_a_handle_of_another_device_is_refused(tmp_path: Path) -> None:
         copy_of_buffer({}, CPU)
     release_buffer(handle)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_opens_a_buffer_on_the_gpu_that_holds_it() -> None:
+    """Worker 1 of a parallel server copies from the trainer's GPU, whatever number that has in either process."""
+    seen = ["GPU-b", "GPU-a"]
+    assert place_of("GPU-b", seen, own=1) == 0
+    assert place_of("GPU-a", seen, own=1) == 1
+    assert place_of("GPU-c", seen, own=1) == 1
+    assert place_of(None, seen, own=1) == 1

@@ -122,6 +122,53 @@ ROWS = {
         [],
         [(0, ["0"]), (0, ["1"])],
     ),
+    "2 GPUs, shared by a parallel server": (
+        {"gpus": 2, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 2}},
+        [(0, ["0", "1"])],
+        [],
+        [(0, ["0"]), (0, ["1"])],
+    ),
+    "4 GPUs, shared by parallel servers": (
+        {"gpus": 4, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 2}},
+        [(0, ["0", "1"]), (0, ["2", "3"])],
+        [],
+        [(0, [str(gpu)]) for gpu in range(4)],
+    ),
+    "lists: two servers and a reference server on one GPU": (
+        {
+            "gpus": 2,
+            "actor_gpus": [[0], [0]],
+            "preprocessor_gpus": [[0]],
+            "finetune_gpus": [1],
+            "vllm_kwargs": {"kv-cache-memory-bytes": 2**30},
+        },
+        [(0, ["0"]), (0, ["0"])],
+        [(0, ["0"])],
+        [(0, ["1"])],
+    ),
+    "lists: places in CUDA_VISIBLE_DEVICES": (
+        {"env": {"CUDA_VISIBLE_DEVICES": "7,5,3"}, "actor_gpus": [[2]], "finetune_gpus": [1, 0]},
+        [(0, ["3"])],
+        [],
+        [(0, ["5"]), (0, ["7"])],
+    ),
+    "lists: a parallel server beside two ranks": (
+        {
+            "gpus": 4,
+            "actor_gpus": [[3, 2]],
+            "finetune_gpus": [0, 1],
+            "vllm_kwargs": {"tensor-parallel-size": 2},
+        },
+        [(0, ["3", "2"])],
+        [],
+        [(0, ["0"]), (0, ["1"])],
+    ),
+    "lists without GPUs only count": (
+        {"device": "cpu", "gpus": 2, "actor_gpus": [[0], [0]], "preprocessor_gpus": [[5]], "finetune_gpus": [4, 5]},
+        [(0, []), (0, [])],
+        [(0, [])],
+        [(0, []), (0, [])],
+    ),
     "0 GPUs": ({"gpus": 0}, [(0, [])], [], [(0, [])]),
     "GPUs there, but device=cpu": ({"gpus": 2, "device": "cpu"}, [(0, [])], [], [(0, [])]),
     "0 GPUs, 2 servers, 1 reference server, 2 ranks": (
@@ -240,9 +287,29 @@ IMPOSSIBLE = {
         {"gpus": 1, "placement": "colocated", "vllm_kwargs": {"gpu_memory_utilization": 0.9}},
         r"gpu.memory.utilization: got 0.9, expected at most 0.85",
     ),
-    "a parallel server that shares GPUs": (
-        {"gpus": 2, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 2}},
-        r"tensor x pipeline parallel size 2.*expected 1 with world.placement=colocated",
+    "a parallel server larger than the GPUs that it shares": (
+        {"gpus": 2, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 4}},
+        r"2 GPU\(s\); it needs 4 for the actor servers",
+    ),
+    "a listed GPU that is not there": (
+        {"gpus": 2, "actor_gpus": [[0]], "finetune_gpus": [1, 2]},
+        r"world.finetune_gpus: got \[1, 2\], expected numbers from 0 to 1",
+    ),
+    "a listed server of another size": (
+        {"gpus": 2, "actor_gpus": [[0]], "finetune_gpus": [1], "vllm_kwargs": {"tensor-parallel-size": 2}},
+        r"world.actor_gpus: got \[\[0\]\], expected 2 GPU\(s\) for each server",
+    ),
+    "a shared GPU whose memory a server would measure": (
+        {"gpus": 2, "actor_gpus": [[0], [0]], "finetune_gpus": [1]},
+        "kv-cache-memory-bytes: got None, expected a number of bytes, because several processes share GPU 0",
+    ),
+    "lists on several nodes": (
+        {"gpus": 4, "env": TWO_NODES, "actor_gpus": [[0]], "finetune_gpus": [1]},
+        r"world.actor_gpus: got \[\[0\]\], expected null with several nodes",
+    ),
+    "listed servers and replicas do not divide": (
+        {"gpus": 4, "replicas": 2, "actor_gpus": [[0]], "finetune_gpus": [1]},
+        "expected a multiple of world.replicas=2",
     ),
     "one GPU for two pools": ({"gpus": 1}, r"1 node\(s\) x 1 GPU.*world.placement=colocated"),
     "no GPU but device=cuda": ({"device": "cuda"}, r"world.device.*found 0"),
@@ -280,6 +347,11 @@ def test_impossible_splits_explain_themselves(row: tuple[dict[str, Any], str]) -
 def test_a_server_on_the_first_ranks_gpu_gets_its_weights_through_memory() -> None:
     shared = plan(gpus=2, placement="colocated")
     assert [shared.transport_to(job) for job in shared.jobs_of("actor_llm")] == ["ipc", "nccl"]
+    parallel = plan(gpus=4, placement="colocated", vllm_kwargs={"tensor-parallel-size": 2})
+    assert [parallel.transport_to(job) for job in parallel.jobs_of("actor_llm")] == ["ipc", "nccl"]
+    cache = {"kv-cache-memory-bytes": 2**30}
+    beside = plan(gpus=2, actor_gpus=[[0], [1]], finetune_gpus=[1, 0], vllm_kwargs=cache)
+    assert [beside.transport_to(job) for job in beside.jobs_of("actor_llm")] == ["nccl", "ipc"]
     apart = plan(gpus=2)
     assert [apart.transport_to(job) for job in apart.jobs_of("actor_llm")] == ["nccl"]
     assert [plan().transport_to(job) for job in plan().jobs_of("actor_llm")] == ["gloo"]
