@@ -34,6 +34,7 @@ SHAPES = {
     "0.13": (576, 1536, 30, 9, 3),
     "0.5": (896, 4864, 24, 14, 2),
     "1.5": (1536, 8960, 28, 12, 2),
+    "7": (3584, 18944, 28, 28, 4),
 }
 
 
@@ -131,17 +132,28 @@ def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=size != "7",
         eos_token_id=1,
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
+    # The weights of the largest take minutes on a CPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        # Its own types hide those of `to`.
+        model: Any = Qwen2ForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
     ).save_pretrained(folder)
     return folder
 

@@ -214,9 +214,9 @@ HONOURED: dict[str, str] = {
     "world.num_actor_llms": "servers that sample, instead of the share",
     "world.num_preprocessor_llms": "servers of the reference model, instead of the share",
     "world.num_finetune_ranks": "trainer ranks, instead of the share",
-    "world.actor_gpus": "which GPUs each server has, [[0], [1]] for instance, instead of the share; one node only",
+    "world.actor_gpus": "which GPUs each server has, as [[0], [1]], instead of share and count; one node only",
     "world.preprocessor_gpus": "the same for servers of the reference model",
-    "world.finetune_gpus": "which GPU each trainer rank has, [2, 3] for instance",
+    "world.finetune_gpus": "which GPU each trainer rank has, as [2, 3]",
     "world.device": "auto, cpu or cuda",
     "world.placement": "disaggregated, or colocated: servers and trainer take turns on the same GPUs "
     "(schedule=conventional)",

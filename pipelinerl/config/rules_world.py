@@ -91,7 +91,7 @@ def shared_devices(config: RunConfig) -> ConfigError | None:
 
 
 def gpu_lists(config: RunConfig) -> ConfigError | None:
-    """Lists of GPUs name those of every pool, and agree with the counts."""
+    """Lists of GPUs name those of every pool."""
     world = config.world
     lists = {key: getattr(world, key) for key in GPU_LISTS}
     if all(value is None for value in lists.values()):
@@ -110,11 +110,6 @@ def gpu_lists(config: RunConfig) -> ConfigError | None:
                     f"world.{key}", None, f"a list of GPUs, as in {others}", f"Set for instance world.{key}={example}."
                 )
             continue
-        count = getattr(world, GPU_LISTS[key])
-        if count != len(value):
-            return ConfigError(
-                f"world.{GPU_LISTS[key]}", count, f"{len(value)}, as many as world.{key} names", "Leave it out."
-            )
         for gpus in [value] if key == "finetune_gpus" else value:
             if len(set(gpus)) != len(gpus) or not gpus:
                 return ConfigError(

@@ -125,15 +125,10 @@ class WorldConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _count_lists(cls, data: Any) -> Any:
-        """Lists of GPUs say the counts as well."""
+        """Lists of GPUs say the counts as well, and win over them: some of the shipped worlds have counts."""
         if not isinstance(data, dict):
             return data
-        counts = {
-            count: len(data[gpus])
-            for gpus, count in GPU_LISTS.items()
-            if isinstance(data.get(gpus), list) and data.get(count) is None
-        }
-        return data | counts
+        return data | {count: len(data[key]) for key, count in GPU_LISTS.items() if isinstance(data.get(key), list)}
 
 
 class StreamsConfig(Section):

@@ -38,7 +38,7 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
             "world.device", "cuda", "at least 1 GPU on this node, found 0", "Use world.device=auto or world.device=cpu."
         )
     if world.device == "cpu" or not has_gpus:
-        return _cpu_split(world, per_llm)
+        return _cpu_split(world)
     if world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus:
         return listed_split(config, cluster, per_llm)
     if world.placement == "colocated":
@@ -56,15 +56,9 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
     return result
 
 
-def _cpu_split(world: WorldConfig, per_llm: int) -> Split:
-    """Without GPUs fractions have nothing to share: one of each that is asked for, unless `num_*` says more."""
-    if per_llm > 1:
-        raise ConfigError(
-            "vllm_config.vllm_kwargs",
-            f"tensor x pipeline parallel size {per_llm}",
-            "1 on CPUs",
-            "Use more servers (world.num_actor_llms) instead of a parallel one.",
-        )
+def _cpu_split(world: WorldConfig) -> Split:
+    """Without GPUs fractions have nothing to share: one of each that is asked for, unless `num_*` says more. The
+    workers of a parallel server share its cores."""
     actor = world.num_actor_llms
     preprocessor = world.num_preprocessor_llms
     ranks = world.num_finetune_ranks

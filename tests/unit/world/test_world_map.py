@@ -177,6 +177,7 @@ ROWS = {
         [(0, [])],
         [(0, []), (0, [])],
     ),
+    "0 GPUs, a parallel server": ({"vllm_kwargs": {"tensor-parallel-size": 2}}, [(0, [])], [], [(0, [])]),
     "0 GPUs, 2 replicas": ({"replicas": 2}, [(0, []), (0, [])], [], [(0, [])]),
     "CUDA_VISIBLE_DEVICES out of order": (
         {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "3,1"}},
@@ -325,7 +326,6 @@ IMPOSSIBLE = {
         {"gpus": 4, "num_actor_llms": 3, "num_finetune_ranks": 2},
         r"3 for 3 actor servers, at least 2 for the trainer",
     ),
-    "TP on CPUs": ({"vllm_kwargs": {"tensor-parallel-size": 2}}, "1 on CPUs"),
     "TP is no number": ({"gpus": 2, "vllm_kwargs": {"tensor-parallel-size": "two"}}, "tensor-parallel-size.*'two'"),
     "servers and replicas do not divide": ({"gpus": 8, "num_actor_llms": 3, "replicas": 2}, "multiple of.*replicas=2"),
     "one device twice": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "1,1"}}, "second '1'"),
