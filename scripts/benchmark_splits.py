@@ -96,7 +96,9 @@ def run_split(args: argparse.Namespace, split: Split, folder: Path, model: Path)
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-dir", str(task), "--config-name", "splits"]
     command += [f"output_dir={run_dir}", f"model_path={model}", *words]
     paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    environ = {SPLIT_KEY: split.name, "PYTHONPATH": paths}
+    # vLLM's all-reduce over symmetric memory needs NVLink multicast, which hosts that others use as well turn off.
+    multicast = {"VLLM_ALLREDUCE_USE_SYMM_MEM": os.environ.get("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")}
+    environ = {SPLIT_KEY: split.name, "PYTHONPATH": paths, **multicast}
     started = time.time()
     with GPUSampler(split.name) as sampler:
         code, late = run_bounded(command, task, folder / "launch.txt", args.timeout_s, environ)
@@ -190,9 +192,10 @@ def run_all(args: argparse.Namespace, splits: Sequence[Split], scratch: Path, mo
 
 
 def model_of(args: argparse.Namespace, scratch: Path) -> Path:
-    """The folder of the model to train."""
+    """The folder of the model to train, or the name that was given."""
     if args.model:
-        return Path(args.model).absolute()
+        folder = Path(args.model)
+        return folder.absolute() if folder.is_dir() else folder
     if args.size:
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         return random_model(args.size, scratch / "model", dtype)
@@ -205,7 +208,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--splits", nargs="*", help="names, see --list; default: those of a host with so many GPUs")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--model", help="a model folder; default: --size, else a tiny random one")
+    parser.add_argument("--model", help="a folder or a name; default: --size, else a tiny random one")
     parser.add_argument("--size", choices=sorted(SHAPES), help="a random model of so many billion weights")
     parser.add_argument("--parallel", type=int, default=1, help="splits that run at the same time")
     parser.add_argument("--timeout-s", type=float, default=300, help="of each split, its start included")
