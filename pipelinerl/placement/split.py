@@ -15,6 +15,11 @@ _ROUNDING = 1e-9
 
 def gpus_per_llm(vllm_kwargs: dict[str, Any]) -> int:
     """Tensor parallel size times pipeline parallel size of one server (keys with dashes or underscores)."""
+    sizes = _parallel_sizes(vllm_kwargs)
+    return sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]
+
+
+def _parallel_sizes(vllm_kwargs: dict[str, Any]) -> dict[str, int]:
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     for key, value in vllm_kwargs.items():
         name = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}.get(key, key.replace("-", "_"))
@@ -25,7 +30,7 @@ def gpus_per_llm(vllm_kwargs: dict[str, Any]) -> int:
                 f"vllm_config.vllm_kwargs.{key}", value, "an integer of at least 1", "Correct the number."
             )
         sizes[name] = int(value)
-    return sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"]
+    return sizes
 
 
 def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
@@ -38,7 +43,7 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
             "world.device", "cuda", "at least 1 GPU on this node, found 0", "Use world.device=auto or world.device=cpu."
         )
     if world.device == "cpu" or not has_gpus:
-        return _cpu_split(world)
+        return _cpu_split(world, _parallel_sizes(config.vllm_config.vllm_kwargs)["pipeline_parallel_size"])
     if world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus:
         return listed_split(config, cluster, per_llm)
     if world.placement == "colocated":
@@ -56,9 +61,16 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
     return result
 
 
-def _cpu_split(world: WorldConfig) -> Split:
+def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> Split:
     """Without GPUs fractions have nothing to share: one of each that is asked for, unless `num_*` says more. The
     workers of a parallel server share its cores."""
+    if pipeline_parallel > 1:
+        raise ConfigError(
+            "vllm_config.vllm_kwargs.pipeline-parallel-size",
+            pipeline_parallel,
+            "1 on CPUs: vLLM's engine for CPUs ends at the first request of a server in several stages",
+            "Use tensor-parallel-size, or more servers (world.num_actor_llms).",
+        )
     actor = world.num_actor_llms
     preprocessor = world.num_preprocessor_llms
     ranks = world.num_finetune_ranks

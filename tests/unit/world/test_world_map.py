@@ -326,6 +326,10 @@ IMPOSSIBLE = {
         {"gpus": 4, "num_actor_llms": 3, "num_finetune_ranks": 2},
         r"3 for 3 actor servers, at least 2 for the trainer",
     ),
+    "PP on CPUs": (
+        {"vllm_kwargs": {"pipeline_parallel_size": 2}},
+        "pipeline-parallel-size: got 2, expected 1 on CPUs: vLLM's engine",
+    ),
     "TP is no number": ({"gpus": 2, "vllm_kwargs": {"tensor-parallel-size": "two"}}, "tensor-parallel-size.*'two'"),
     "servers and replicas do not divide": ({"gpus": 8, "num_actor_llms": 3, "replicas": 2}, "multiple of.*replicas=2"),
     "one device twice": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "1,1"}}, "second '1'"),
