@@ -57,13 +57,25 @@ def _audit(run: WholeRun) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def _kill_and_await_return(run: WholeRun, launcher: subprocess.Popen[str]) -> dict[str, Any]:
-    """Returns what the trainer said of the server's return. It takes a minute; longer only where the first start of
-    the servers, on the machine as it is now, took half as long."""
+def _worker_of(server: int) -> int:
+    """The second of the workers of a parallel server."""
+    for process in psutil.Process(server).children(recursive=True):
+        if "Worker_TP1" in " ".join(process.cmdline()):
+            return process.pid
+    pytest.fail("the server has no second worker")
+
+
+def _kill_and_await_return(
+    run: WholeRun, launcher: subprocess.Popen[str], victim: Callable[[int], int] = lambda server: server
+) -> dict[str, Any]:
+    """`victim` says which process of the server is killed. Returns what the trainer said of the server's return.
+
+    That takes a minute; longer only where the first start of the servers, on the machine as it is now, took half as long.
+    """
     started_at = psutil.Process(launcher.pid).create_time()
     _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2, 300)
     first_start_s = next(r["time"] for r in run.records("trainer") if "num_servers" in r) - started_at
-    psutil.Process(_pid_of(run, "actor_llm_0")).kill()
+    psutil.Process(victim(_pid_of(run, "actor_llm_0"))).kill()
     killed_at = time.time()
     back = _wait(run, launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1), 300)
     print(f"first start {first_start_s:.1f} s, back after {back['time'] - killed_at:.1f} s")
@@ -115,6 +127,26 @@ def test_the_only_server_is_killed_and_the_run_waits_for_it(ranks: int, tmp_path
     launcher = run.start("finetune.max_train_steps=1000", f"world.num_finetune_ranks={ranks}")
     try:
         _kill_and_await_return(run, launcher)
+        reached = max(_steps(run))
+        _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert run.summary["status"] == "interrupted"
+    assert _audit(run)["clean"]
+    assert run.living_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_worker_of_a_parallel_server_is_killed(tmp_path: Path) -> None:
+    """One of two workers dies: the server ends as a whole, and comes back with both."""
+    run = make_whole_run(tmp_path)
+    parallel = "vllm_config.vllm_kwargs.tensor-parallel-size=2"
+    launcher = run.start("finetune.max_train_steps=1000", parallel)
+    try:
+        _kill_and_await_return(run, launcher, _worker_of)
         reached = max(_steps(run))
         _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
         launcher.terminate()
