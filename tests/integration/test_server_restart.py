@@ -70,7 +70,8 @@ def _kill_and_await_return(
 ) -> dict[str, Any]:
     """`victim` says which process of the server is killed. Returns what the trainer said of the server's return.
 
-    That takes a minute; longer only where the first start of the servers, on the machine as it is now, took half as long.
+    That takes a minute; longer only where the first start of the servers, on the machine as it is now, took half as
+    long.
     """
     started_at = psutil.Process(launcher.pid).create_time()
     _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2, 300)
