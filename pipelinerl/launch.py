@@ -110,6 +110,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)
+    preflight.check_parallel_size(config)
     problems = "no rollouts"
     if has_stage(config, "actor"):
         problems = preflight.check_domain(config, os.environ, composed.search_dirs)

@@ -8,7 +8,8 @@
 that fails or is late says so in its row, with its last error, and the next one starts. The file is written after each.
 With `--parallel N` that many run at once on the same cards: start-up takes most of a short run. Their memory adds up,
 and so do their times; figures that matter are taken one after the other. `nvidia-smi` is asked for memory and idle time
-where it is there. Words behind `--` are overrides of every run's configuration.
+where it is there. A server with two workers needs a model with an even number of heads: `--size 0.5`, 1.5 or 7, not
+SmolLM2-135M. Words behind `--` are overrides of every run's configuration.
 """
 
 from __future__ import annotations

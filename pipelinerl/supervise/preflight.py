@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
+from pipelinerl.config.rules_sampling import vllm_number
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
@@ -102,6 +104,30 @@ def check_model(model_path: str) -> None:
     if reason is not None:
         raise ConfigError(
             "model_path", model_path, f"{expected}; no such folder, and the hub says: {reason}", _model_help()
+        )
+
+
+def check_parallel_size(config: RunConfig) -> None:
+    """Refuse servers whose workers cannot share the model's attention heads evenly: vLLM would say so a minute later.
+
+    Of a model that is no local folder nothing is known here.
+    """
+    size = vllm_number(config, "tensor-parallel-size") or 1
+    file = Path(config.model_path).expanduser() / "config.json"
+    if size == 1 or not file.is_file():
+        return
+    try:
+        model = json.loads(file.read_text())
+    except json.JSONDecodeError:
+        return  # vLLM and transformers say what is wrong with it
+    heads = model.get("num_attention_heads") or model.get("text_config", {}).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            "vllm_config.vllm_kwargs.tensor-parallel-size",
+            size,
+            f"a divisor of {heads}, the number of attention heads of {config.model_path}",
+            f"Use one of {fitting}, or more servers (world.num_actor_llms).",
         )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
-from fakes.whole_run import make_whole_run
+from fakes.whole_run import WholeRun, make_whole_run
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
 from pipelinerl.weights.publisher import WeightPublisher
@@ -77,6 +77,53 @@ def test_a_colocated_run_learns(tmp_path: Path) -> None:
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
     assert run.summary["success_after"] > run.summary["success_before"]
     assert run.summary["max_lag_versions"] <= 1
+    print_updates(run)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("backend", ["deepspeed_stage3_bf16", "fsdp"])
+def test_a_parallel_server_shares_two_gpus_with_two_sharded_ranks(tmp_path: Path, backend: str) -> None:
+    """Its second worker copies the buffers of rank 0 over from the other GPU."""
+    run = make_whole_run(tmp_path)
+    sharded = ["use_fsdp=true"] if backend == "fsdp" else ["use_deepspeed=true", f"deepspeed_config={backend}"]
+    result = run.run(
+        "world.device=cuda",
+        "world.placement=colocated",
+        "world.actor_gpus=[[0,1]]",
+        "world.finetune_gpus=[0,1]",
+        "schedule=conventional",
+        "max_lag=null",
+        "vllm_config.vllm_kwargs.tensor-parallel-size=2",
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.2",
+        "vllm_config.vllm_kwargs.kv-cache-memory-bytes=1073741824",
+        *sharded,
+        timeout_s=800,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    assert run.summary["max_lag_versions"] == 0
+    print_updates(run)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("ranks", ["[0,1]", "[1,0]"])
+def test_a_server_works_beside_a_sharded_rank_on_its_gpu(tmp_path: Path, ranks: str) -> None:
+    """No turns: weights come through memory from rank 0, or over NCCL from the other GPU."""
+    run = make_whole_run(tmp_path)
+    result = run.run(
+        "world.device=cuda",
+        "world.actor_gpus=[[0]]",
+        f"world.finetune_gpus={ranks}",
+        "use_deepspeed=true",
+        "deepspeed_config=deepspeed_stage3_bf16",
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.2",
+        "vllm_config.vllm_kwargs.kv-cache-memory-bytes=1073741824",
+        timeout_s=800,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    print_updates(run)
+
+
+def print_updates(run: WholeRun) -> None:
     rows = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
     print(
         [

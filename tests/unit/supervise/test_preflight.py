@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,24 @@ def test_a_model_folder(tmp_path: Path) -> None:
     for missing in (str(tmp_path / "no"), "./no", "no such name", "a/b/c"):
         with pytest.raises(ConfigError, match="there is no such folder"):
             preflight.check_model(missing)
+
+
+@pytest.mark.parametrize("model", [{"num_attention_heads": 9}, {"text_config": {"num_attention_heads": 9}}])
+def test_workers_of_a_server_share_the_heads_evenly(tmp_path: Path, model: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+
+    def check(size: int, model_path: str = str(tmp_path)) -> None:
+        kwargs = {"vllm_kwargs": {"tensor_parallel_size": size}}
+        preflight.check_parallel_size(config(model_path=model_path, vllm_config=kwargs))
+
+    check(1)
+    check(3)
+    check(2, "somebody/on-the-hub")
+    with pytest.raises(ConfigError, match=r"tensor-parallel-size: got 2, expected a divisor of 9.*Use one of 1, 3, 9,"):
+        check(2)
+    for other in ("{}", "no json"):
+        (tmp_path / "config.json").write_text(other)
+        check(2)
 
 
 @pytest.mark.parametrize(
