@@ -17,11 +17,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from pipelinerl.inference.cache_salt import salt_for_epoch
 from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
+from pipelinerl.inference.executor import read_every_answer
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,10 @@ class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
 
 
 def create_scheduler(**kwargs: Any) -> Scheduler:
-    """What vLLM calls as `--scheduler-cls`: the class depends on the engine's mode, as in vLLM itself."""
+    """What vLLM calls as `--scheduler-cls`: the class depends on the engine's mode, as in vLLM itself.
+
+    It is also where code of ours runs in the engine's process before the first update.
+    """
+    read_every_answer(MultiprocExecutor)
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (EpochAsyncScheduler if is_async else EpochScheduler)(**kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,13 @@ from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TOLERANCE = 1e-4
 SMALL_BUFFERS = 10_000
-TRANSPORTS: tuple[TransportName, ...] = ("gloo", "ipc")
+#: How weights come, and whether the server loads them in place, as one on a GPU does.
+KINDS: dict[str, tuple[TransportName, bool]] = {
+    "gloo": ("gloo", False),
+    "ipc": ("ipc", False),
+    "ipc, in place": ("ipc", True),
+}
+IN_PLACE_SITE = Path(__file__).parents[1] / "fakes" / "in_place_site"
 # What a server on a CPU is started with; the transport `ipc` alone does not say so here.
 CPU_ENVIRON = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -31,14 +38,17 @@ CPU_ENVIRON = {
 }
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=KINDS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
-    """One server for each transport, with an untied head: both vocabulary matrices are split."""
-    folder = tmp_path_factory.mktemp(f"parallel_{request.param}")
+    """One server of each kind, with an untied head: both vocabulary matrices are split."""
+    transport, in_place = KINDS[request.param]
+    folder = tmp_path_factory.mktemp("parallel")
     model = save_random_model(folder / "model", tied=False)
     kwargs = {"dtype": "float32", "enable-chunked-prefill": False, "tensor-parallel-size": 2}
     environ = {**os.environ, **CPU_ENVIRON}
-    with VLLMProcess(model, folder / "server.log", kwargs, transport=request.param, environ=environ) as server:
+    if in_place:
+        environ["PYTHONPATH"] = str(IN_PLACE_SITE)
+    with VLLMProcess(model, folder / "server.log", kwargs, transport=transport, environ=environ) as server:
         yield server
 
 
@@ -57,8 +67,7 @@ def probe(publisher: WeightPublisher, model: torch.nn.Module) -> ProbeResult:
 
 @pytest.fixture
 def transport(server: VLLMProcess, request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.node.callspec.params["server"]
-    return name
+    return KINDS[request.node.callspec.params["server"]][0]
 
 
 @pytest.mark.parametrize("one_call", [True, False])

@@ -1,0 +1,76 @@
+"""Calls to all workers of a server of which some fail: every worker's answer is read, whichever failed.
+
+vLLM's executor for several worker processes stops reading at the first failed answer. Those of the workers behind it
+stay in their queues, and from then on each of these workers answers every call with the answer to the call before:
+after one failed update no further one succeeds. Here a failure comes back as a value, and is raised when all answered.
+Called by `inference.scheduler` in the engine's process. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+
+# Below the name of vLLM, whose configuration of logging is the one that these processes have.
+logger = init_logger(f"vllm.{__name__}")
+_MARK = "pipelinerl_reads_every_answer"
+
+
+def read_every_answer(executor_class: Any) -> None:
+    """Change `collective_rpc` of vLLM's executor class; a second call changes nothing.
+
+    Calls that do not wait, and those that one worker answers, are those of the running model: their failure ends the
+    engine, and they stay as they are.
+    """
+    call_all = executor_class.collective_rpc
+    if getattr(call_all, _MARK, False):
+        return
+
+    @functools.wraps(call_all)
+    def collective_rpc(
+        self: Any,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        **others: Any,
+    ) -> Any:
+        if non_block or unique_reply_rank is not None or any(value is not None for value in others.values()):
+            return call_all(self, method, timeout, args, kwargs, non_block, unique_reply_rank, **others)
+        return values_of(call_all(self, guarded, timeout, (method, args, kwargs or {})))
+
+    setattr(collective_rpc, _MARK, True)
+    executor_class.collective_rpc = collective_rpc
+
+
+def guarded(
+    worker: Any, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[bool, Any]:
+    """What a worker does when it is called: whether that went well, and its result or what was raised, as text."""
+    try:
+        call = getattr(worker, method) if isinstance(method, str) else functools.partial(method, worker)
+        return True, call(*args, **kwargs)
+    except Exception as error:
+        logger.exception("%s failed", method)
+        return False, str(error) or type(error).__name__
+
+
+def values_of(answers: Sequence[tuple[bool, Any]]) -> list[Any]:
+    """The results of all workers in the order of their ranks.
+
+    Raises:
+        RuntimeError: at least one failed; with the first error, in vLLM's words.
+    """
+    failures = [(rank, value) for rank, (is_well, value) in enumerate(answers) if not is_well]
+    if failures:
+        rank, error = failures[0]
+        of_all = f" (worker {rank}; {len(failures)} of {len(answers)} failed)" if len(answers) > 1 else ""
+        raise RuntimeError(
+            f"Worker failed with error '{error}'{of_all}, please check the stack trace above for the root cause"
+        )
+    return [value for _, value in answers]
