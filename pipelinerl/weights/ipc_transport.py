@@ -7,6 +7,7 @@ buffers on the device. For a trainer and a server that share a GPU, where NCCL c
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ class IPCTransport:
         self._sender: HandleSender | None = None
         self._num_workers = 0
         self._folder = tempfile.TemporaryDirectory(prefix="pipelinerl-weights-")
+        # Held while a buffer lies in the folder, which is taken away only afterwards.
+        self._sending = threading.RLock()
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
         self._num_workers = num_workers
@@ -54,14 +57,17 @@ class IPCTransport:
                 torch.cuda.set_device(self._device_index)
             # Memory of buffers that all readers gave back.
             torch.cuda.ipc_collect()
-        handle = export_buffer(buffer, Path(self._folder.name))
-        try:
-            sender.offer(handle)
-        finally:
-            release_buffer(handle)
+        with self._sending:
+            handle = export_buffer(buffer, Path(self._folder.name))
+            try:
+                sender.offer(handle)
+            finally:
+                release_buffer(handle)
 
     def close(self) -> None:
         sender, self._sender = self._sender, None
         if sender is not None:
+            # What is being offered fails now.
             sender.close()
-        self._folder.cleanup()
+        with self._sending:
+            self._folder.cleanup()

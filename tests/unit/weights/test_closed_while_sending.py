@@ -5,6 +5,8 @@ Anything but a RuntimeError or an OSError would end the trainer instead of the o
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from pipelinerl.weights import ipc_transport
 from pipelinerl.weights.gloo_transport import GlooTransport
+from pipelinerl.weights.handles import export_buffer
 from pipelinerl.weights.ipc_transport import IPCTransport
 from pipelinerl.weights.nccl_transport import NCCLTransport
 
@@ -84,3 +87,46 @@ class _Closed:
 
     def send(self, message: object) -> None:
         raise OSError("closed")
+
+
+def test_ipc_keeps_its_folder_while_a_buffer_is_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for the buffer that is on its way to the disk, and does not trip over it."""
+    transport = IPCTransport(None, 60, 1024)
+    transport.prepare(1)
+    exporting, closing = threading.Event(), threading.Event()
+    export = export_buffer
+
+    def slow_export(buffer: torch.Tensor, folder: Path) -> Any:
+        exporting.set()
+        assert closing.wait(60)
+        return export(buffer, folder)
+
+    monkeypatch.setattr(ipc_transport, "export_buffer", slow_export)
+    sender: Any = transport._sender
+    close_sender = sender.close
+
+    def close_and_tell() -> None:
+        close_sender()
+        closing.set()
+
+    monkeypatch.setattr(sender, "close", close_and_tell)
+    monkeypatch.setattr(sender, "offer", refused)
+    failures: list[Exception] = []
+
+    def send() -> None:
+        try:
+            transport.send(torch.zeros(8, dtype=torch.uint8))
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert exporting.wait(60)
+    transport.close()
+    thread.join(60)
+    assert not thread.is_alive() and [str(error) for error in failures] == ["it was closed"]
+    assert not Path(transport._folder.name).exists()
+
+
+def refused(handle: object) -> None:
+    raise RuntimeError("it was closed")
