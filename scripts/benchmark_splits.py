@@ -109,6 +109,9 @@ def run_split(args: argparse.Namespace, split: Split, folder: Path, model: Path)
         "peak_tflops": args.peak_tflops if args.device == "cuda" else 0.0,
     }
     begin = begin_of_training(rows)
+    error = None if code == 0 else last_line(run_dir, folder / "launch.txt")
+    if late:
+        error = f"not done after {args.timeout_s:g} s: {error}"
     found = figures(rows, len(split.ranks), len(split.servers), parameters_of(model), settings)
     return {
         "split": split.name,
@@ -121,7 +124,7 @@ def run_split(args: argparse.Namespace, split: Split, folder: Path, model: Path)
         "processes_peak_gib": {name: peak / 1024 for name, peak in sorted(sampler.processes.items())} or None,
         "cards_idle_s": (sampler.idle_s(begin) if begin is not None else {}) or None,
         "summary": summary_of(run_dir),
-        "error": None if code == 0 else last_line(run_dir, folder / "launch.txt"),
+        "error": error,
         "words": words,
     }
 

@@ -72,7 +72,7 @@ def listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> Split:
     _are_there("finetune_gpus", world.finetune_gpus or [], cluster)
     if world.placement == "colocated":
         leave_room(config)
-    elif (shared := _shared(world)) and vllm_option(config, "kv-cache-memory-bytes")[1] is None:
+    if (shared := _shared(world)) and vllm_option(config, "kv-cache-memory-bytes")[1] is None:
         raise ConfigError(
             "vllm_config.vllm_kwargs.kv-cache-memory-bytes",
             None,
@@ -102,7 +102,9 @@ def _are_there(key: str, gpus: list[int], cluster: Cluster) -> None:
 
 
 def _shared(world: WorldConfig) -> list[int]:
-    """GPUs that at least two jobs have."""
-    jobs = [*(world.actor_gpus or []), *(world.preprocessor_gpus or []), *([gpu] for gpu in world.finetune_gpus or [])]
+    """GPUs that at least two jobs use at the same time. Colocated ranks wait until the servers are up."""
+    jobs = [*(world.actor_gpus or []), *(world.preprocessor_gpus or [])]
+    if world.placement != "colocated":
+        jobs += [[gpu] for gpu in world.finetune_gpus or []]
     count = Counter(gpu for gpus in jobs for gpu in gpus)
     return sorted(gpu for gpu, times in count.items() if times > 1)

@@ -146,6 +146,12 @@ ROWS = {
         [(0, ["0"])],
         [(0, ["1"])],
     ),
+    "lists: a server in turns with ranks": (
+        {"gpus": 2, "actor_gpus": [[1]], "finetune_gpus": [0, 1], "placement": "colocated"},
+        [(0, ["1"])],
+        [],
+        [(0, ["0"]), (0, ["1"])],
+    ),
     "lists: places in CUDA_VISIBLE_DEVICES": (
         {"env": {"CUDA_VISIBLE_DEVICES": "7,5,3"}, "actor_gpus": [[2]], "finetune_gpus": [1, 0]},
         [(0, ["3"])],
@@ -302,6 +308,10 @@ IMPOSSIBLE = {
     ),
     "a shared GPU whose memory a server would measure": (
         {"gpus": 2, "actor_gpus": [[0], [0]], "finetune_gpus": [1]},
+        "kv-cache-memory-bytes: got None, expected a number of bytes, because several processes share GPU 0",
+    ),
+    "two servers on one GPU, in turns with a rank": (
+        {"gpus": 2, "actor_gpus": [[0], [0]], "finetune_gpus": [0], "placement": "colocated"},
         "kv-cache-memory-bytes: got None, expected a number of bytes, because several processes share GPU 0",
     ),
     "lists on several nodes": (
