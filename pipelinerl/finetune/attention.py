@@ -116,7 +116,7 @@ def segmented_attention(
         raise ValueError(f"{VARLEN_ATTENTION}: got dropout={dropout}, expected 0")
     special = [name for name in ("softcap", "s_aux", "position_bias") if unused.get(name) is not None]
     if attention_mask is not None or special:
-        raise ValueError(f"{SEGMENTED_ATTENTION}: got {special or 'a mask'}, expected plain causal attention")
+        raise ValueError(f"our attention: got {special or 'a mask'}, expected plain causal attention")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         length = q.shape[2]

@@ -76,8 +76,11 @@ class TrainingLoop:
         while state.step < last:
             start = self.clock()
             batch = self.feed.next(state.step + 1, lambda step=state.step: self._serve_fresh(step))  # type: ignore[misc]
+            # Waits for ranks that got their data later.
+            if batch is None or (self.stop is not None and self.stop.agreed()):
+                return self._stop(state, saved_step)
             fetched = self.clock()
-            if batch is None or (self.stop is not None and self.stop.agreed()) or not self._may_train(state.step):
+            if not self._may_train(state.step):
                 return self._stop(state, saved_step)
             turned = self.clock()
             result = self.steps.run(batch)

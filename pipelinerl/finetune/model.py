@@ -16,7 +16,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_implementations, register_own_attention
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.packing_check import forward_difference, packing_difference, tf32_difference
+from pipelinerl.finetune.packing_check import family_leak, forward_difference, packing_difference, tf32_difference
 from pipelinerl.finetune.policy import PolicyModel
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
                 f"fp32 or bf16 for {path}: it scales or caps its logits in its own head, which would be in TF32 too",
                 "Use finetune.dtype=fp32, or fp32_lm_head=false.",
             )
-        if reason := _fault(policy, settings.seq_packing):
+        if reason := find_fault(policy, settings.seq_packing):
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
             continue
@@ -150,11 +150,12 @@ def remove_dropout(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def _fault(policy: PolicyModel, packed: bool) -> str | None:
+def find_fault(policy: PolicyModel, packed: bool) -> str | None:
     """Why this model must not be trained with this attention; None if it may."""
     wanted_dtype, wanted_tf32 = policy.compute_dtype, policy.tf32
     policy.tf32 = False
-    if policy.attention not in HALF_PRECISION_ONLY:
+    is_half_only = policy.attention in HALF_PRECISION_ONLY
+    if not is_half_only:
         # In fp32 a leak cannot hide behind rounding.
         policy.compute_dtype = torch.float32
     tolerance = _TOLERANCE[policy.compute_dtype]
@@ -162,6 +163,8 @@ def _fault(policy: PolicyModel, packed: bool) -> str | None:
         if (difference := forward_difference(policy)) > tolerance:
             return f"log-probs differ by {difference:.2g} from the model's own logits"
         if packed and (difference := packing_difference(policy)) > tolerance:
+            return f"packed samples see each other (log-probs change by {difference:.2g})"
+        if packed and is_half_only and (difference := family_leak(policy)) > _TOLERANCE[torch.float32]:
             return f"packed samples see each other (log-probs change by {difference:.2g})"
         if wanted_tf32 and (difference := tf32_difference(policy)) > _TF32_TOLERANCE:
             return f"TF32 products change its log-probs by {difference:.2g}; use finetune.dtype=fp32"

@@ -1,11 +1,13 @@
 """Tries a freshly loaded model on a few tokens: does it compute what its own head says, and does packing leak?
 
-Called by `load_policy` before training; costs three forward passes over about 20 tokens.
+Called by `load_policy` before training; costs a few forward passes over about 20 tokens. What a model should compute is
+asked of its eager attention, which honours everything that a family has (soft-capping, sinks, windows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -19,6 +21,37 @@ from pipelinerl.rl.precision import fp32_products
 _LENGTHS = (5, 9, 3)
 #: Odd numbers above 2048 are no TF32 values.
 _LARGE_POSITION = 4096
+_EAGER = "eager"
+
+
+@contextmanager
+def exact_attention(policy: PolicyModel) -> Iterator[None]:
+    """Within it the model attends in its plainest way, which exists in fp32; models without one stay as they are."""
+    model, before = policy.language_model, policy.attention
+    try:
+        model.set_attn_implementation(_EAGER)
+    except (ValueError, ImportError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def family_leak(policy: PolicyModel) -> float:
+    """`packing_difference` in fp32 with eager attention: state that crosses borders whatever the attention is.
+
+    A kernel for half precision cannot be asked: rounding would hide the leak of a convolution or a recurrent state.
+    """
+    dtype = policy.compute_dtype
+    policy.compute_dtype = torch.float32
+    try:
+        with exact_attention(policy):
+            return packing_difference(policy)
+    finally:
+        policy.compute_dtype = dtype
 
 
 @torch.no_grad()
@@ -38,7 +71,8 @@ def forward_difference(policy: PolicyModel) -> float:
     """Largest |log-prob difference| between the policy's path (own head) and the model's plain logits."""
     sample = _samples(policy)[1]
     ids = torch.tensor([sample], device=_device(policy))
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16):
+    in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16)
+    with exact_attention(policy), in_bf16:
         logits = policy.language_model(input_ids=ids, use_cache=False).logits
     expected, _ = logprobs_from_logits(logits[0, :-1], ids[0, 1:], policy.temperature)
     return _largest(_logprobs(policy, [sample])[: len(sample) - 1] - expected)

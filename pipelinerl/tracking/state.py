@@ -7,7 +7,6 @@ A resumed run folds its streams from the start, so nothing of this is saved.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Literal
 
 from pipelinerl.records import (
@@ -62,7 +61,7 @@ class RunState:
             if message.probe_abs_diff is not None:
                 self.probe_diffs.append(message.probe_abs_diff)
             if incarnation in self._begin:
-                self._paused_s += paused_seconds(message.seconds)
+                self._paused_s += message.seconds.get("paused", message.seconds.get("total", 0.0))
             else:
                 # The first update of an incarnation pauses servers that have nothing to do yet.
                 self._begin[incarnation] = message.time
@@ -141,13 +140,3 @@ class RunState:
     def _saw(self, time: float) -> None:
         self.first_time = time if self.first_time is None else min(time, self.first_time)
         self.last_time = time if self.last_time is None else max(time, self.last_time)
-
-
-def paused_seconds(seconds: Mapping[str, float]) -> float:
-    """Seconds of an update in which servers were paused: its phases, without what the trainer did before and after.
-
-    The phases are each the slowest server's, so that their sum is bounded by the whole call (`total`).
-    """
-    total = seconds.get("total", 0.0)
-    phases = sum(value for phase, value in seconds.items() if phase != "total")
-    return min(total, phases) if phases else total

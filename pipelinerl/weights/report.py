@@ -51,11 +51,23 @@ class UpdateReport:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The slowest server's seconds by phase, and `total`."""
-        seconds = {"total": self.total_s}
+        """The slowest server's seconds by phase, `paused` of the one that stood still longest, and `total`.
+
+        A server that took the update at the second attempt, or not at all, was paused for most of the call: it counts
+        with all of it.
+        """
+        seconds = {"total": self.total_s, "paused": self.paused_s}
         for phase in PHASES:
             seconds[phase] = max((update.seconds.get(phase, 0.0) for update in self.updated), default=0.0)
         return seconds
+
+    @property
+    def paused_s(self) -> float:
+        """Longest time that a server was paused, running steps that came to their end included."""
+        if self.failed or any(update.recovered_from for update in self.updated):
+            return self.total_s
+        sums = [sum(update.seconds.get(phase, 0.0) for phase in PHASES) for update in self.updated]
+        return min(self.total_s, max(sums, default=0.0))
 
     @property
     def num_servers(self) -> int:

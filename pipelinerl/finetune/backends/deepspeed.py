@@ -60,6 +60,7 @@ class DeepSpeedBackend:
         self._zero = deepspeed.zero
         settings = engine_settings(config, policy.compute_dtype)
         self._stage = settings["zero_optimization"]["stage"]
+        self._is_fused = is_offloaded(settings)
         finetune = config.finetune
         optimizer = torch.optim.AdamW(
             parameter_groups(policy.named_parameters(), finetune),
@@ -68,7 +69,7 @@ class DeepSpeedBackend:
             eps=finetune.adam_epsilon,
             # The loop over tensors would need two more copies of all weights in host memory, and take several times as
             # long.
-            fused=True if is_offloaded(settings) else None,
+            fused=self._is_fused or None,
         )
         self._base_lrs = [group["base_lr"] for group in optimizer.param_groups]
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -138,6 +139,9 @@ class DeepSpeedBackend:
         path, _ = self.engine.load_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
         if path is None:
             raise ValueError(f"{folder}: no DeepSpeed state that fits this run")
+        for group in self._optimizer.param_groups:
+            # A state from a run without it says that it is off.
+            group["fused"] = self._is_fused or None
 
 
 def engine_settings(config: RunConfig, compute_dtype: torch.dtype) -> dict[str, Any]:
