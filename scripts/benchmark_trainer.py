@@ -3,11 +3,11 @@
     python scripts/benchmark_trainer.py --device cuda --size 0.5 --pack-tokens 4096 16384      # one GPU
     python scripts/benchmark_trainer.py --size 0.001 --pack-tokens 512 --tokens 4096           # CPU
 
-Ours: the step of a run as it is (packed rows, chunked fp32 head, loss, diagnostics, AdamW); `segments` is the same without
-flash attention. Plain: right-padded rows of
-the own logits of the model, log-softmax, the same loss and AdamW, with the most rows that fit into as many tokens. All
-train on the same samples, whose lengths are drawn, and take turns; only real tokens count. MFU is 6 x parameters x
-tokens/s over the dense bf16 peak of the card (--peak-tflops; attention is left out, as in most published figures).
+Ours: the step of a run as it is (packed rows, chunked fp32 head, loss, diagnostics, AdamW). Segments: the same without
+flash attention. Plain: right-padded rows of the own logits of the model, log-softmax, the same loss and AdamW, with the
+most rows that fit into as many tokens. All train on the same samples, whose lengths are drawn, and take turns; only real
+tokens count. MFU is 6 x parameters x tokens/s over the dense bf16 peak of the card (--peak-tflops; attention is left
+out, as in most published figures).
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ def measure(step: Step, tokens: int, parameters: int, args: Any) -> dict[str, An
 
 
 def compare(model: str, pack_tokens: int, args: Any) -> dict[str, Any]:
-    """All paths in turn on the same samples; medians and ranges. Weights and optimizer states of all paths are in memory all the time."""
+    """All paths in turn on the same samples; medians and ranges.
+
+    Weights and optimizer states of all paths are in memory all the time.
+    """
     device = torch.device(args.device)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     parameters, vocabulary = sum(p.numel() for p in network.parameters()), network.config.vocab_size

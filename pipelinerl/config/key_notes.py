@@ -117,7 +117,7 @@ HONOURED: dict[str, str] = {
     "finetune.load_as_bf16": "bf16 weights on GPUs when dtype is auto",
     "finetune.dtype": "of the trainer's products, parameters are fp32: fp32, tf32, bf16; auto: bf16 on GPUs, else fp32",
     "finetune.fp32_lm_head": "the same setting as fp32_lm_head",
-    "finetune.attn_implementation": "auto: flash-attn, PyTorch's varlen kernel, or blocks of samples: the first there",
+    "finetune.attn_implementation": "auto: the fastest that the machine has and the model may be trained with",
     "finetune.use_flash_attention": "false: never choose flash attention",
     "finetune.force_restart": "the same setting as force_restart",
     "finetune.train_batch_size": "factor of the samples per step; without packing, rows of a micro-batch",
