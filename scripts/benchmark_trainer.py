@@ -5,9 +5,9 @@
 
 Ours: the step of a run as it is (packed rows, chunked fp32 head, loss, diagnostics, AdamW). Segments: the same without
 flash attention. Plain: right-padded rows of the own logits of the model, log-softmax, the same loss and AdamW, with the
-most rows that fit into as many tokens. All train on the same samples, whose lengths are drawn, and take turns; only real
-tokens count. MFU is 6 x parameters x tokens/s over the dense bf16 peak of the card (--peak-tflops; attention is left
-out, as in most published figures).
+most rows that fit into as many tokens. All train on the same samples, whose lengths are drawn, and take turns; only
+real tokens count. MFU is 6 x parameters x tokens/s over the dense bf16 peak of the card (--peak-tflops; attention is
+left out, as in most published figures).
 """
 
 from __future__ import annotations
