@@ -1,22 +1,17 @@
-"""Makes the copies of one packed buffer by few calls, and proves that they do what vLLM's loaders do.
+"""Makes the copies of one packed buffer by few calls.
 
-Called by `inference.planned_load` with the steps that `inference.copy_plan` recorded.
+Called by `inference.planned_load` with the steps that `inference.copy_plan` recorded, and by `inference.proof`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from pipelinerl.inference.copy_plan import Constant, Copy, Step, flat, overlap
+from pipelinerl.inference.copy_plan import Constant, Copy, Step, overlap
 from pipelinerl.weights.layout import BufferLayout
-
-#: Words of a fingerprint that are worked on at a time, which bounds the memory that it takes (16 MiB).
-_PIECE_WORDS = 2**21
-#: Every byte of a target before the copies prove that they fill it: what is not filled shows.
-_STALE_BYTE = 0xA5
 
 
 @dataclass
@@ -99,46 +94,6 @@ class BufferCopies:
             tensor = tensor.clone()
         whole = tensor.view(meta.dtype)
         return whole.as_strided(copy.size, copy.stride, whole.storage_offset() + copy.offset)
-
-
-@torch.no_grad()
-def agrees_with_loading(
-    copies: BufferCopies, buffer: torch.Tensor, watched: Sequence[torch.Tensor], load: Callable[[], object]
-) -> bool:
-    """Make the copies, then load as usual: whether the model is the same after both. It then holds what `load` gave.
-
-    Args:
-        copies: those of `buffer`.
-        watched: tensors whose whole memory is compared.
-        load: the usual load of `buffer`.
-    """
-    for step in copies.steps:
-        target = flat(step.target)
-        if target is not None:
-            # Equal values in two updates would hide what is not copied.
-            target.view(torch.uint8).fill_(_STALE_BYTE)
-    copies.make(buffer)
-    copied = fingerprints(watched)
-    load()
-    return copied == fingerprints(watched)
-
-
-def fingerprints(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """One number for the memory behind each tensor. Differs if a word of 8 bytes does, or if two change places."""
-    return [_fingerprint(tensor) for tensor in tensors]
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage()
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-    whole = memory.numel() // 8 * 8
-    words, rest = memory[:whole].view(torch.int64), memory[whole:].to(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # Odd factors: any change of one word changes the sum, which wraps.
-    factors = torch.arange(min(_PIECE_WORDS, max(words.numel(), 8)), device=tensor.device) * 2 + 1
-    for number, piece in enumerate(words.split(_PIECE_WORDS) if words.numel() else ()):
-        total = total * (2 * number + 3) + (piece * factors[: piece.numel()]).sum()
-    return int(total * 3 + (rest * factors[: rest.numel()]).sum())
 
 
 def _dense_stride(size: Sequence[int]) -> tuple[int, ...]:

@@ -7,14 +7,14 @@ third on only the copies are made. Whatever is not certain is loaded as usual:
 | update | how it is loaded | then |
 |---|---|---|
 | first of its layout, or after the model's memory moved | as usual, watched | plan, or a reason against one |
-| second | copied, then as usual, and compared | proven, or no plan any more |
+| second | each buffer copied, then as usual; compared at the end | proven, or no plan any more |
 | later | copied | |
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -24,10 +24,10 @@ from pipelinerl.inference.copy_plan import (
     CopyRecorder,
     ModelMemory,
     Step,
-    storage_of,
     uncovered_parameters,
 )
-from pipelinerl.inference.copying import BufferCopies, agrees_with_loading
+from pipelinerl.inference.copying import BufferCopies
+from pipelinerl.inference.proof import Proof
 from pipelinerl.weights.layout import BufferLayout, UpdateLayout
 
 #: `0` in a server's environment: every update goes through vLLM's loaders.
@@ -59,6 +59,7 @@ class PlannedLoader:
         self._memory: ModelMemory | None = None
         self._steps: dict[int, list[Step]] = {}
         self._copies: dict[int, BufferCopies] = {}
+        self._proof: Proof | None = None
         self._is_proven = False
 
     def begin(self, model: torch.nn.Module, layout: UpdateLayout) -> None:
@@ -74,8 +75,10 @@ class PlannedLoader:
             self._forget()
             self._layout, self._memory = layout, ModelMemory(model)
             self.mode = Mode.RECORD
+        elif self._is_proven:
+            self.mode = Mode.COPY
         else:
-            self.mode = Mode.COPY if self._is_proven else Mode.PROVE
+            self._begin_proof(memory)
 
     def load(self, model: Any, part: BufferLayout, buffer: torch.Tensor) -> None:
         """Put the tensors of `buffer` in place; returns when that is done or queued on the current stream."""
@@ -91,9 +94,7 @@ class PlannedLoader:
         if self.mode is Mode.RECORD:
             self._make_plan()
         elif self.mode is Mode.PROVE:
-            self._is_proven = True
-            copies = sum(len(part.steps) for part in self._copies.values())
-            logger.info("weights: %d copies do what the loaders do; updates are copied from now on", copies)
+            self._end_proof()
         self.mode = Mode.USUAL
 
     def _record(self, model: Any, part: BufferLayout, buffer: torch.Tensor) -> None:
@@ -118,33 +119,44 @@ class PlannedLoader:
             self._copies = {part.index: BufferCopies(part, self._steps[part.index]) for part in self._layout.buffers}
         self._steps = {}
 
+    def _begin_proof(self, memory: ModelMemory) -> None:
+        try:
+            # A new one for every update: of one that was cut short nothing is left.
+            self._proof = Proof(memory, self._copies)
+            self.mode = Mode.PROVE
+        except RuntimeError:
+            logger.exception("weights: the copies cannot be compared with the loaders; updates are loaded as usual")
+            self._switch_off()
+
+    def _end_proof(self) -> None:
+        """Every buffer was copied and then loaded: the model holds what the loaders gave, whatever comes out here."""
+        assert self._proof is not None
+        try:
+            differences = self._proof.differences()
+        except RuntimeError:
+            logger.exception("weights: the copies could not be compared with the loaders; updates are loaded as usual")
+            self._switch_off()
+            return
+        if differences:
+            which = ", ".join(differences[:4])
+            logger.error("weights: copies of %s gave other weights than the loaders; not used", which)
+            self._switch_off()
+            return
+        self._proof, self._is_proven = None, True
+        copies = sum(len(part.steps) for part in self._copies.values())
+        logger.info("weights: %d copies do what the loaders do; updates are copied from now on", copies)
+
     def _copy(self, model: Any, part: BufferLayout, buffer: torch.Tensor) -> None:
-        copies = self._copies[part.index]
-
-        def load() -> None:
-            model.load_weights(part.unpack(buffer))
-
         try:
             if self.mode is Mode.COPY:
-                copies.make(buffer)
+                self._copies[part.index].make(buffer)
                 return
-            agrees = agrees_with_loading(copies, buffer, self._watched(copies), load)
+            assert self._proof is not None
+            self._proof.copy(part.index, buffer)
         except RuntimeError:
             logger.exception("weights: the copies of buffer %d failed; updates are loaded as usual", part.index + 1)
             self._switch_off()
-            load()
-            return
-        if not agrees:
-            # The model holds what the loaders gave.
-            logger.error("weights: copies of buffer %d gave other weights than the loaders; not used", part.index + 1)
-            self._switch_off()
-
-    def _watched(self, copies: BufferCopies) -> Sequence[torch.Tensor]:
-        """What is compared for one buffer: the memory that it fills, and all that no buffer fills."""
-        assert self._memory is not None
-        own = {storage_of(step.target) for step in copies.steps}
-        filled = {storage_of(step.target) for part in self._copies.values() for step in part.steps}
-        return [tensor for storage, tensor in self._memory.tensors.items() if storage in own or storage not in filled]
+        model.load_weights(part.unpack(buffer))
 
     def _refuse(self, reason: str) -> None:
         """No plan for updates of this layout."""
@@ -159,4 +171,5 @@ class PlannedLoader:
     def _forget(self) -> None:
         self.mode = Mode.USUAL
         self._layout, self._memory = None, None
-        self._steps, self._copies, self._is_proven = {}, {}, False
+        self._steps, self._copies = {}, {}
+        self._proof, self._is_proven = None, False

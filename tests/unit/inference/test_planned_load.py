@@ -19,7 +19,6 @@ from fakes.stacked_model import (
     stacked_layout,
 )
 
-from pipelinerl.inference.copying import fingerprints
 from pipelinerl.inference.planned_load import COPY_PLAN_VARIABLE, Mode, PlannedLoader
 from pipelinerl.weights.layout import UpdateLayout
 
@@ -349,25 +348,3 @@ def test_a_buffer_of_the_model_that_only_the_loaders_change_is_found() -> None:
     model.loaders["k.weight"] = count
     assert [update(loader, model, seed=seed) for seed in range(3)] == [Mode.RECORD, Mode.PROVE, Mode.USUAL]
     assert model.scale.item() == 1 + 3
-
-
-@pytest.mark.parametrize("elements", [1, 7, 8, 4096 * 3 + 5])
-def test_a_fingerprint_shows_any_changed_and_exchanged_word(elements: int) -> None:
-    """bytes 0, 1, 2, ... so that no two words are alike."""
-    memory = (torch.arange(elements) % 251).to(torch.uint8)
-    (before,) = fingerprints([memory])
-    for position in {0, elements // 2, elements - 1}:
-        other = memory.clone()
-        other[position] ^= 128
-        assert fingerprints([other]) != [before]
-    if elements > 16:
-        other = memory.clone()
-        other[:8], other[8:16] = memory[8:16], memory[:8]
-        assert fingerprints([other]) != [before]
-
-
-def test_a_fingerprint_is_of_the_whole_memory_behind_a_tensor() -> None:
-    memory = torch.zeros(40)
-    (before,) = fingerprints([memory[:2]])
-    memory[30] = 1
-    assert fingerprints([memory[:2]]) != [before]
