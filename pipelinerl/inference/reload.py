@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from pipelinerl.inference.in_place import can_load_in_place, checkpoint_tensors, is_tied, missing_from_update
-from pipelinerl.inference.planned_load import PlannedLoader
+from pipelinerl.inference.planned_load import Mode, PlannedLoader
 from pipelinerl.inference.transfer_info import PackedUpdateInfo
 from pipelinerl.weights.layout import BufferLayout, LayoutCache, UpdateLayout
 
@@ -87,6 +87,11 @@ class CheckedReload:
             # vLLM types its models as plain modules.
             model: Any = self.model
             model.load_weights(part.unpack(buffer))
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether buffers are loaded by proven copies alone: they take no memory, and need no buffer afterwards."""
+        return self._in_place and self._loader is not None and self._loader.mode is Mode.COPY
 
     def expect(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Check what is about to be received, where nothing else would notice that it is incomplete.

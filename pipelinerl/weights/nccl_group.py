@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -55,6 +55,8 @@ class NCCLGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
         self._lock = threading.Lock()
+        # What a broadcast reads or writes. One that failed may go on until NCCL is left: so long its memory is kept.
+        self._under_way: torch.Tensor | None = None
         _meet(store, rank, world_size, self._timeout)
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)
@@ -88,13 +90,28 @@ class NCCLGroup:
         Raises:
             RuntimeError: a peer went away, the time-out passed, or this group was closed.
         """
+        self.start(buffer)()
+
+    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
+        """As `broadcast`, but blocks only when what it returns is called. One at a time may be under way.
+
+        Raises:
+            RuntimeError: this group was closed, or another broadcast is under way.
+        """
         group = self._group
         if group is None:
             raise RuntimeError("nccl group: it was closed")
+        if self._under_way is not None:
+            raise RuntimeError("nccl group: another broadcast is under way")
         torch.cuda.set_device(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work = group.broadcast(buffer, TRAINER_RANK, self._timeout)
+        self._under_way = buffer
+        return lambda: self._end(group, work)
+
+    def _end(self, group: Any, work: Any) -> None:
+        with torch.cuda.stream(self._stream):
             _look(work)
             # Given a time, it blocks the thread and not only the stream: ours, which waits for the broadcast too.
             work.wait(self._timeout)
@@ -104,6 +121,7 @@ class NCCLGroup:
         if not work.is_completed():
             raise RuntimeError(f"nccl group: a broadcast did not end within {self._timeout.total_seconds():g} s")
         self._stream.synchronize()
+        self._under_way = None
 
     def close(self) -> None:
         """Leave the group; a broadcast of another thread fails soon after. May be called twice; raises nothing.
@@ -114,7 +132,7 @@ class NCCLGroup:
             group, self._group = self._group, None
         if group is None:
             return
-        thread = threading.Thread(target=_abort, args=(group,), name="nccl-abort", daemon=True)
+        thread = threading.Thread(target=_abort, args=(group, self._under_way), name="nccl-abort", daemon=True)
         thread.start()
         thread.join(_CLOSE_S)
         if thread.is_alive():
@@ -159,7 +177,7 @@ def _meet(store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> No
         ) from error
 
 
-def _abort(group: Any) -> None:
+def _abort(group: Any, _kept: torch.Tensor | None = None) -> None:
     try:
         group.abort()
     except RuntimeError:

@@ -24,6 +24,7 @@ def receive_buffers(
     pass_id: int,
     fetch: Callable[[int], torch.Tensor],
     load: Callable[[BufferLayout, torch.Tensor], object],
+    start: Callable[[int], object] | None = None,
 ) -> None:
     """Fetch, check and load all buffers of a pass, in order.
 
@@ -36,15 +37,20 @@ def receive_buffers(
         pass_id: the trainer's number of this pass.
         fetch: returns the next buffer, given its size in bytes; complete, not under way.
         load: takes a buffer and what lies where in it; returns when its tensors were copied or are kept.
+        start: if given, it is called with the size of the next buffer before one that has come is checked and loaded:
+            the next is on its way meanwhile, and `fetch` then waits for it.
 
     Raises:
         DamagedBufferError: the first buffer that is not what was packed; the update must not be finished.
-        RuntimeError: `fetch` failed.
+        RuntimeError: `fetch` or `start` failed.
     """
     damage = ""
+    following = iter(layout.buffers[1:])
     for part in layout.buffers:
         try:
             buffer = fetch(part.num_bytes)
+            if start is not None and (after := next(following, None)) is not None:
+                start(after.num_bytes)
         except RuntimeError as error:
             if damage:
                 raise DamagedBufferError(damage) from error

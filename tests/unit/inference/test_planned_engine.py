@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +32,31 @@ PASS = 5
 
 
 class Wire:
-    """Group and stream in one."""
+    """Group and stream in one. What is sent is there at once, or only when somebody waits for it."""
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
+        self.events: list[str] = []
+        self.is_fast = False
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        buffer.copy_(self.buffers.pop(0))
+        self.start(buffer)()
+
+    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
+        self.events.append("start")
+        sent = self.buffers.pop(0)
+
+        def end() -> None:
+            self.events.append("end")
+            buffer.copy_(sent)
+
+        if self.is_fast:
+            buffer.copy_(sent)
+        return end
 
     def synchronize(self) -> None:
-        """Nothing is under way on a CPU."""
+        """Nothing is under way on a CPU, but this is where a buffer has been loaded."""
+        self.events.append("loaded")
 
 
 @pytest.fixture
@@ -88,6 +104,62 @@ def test_from_the_third_update_on_nothing_goes_through_the_loaders(engine: Any) 
         update(engine, seed)
         assert engine.model.loads == loads
         assert_loaded(engine, seed)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_buffer_is_on_its_way_while_the_one_before_is_copied_into_place(engine: Any, is_fast: bool) -> None:
+    """Never while loaders take memory, which may wait for the whole device. Two rooms are enough, sizes differ."""
+    engine._group.is_fast = is_fast
+    buffers = len(stacked_layout(CHUNK_BYTES).buffers)
+    assert buffers > 3
+    for seed in range(4):
+        del engine._group.events[:]
+        update(engine, seed)
+        assert_loaded(engine, seed)
+        if seed < 2:
+            assert engine._group.events == ["start", "end", "loaded"] * buffers
+        else:
+            assert engine._group.events == ["start", *["end", "start", "loaded"] * (buffers - 1), "end", "loaded"]
+
+
+def test_without_memory_for_two_buffers_one_comes_after_the_other(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(2):
+        update(engine, seed)
+    empty, calls, two_rooms = torch.empty, [], engine._two_rooms
+
+    def tight(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*args, **kwargs)
+
+    def without_memory(layout: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", tight)
+            return two_rooms(layout)
+
+    engine._two_rooms = without_memory
+    del engine._group.events[:]
+    update(engine, 2)
+    assert_loaded(engine, 2)
+    assert len(calls) == 2
+    assert engine._group.events == ["start", "end", "loaded"] * len(stacked_layout(CHUNK_BYTES).buffers)
+
+
+@pytest.mark.parametrize("damaged", [0, 1, -1])
+def test_after_a_damaged_buffer_the_rest_is_taken_also_when_it_comes_ahead(engine: Any, damaged: int) -> None:
+    for seed in range(3):
+        update(engine, seed)
+    del engine._group.events[:]
+    buffers = len(stacked_layout(CHUNK_BYTES).buffers)
+    with pytest.raises(DamagedBufferError, match=f"nccl: buffer {damaged % buffers + 1} of"):
+        update(engine, 7, damaged=damaged)
+    events = engine._group.events
+    assert engine._group.buffers == []
+    assert (events.count("start"), events.count("end")) == (buffers, buffers)
+    assert events.count("loaded") == damaged % buffers
+    update(engine, 8)
+    assert_loaded(engine, 8)
 
 
 def test_what_the_model_and_the_update_look_like_is_worked_out_once(

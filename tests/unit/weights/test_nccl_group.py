@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -14,8 +16,12 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from pipelinerl.weights import nccl_group
+from pipelinerl.weights.layout import BufferLayout, plan_layout
 from pipelinerl.weights.meeting_store import serve_store
 from pipelinerl.weights.nccl_group import NCCLGroup
+from pipelinerl.weights.packing import TensorMeta, pack
+from pipelinerl.weights.receiving import receive_buffers
+from pipelinerl.weights.seal import mark_of
 
 CPU = torch.device("cpu")
 VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
@@ -124,6 +130,71 @@ def test_a_buffer_arrives_and_a_closed_group_refuses() -> None:
         ends[name].close()
         with pytest.raises(RuntimeError, match="closed"):
             ends[name].broadcast(sent)
+
+
+def test_sealed_buffers_come_ahead_over_real_broadcasts() -> None:
+    """A worker starts the next before it checks and loads the present one; one is under way at a time."""
+    ends = both_ends()
+    metas = [TensorMeta(f"t{number}", torch.float32, (5 + number,)) for number in range(6)]
+    layout = plan_layout(metas, 0)
+    tensors = [torch.full(meta.shape, float(number)) for number, meta in enumerate(metas)]
+    sent = [
+        pack([tensor], mark_of(9, part.index, part.payload_bytes))
+        for part, tensor in zip(layout.buffers, tensors, strict=True)
+    ]
+
+    def send() -> None:
+        for buffer in sent:
+            ends["trainer"].broadcast(buffer)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    worker, started, loaded = ends["worker"], [], []
+
+    def start(num_bytes: int) -> None:
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        started.append((buffer, worker.start(buffer)))
+        with pytest.raises(RuntimeError, match="another broadcast is under way"):
+            worker.start(buffer)
+
+    def fetch(num_bytes: int) -> torch.Tensor:
+        if not started:
+            start(num_bytes)
+        buffer, wait = started.pop()
+        wait()
+        assert buffer.numel() == num_bytes
+        return buffer
+
+    def load(part: BufferLayout, buffer: torch.Tensor) -> None:
+        assert len(started) == (0 if part.index == len(metas) - 1 else 1)
+        loaded.extend(tensor.clone() for _, tensor in part.unpack(buffer))
+
+    receive_buffers("nccl", layout, 9, fetch, load, start)
+    sender.join(60)
+    assert len(loaded) == len(tensors)
+    assert all(torch.equal(got, tensor) for got, tensor in zip(loaded, tensors, strict=True))
+
+
+def test_memory_of_a_broadcast_that_failed_is_kept_until_the_group_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may still be written to: nobody else may get it before."""
+    group = both_ends()["worker"]
+    group.close()
+    group._group = mute = Mute()
+    monkeypatch.setattr(Mute, "is_completed", lambda self: False)
+    buffer = torch.zeros(3)
+    kept = weakref.ref(buffer)
+    with pytest.raises(RuntimeError, match="did not end"):
+        group.broadcast(buffer)
+    alive: list[bool] = []
+
+    def abort() -> None:
+        gc.collect()
+        alive.append(kept() is not None)
+
+    monkeypatch.setattr(mute, "abort", abort)
+    del buffer
+    group.close()
+    assert alive == [True]
 
 
 def test_a_group_that_carries_nothing_is_found_when_it_forms(monkeypatch: pytest.MonkeyPatch) -> None:
