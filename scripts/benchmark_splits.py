@@ -112,7 +112,7 @@ def run_split(args: argparse.Namespace, split: Split, folder: Path, model: Path)
     error = None if code == 0 else last_line(run_dir, folder / "launch.txt")
     if late:
         error = f"not done after {args.timeout_s:g} s: {error}"
-    found = figures(rows, len(split.ranks), len(split.servers), parameters_of(model), settings)
+    found = figures(rows, len(split.ranks), sum(map(len, split.servers)), parameters_of(model), settings)
     return {
         "split": split.name,
         "status": "late" if late else "ok" if code == 0 else "failed",

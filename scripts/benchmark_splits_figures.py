@@ -119,7 +119,11 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def figures(
-    rows: Sequence[Mapping[str, Any]], ranks: int, servers: int, parameters: int | None, settings: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]],
+    ranks: int,
+    server_gpus: int,
+    parameters: int | None,
+    settings: Mapping[str, float],
 ) -> dict[str, Any]:
     """The figures of one run, from its rows; None where there is nothing to tell.
 
@@ -127,6 +131,7 @@ def figures(
     over the updates behind the first one (version 0), in seconds, each phase on its slowest server.
 
     Args:
+        ranks, server_gpus: GPUs that train, and those of all servers.
         parameters: of the model, None if they are not known.
         settings: `bytes_per_weight` on the wire, and `peak_tflops` of a card (0: no MFU).
     """
@@ -157,7 +162,7 @@ def figures(
         "update_s": phases,
         "paused_ms": None if not paused else 1000 * statistics.median(paused),
         "trainer_idle_gpu_s": ranks * total("finetune/idle_s") if steady else None,
-        "servers_paused_gpu_s": servers * sum(paused),
+        "servers_paused_gpu_s": server_gpus * sum(paused),
         "waiting_for_data_s": total("finetune/wait_data_s") if steady else None,
         "changing_turns_s": total("finetune/switch_s") if steady else None,
         "trainer_peak_gib": largest("finetune/gpu_memory_peak_gib"),

@@ -33,7 +33,8 @@ from pipelinerl.weights.layout import BufferLayout, UpdateLayout
 #: `0` in a server's environment: every update goes through vLLM's loaders.
 COPY_PLAN_VARIABLE = "PIPELINERL_COPY_PLAN"
 
-logger = logging.getLogger(__name__)
+# Below the name of vLLM, whose configuration of logging is the one that the workers have.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class Mode(Enum):

@@ -23,7 +23,8 @@ from pipelinerl.inference.planned_load import Mode, PlannedLoader
 from pipelinerl.inference.transfer_info import PackedUpdateInfo
 from pipelinerl.weights.layout import BufferLayout, LayoutCache, UpdateLayout
 
-logger = logging.getLogger(__name__)
+# Below the name of vLLM, whose configuration of logging is the one that the workers have.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class IncompleteUpdateError(RuntimeError):

@@ -97,7 +97,8 @@ class UpdateRoute:
             async with asyncio.timeout(limit_s), self._one_at_a_time:
                 await call.run(deadline)
         except Exception as error:  # noqa: BLE001 - whatever the engine raises is the answer
-            message = f"{call.phase}: {type(error).__name__}: {error}"
+            why = str(error) or f"no end after {limit_s:g} s; the server's log may say why"
+            message = f"{call.phase}: {type(error).__name__}: {why}"
             await answer_json(send, 500, {"error": {"message": message, "phase": call.phase}})
             return
         await answer_json(send, 200, {"seconds": call.seconds})

@@ -42,9 +42,17 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
         raise ConfigError(
             "world.device", "cuda", "at least 1 GPU on this node, found 0", "Use world.device=auto or world.device=cpu."
         )
+    listed = world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus
+    if listed and world.device == "auto" and not has_gpus:
+        raise ConfigError(
+            "world.device",
+            "auto",
+            "GPUs on this node, where lists name them (world.actor_gpus and the like); found 0",
+            "Check CUDA_VISIBLE_DEVICES and the driver, or rehearse with world.device=cpu.",
+        )
     if world.device == "cpu" or not has_gpus:
         return _cpu_split(world, _parallel_sizes(config.vllm_config.vllm_kwargs)["pipeline_parallel_size"])
-    if world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus:
+    if listed:
         return listed_split(config, cluster, per_llm)
     if world.placement == "colocated":
         leave_room(config)

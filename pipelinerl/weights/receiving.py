@@ -28,8 +28,8 @@ def receive_buffers(
 ) -> None:
     """Fetch, check and load all buffers of a pass, in order.
 
-    After a damaged buffer nothing is loaded any more, but the rest is still fetched: the other workers and the trainer
-    are in the same broadcasts and would wait there until their time-out.
+    After a damaged buffer, or one that could not be loaded, nothing is loaded any more, but the rest is still fetched:
+    the other workers and the trainer are in the same broadcasts and would wait there until their time-out.
 
     Args:
         transport: its name, for the message.
@@ -43,8 +43,9 @@ def receive_buffers(
     Raises:
         DamagedBufferError: the first buffer that is not what was packed; the update must not be finished.
         RuntimeError: `fetch` or `start` failed.
+        Exception: the first one of `load`, after all buffers came.
     """
-    damage = ""
+    first_error: Exception | None = None
     following = iter(layout.buffers[1:])
     for part in layout.buffers:
         try:
@@ -52,18 +53,21 @@ def receive_buffers(
             if start is not None and (after := next(following, None)) is not None:
                 start(after.num_bytes)
         except RuntimeError as error:
-            if damage:
-                raise DamagedBufferError(damage) from error
+            if first_error is not None:
+                raise first_error from error
             raise
-        if damage:
-            continue
-        problem = seal_problem(buffer, part.num_bytes, mark_of(pass_id, part.index, part.payload_bytes))
-        if problem is None:
-            load(part, buffer)
-        else:
-            which = f"{transport}: buffer {part.index + 1} of {len(layout.buffers)}"
-            damage = f"{which} arrived damaged: {problem}; nothing of it or after it was loaded"
+        if first_error is None:
+            problem = seal_problem(buffer, part.num_bytes, mark_of(pass_id, part.index, part.payload_bytes))
+            if problem is None:
+                try:
+                    load(part, buffer)
+                except Exception as error:  # noqa: BLE001 - raised below, whatever it is
+                    first_error = error
+            else:
+                which = f"{transport}: buffer {part.index + 1} of {len(layout.buffers)}"
+                text = f"{which} arrived damaged: {problem}; nothing of it or after it was loaded"
+                first_error = DamagedBufferError(text)
         # Before memory for the next one is taken.
         del buffer
-    if damage:
-        raise DamagedBufferError(damage)
+    if first_error is not None:
+        raise first_error

@@ -128,7 +128,7 @@ def test_figures_of_a_run(measured: ModuleType) -> None:
         step(2.0, 1.0, 4000.0, 6.0),
     ]
     settings = {"bytes_per_weight": 2.0, "peak_tflops": 1.0}
-    found = measured.figures(rows, ranks=2, servers=3, parameters=10**9, settings=settings)
+    found = measured.figures(rows, ranks=2, server_gpus=3, parameters=10**9, settings=settings)
     assert found["steps"] == 3 and found["updates"] == 3
     assert found["samples_per_s"] == 16 / 8 and found["trainer_tokens_per_s"] == 1000.0
     assert found["trainer_tokens_per_s_in_training"] == 2000.0

@@ -55,7 +55,7 @@ def test_every_server_gets_every_tensor(servers, model, chunk_bytes: int) -> Non
             report = publisher.publish(version, ModuleSource(model))
             assert report.failed == {}
             assert report.num_servers == 2
-            assert set(report.seconds) == {"pause", "start", "transfer", "load", "resume", "total"}
+            assert set(report.seconds) == {"pause", "start", "transfer", "load", "resume", "paused", "total"}
             for server in servers:
                 assert_has(server, model)
                 assert (server.version, server.paused) == (str(version), False)

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pipelinerl.weights.layout import plan_layout
+from pipelinerl.weights.layout import BufferLayout, plan_layout
 from pipelinerl.weights.packing import TensorMeta, pack, packed_bytes, payload_bytes, plan_chunks
 from pipelinerl.weights.receiving import DamagedBufferError, receive_buffers
 from pipelinerl.weights.seal import BLOCK_WORDS, checksum, mark_of, seal_problem, sealed_bytes
@@ -163,6 +163,22 @@ def test_an_end_of_the_transfer_after_damage_does_not_hide_the_damage() -> None:
     assert str(caught.value.__cause__) == "peer is gone"
     with pytest.raises(RuntimeError, match="peer is gone"):
         receive_buffers("nccl", plan_layout(METAS, 0), PASS, fetch, lambda *_: None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyError("name"), AssertionError()])
+def test_behind_a_buffer_that_could_not_be_loaded_the_rest_still_comes(error: Exception) -> None:
+    """The other workers and the trainer are in the same broadcasts."""
+    rest, tried = iter(packed(TENSORS, METAS, 0, PASS)), []
+
+    def load(part: BufferLayout, buffer: torch.Tensor) -> None:
+        tried.append(part.index)
+        if part.index == 1:
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        receive_buffers("nccl", plan_layout(METAS, 0), PASS, lambda _: next(rest), load)
+    assert caught.value is error
+    assert tried == [0, 1] and next(rest, None) is None
 
 
 @pytest.mark.parametrize("chunk_bytes", [0, 11, 10**6])

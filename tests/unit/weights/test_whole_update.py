@@ -178,7 +178,7 @@ def test_servers_that_can_take_it_get_one_call_and_the_others_five(model: torch.
     with FakeServer(SHAPES, whole_update=True) as new, FakeServer(SHAPES) as old, connected((new, old)) as publisher:
         report = publisher.publish(1, ModuleSource(model))
         assert report.failed == {}
-        assert set(report.seconds) == {"pause", "start", "transfer", "load", "resume", "total"}
+        assert set(report.seconds) == {"pause", "start", "transfer", "load", "resume", "paused", "total"}
         assert "/pipelinerl/update" in new.calls and "/pause" not in new.calls
         assert "/pipelinerl/update" not in old.calls and "/pause" in old.calls
         for server in (new, old):

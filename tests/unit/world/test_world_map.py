@@ -323,6 +323,10 @@ IMPOSSIBLE = {
         "expected a multiple of world.replicas=2",
     ),
     "one GPU for two pools": ({"gpus": 1}, r"1 node\(s\) x 1 GPU.*world.placement=colocated"),
+    "lists of GPUs where there are none": (
+        {"actor_gpus": [[0]], "finetune_gpus": [1]},
+        r"world.device: got 'auto', expected GPUs on this node.*found 0.*world.device=cpu",
+    ),
     "no GPU but device=cuda": ({"device": "cuda"}, r"world.device.*found 0"),
     "TP beyond a node": (
         {"gpus": 8, "env": TWO_NODES, "vllm_kwargs": {"tensor-parallel-size": 16}},
