@@ -90,6 +90,9 @@ class DeepSpeedBackend:
         is_last: bool = True,
     ) -> PolicyOutputs:
         outputs: PolicyOutputs = self.engine(batch, layout, temperature)
+        if not torch.is_grad_enabled():
+            # What was kept whole and fetched ahead for the backward that does not come.
+            self._shard_all()
         return outputs
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
@@ -121,6 +124,8 @@ class DeepSpeedBackend:
         table, value_of = updates(self.policy), merged_value(self.policy)
 
         def gather() -> Iterator[Bucket]:
+            # DeepSpeed takes a parameter that is still being fetched for whole, and fails when it is to be sharded.
+            self._shard_all()
             for part in in_buckets(parameters, dtype, self.bucket_bytes):
                 added = [table[id(parameter)] for _, parameter in part if id(parameter) in table]
                 needed = [*(parameter for _, parameter in part), *(p for update in added for p in (update.a, update.b))]
@@ -131,6 +136,11 @@ class DeepSpeedBackend:
         return CollectiveSource(
             tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
         )
+
+    def _shard_all(self) -> None:
+        """Wait for the parameters that are being fetched ahead of their use, and shard all of them again (stage 3)."""
+        if self._stage == 3:
+            self._optimizer.empty_partition_cache()
 
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
