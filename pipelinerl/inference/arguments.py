@@ -21,12 +21,7 @@ SERVED_MODEL_NAME = "actor"
 
 SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
-#: From the inside to the outside: the last one sees a request first.
-MIDDLEWARE_PATHS = (
-    "pipelinerl.inference.update_route.UpdateRoute",
-    "pipelinerl.inference.lean_route.LeanRoute",
-    "pipelinerl.inference.auth.TokenMiddleware",
-)
+MIDDLEWARE_PATH = "pipelinerl.inference.middleware.ServerMiddleware"
 
 #: Options that the weight-update protocol rests on; a different value would break it silently.
 RESERVED = {
@@ -104,7 +99,7 @@ def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
         *("--served-model-name", SERVED_MODEL_NAME, "--enable-scale-out"),
         *("--weight-transfer-config", json.dumps({"backend": ENGINE_NAMES[settings.transport]})),
         *("--worker-extension-cls", WORKER_EXTENSION_PATH, "--scheduler-cls", SCHEDULER_PATH),
-        *(word for path in MIDDLEWARE_PATHS for word in ("--middleware", path)),
+        *("--middleware", MIDDLEWARE_PATH),
     ]
     for name, value in options.items():
         argv += _option(name, value)

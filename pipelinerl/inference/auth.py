@@ -1,6 +1,6 @@
 """The check that guards every route of a server: a bearer token on every path but `/health`.
 
-vLLM loads `TokenMiddleware` through `--middleware`; the token comes from the environment only. It is plain ASGI, so
+`ServerMiddleware` puts it around everything else; the token comes from the environment only. It is plain ASGI, so
 that mounted applications and websockets are guarded as well as routes.
 """
 

@@ -1,6 +1,6 @@
 """Completions for training at little cost to the API process: `/inference/v1/generate` for callers that accept bytes.
 
-vLLM loads `LeanRoute` through `--middleware`, inside the token check. A request whose `Accept` names our media type is
+`ServerMiddleware` puts `LeanRoute` inside the token check. A request whose `Accept` names our media type is
 read here, given to the engine, and answered with arrays (see `records.completion`) instead of one JSON object a token.
 It is the same path as vLLM's own, so there is nothing to discover: a plain vLLM ignores the header and answers JSON,
 and clients read both. Whatever is out of the ordinary (streaming, several outputs, log-probs of the prompt, an option

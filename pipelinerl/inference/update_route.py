@@ -1,6 +1,6 @@
 """A whole weight update in one call: `POST /pipelinerl/update` pauses, receives, loads and resumes.
 
-vLLM loads `UpdateRoute` through `--middleware`, inside the token check. The trainer sends the weights meanwhile. One
+`ServerMiddleware` puts `UpdateRoute` inside the token check. The trainer sends the weights meanwhile. One
 update at a time; one that failed leaves the server paused, and one that is late never resumes it: half-loaded weights
 must not sample, and a call that its caller gave up still runs here.
 """

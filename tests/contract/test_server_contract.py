@@ -77,6 +77,10 @@ def test_no_token_no_answer(server: Server, path: str, token: str | None) -> Non
     assert call(server, "GET", "/health")[0] == 200
 
 
+def test_a_server_starts_without_a_warning_about_its_options(tiny_server: VLLMProcess) -> None:
+    assert "duplicate" not in tiny_server.log.read_text(errors="replace").lower()
+
+
 def test_generation_returns_ids_logprobs_and_spans(server: Server) -> None:
     published(server, 3)
     answer = generate(server, max_tokens=8)
