@@ -66,7 +66,8 @@ class ExitPolicy:
         if returncode == EXIT_USER_ERROR:
             return Verdict("user_error", "refused its input")
         if returncode != 0:
-            return Verdict("failed", f"ended with {describe_exit(returncode)}")
+            verb = "ended with" if returncode > 0 else "was"
+            return Verdict("failed", f"{verb} {describe_exit(returncode)}")
         is_other_rank = job.kind == "finetune" and job.idx > 0
         if not is_other_rank and not self.is_training_complete():
             return Verdict("failed", "ended (exit code 0) before training was complete")

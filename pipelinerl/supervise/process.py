@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from pipelinerl.records.pool import PoolAnswer
-from pipelinerl.supervise.last_error import LogPart
+from pipelinerl.supervise.last_error import LogPart, crash_note, last_error
 
 
 class ChildExited(msgspec.Struct, frozen=True):
@@ -68,9 +68,19 @@ class Child:
     stderr: LogPart
     started_at: float
     returncode: int | None = None
+    #: The launcher itself sent it a signal.
+    is_signalled: bool = False
+
+    def last_words(self) -> str:
+        """` Last error: ...`; empty if a signal of somebody else gave it no chance to say why it ends."""
+        if self.returncode is None or self.returncode >= 0 or self.is_signalled:
+            return f" Last error: {last_error(self.stdout, self.stderr)}"
+        note = crash_note(self.stdout, self.stderr)
+        return f" Last error: {note}" if note else ""
 
     def signal_group(self, signum: int) -> None:
         """Send a signal to the whole process group, if there still is one."""
+        self.is_signalled = True
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:
@@ -82,6 +92,7 @@ class Child:
 
     def terminate(self) -> None:
         """Send SIGTERM to the process alone, not to its helpers."""
+        self.is_signalled = True
         try:
             os.kill(self.pid, signal.SIGTERM)
         except ProcessLookupError:
@@ -89,6 +100,7 @@ class Child:
 
     def dump_stacks(self) -> None:
         """Make a stuck child write the stacks of its threads to its stderr (it runs with PYTHONFAULTHANDLER=1)."""
+        self.is_signalled = True
         try:
             os.kill(self.pid, signal.SIGABRT)
         except ProcessLookupError:
@@ -133,7 +145,7 @@ def spawn(
 
 
 def describe_exit(returncode: int) -> str:
-    """`exit code 1` or `killed by SIGKILL`, with the usual suspect for SIGKILL."""
+    """`exit code 1` or `killed by SIGKILL` (what follows `ended with` or `was`), with the usual suspect for SIGKILL."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:

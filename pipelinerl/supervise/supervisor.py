@@ -234,7 +234,7 @@ class Supervisor:
         why_not = self.keeper.on_exit(job.name, event.returncode, self.clock())
         end_rest_of_job(child.pid, JOB_KEY, job.name)
         if why_not is None:
-            logger.warning("the last error of %s: %s", job.name, last_error(child.stdout, child.stderr))
+            logger.warning("%s ended.%s Its log: %s", job.name, child.last_words(), child.stderr.file)
             return None
         return self._blame(event, Verdict("failed", why_not))
 
@@ -244,7 +244,7 @@ class Supervisor:
             return None
         server, reason = lost
         if child := self._children.get(server.name):
-            reason += f". Last error: {last_error(child.stdout, child.stderr)}\nIts log: {child.stderr.file}"
+            reason += f".{child.last_words()}\nIts log: {child.stderr.file}"
         return Outcome("failed", reason, EXIT_RUN_FAILED, server.name)
 
     def _take_answer(self, event: PoolAnswered, now: float) -> None:
@@ -319,7 +319,7 @@ class Supervisor:
             message = user_error(child.stderr)
             if message is not None:
                 return Outcome("failed", f"{event.name}: {message}", EXIT_USER_ERROR, event.name)
-        reason = f"{event.name} {verdict.reason}. Last error: {last_error(child.stdout, child.stderr)}"
+        reason = f"{event.name} {verdict.reason}.{child.last_words()}"
         others = [f"{e.name} ({describe_exit(e.returncode)})" for e, _ in ends if e.name != event.name]
         if others:
             reason += f"\nAlso ended: {', '.join(others)}"

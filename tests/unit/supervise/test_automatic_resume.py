@@ -18,7 +18,7 @@ INTERRUPTED = Outcome("interrupted", "stopped by SIGTERM", 143)
 
 
 def died(job: str) -> Outcome:
-    return Outcome("failed", f"{job} ended with killed by SIGKILL.\nIts log: x", 1, job)
+    return Outcome("failed", f"{job} was killed by SIGKILL.\nIts log: x", 1, job)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_how_often(
         assert launch_module.launch(SimpleNamespace(), config, SimpleNamespace()) == code  # type: ignore[arg-type]
     assert len(seen) == starts
     assert [force for force, _ in seen] == [True] + [False] * (starts - 1)
-    assert seen[-1][1] == [f"{outcome.job} ended with killed by SIGKILL." for outcome in outcomes[: starts - 1]]
+    assert seen[-1][1] == [f"{outcome.job} was killed by SIGKILL." for outcome in outcomes[: starts - 1]]
     if starts > 1:
         text = f"the run goes on by itself (1 of {max_restarts} restarts)"
         assert text in capsys.readouterr().err and text in caplog.text

@@ -26,6 +26,19 @@ STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
 )
 RAISES = "import time; time.sleep(0.5)\nraise ValueError('bad row 7')"
+# Logs an error that it survives, and more; then a signal ends it.
+IS_KILLED = """
+import faulthandler, logging, os, signal
+faulthandler.enable()
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+try:
+    raise ValueError("it went on")
+except ValueError:
+    logging.exception("a group failed")
+for step in range(9):
+    logging.info("step %d", step)
+signal.raise_signal(signal.SIGNAL)
+"""
 REFUSES = "import sys; sys.stderr.write('error: train_dataset_names: got an empty data set\\n'); sys.exit(2)"
 ENDS = "import time; time.sleep(0.5)"
 FINISHES = """
@@ -304,6 +317,25 @@ def test_l3_a_job_that_raises_is_named_with_its_error(start: Starter) -> None:
     assert "actor_0 ended with exit code 1. Last error: ValueError: bad row 7" in stderr
     assert summary["status"] == "failed" and "bad row 7" in summary["reason"]
     assert run.descendants() == []
+
+
+@pytest.mark.parametrize(
+    ("signum", "expected"),
+    [
+        ("SIGKILL", "was killed by SIGKILL (out of memory? see the kernel log).\nIts log: "),
+        ("SIGTERM", "was killed by SIGTERM.\nIts log: "),
+        (
+            "SIGSEGV",
+            "was killed by SIGSEGV. Last error: Fatal Python error: Segmentation fault (<string>:11)\n",
+        ),
+    ],
+)
+def test_a_signal_is_not_explained_with_an_older_error(start: Starter, signum: str, expected: str) -> None:
+    jobs = {"actor_llm_0": SLEEP, "actor_0": SLEEP, "finetune_0": IS_KILLED.replace("SIGNAL", signum)}
+    code, stderr, summary = start(jobs, shutdown_grace_s=1).end()
+    assert code == 1
+    assert summary["reason"].startswith(f"finetune_0 {expected}"), stderr
+    assert "ValueError" not in summary["reason"] and "INFO" not in summary["reason"]
 
 
 def test_a_user_error_of_a_job_is_the_launchers_exit_code_2(start: Starter) -> None:
