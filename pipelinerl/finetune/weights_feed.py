@@ -172,7 +172,7 @@ class WeightsFeed:
             return None
         if pool is None:
             whole = self._publisher.probe(sequences)
-            _log(version, whole)
+            _log(version, [whole])
             return self._checked(version, whole)
         names = [update.name for update in report.updated] if report and probe_tokens else sorted(fresh)
         results = []
@@ -180,8 +180,7 @@ class WeightsFeed:
             result = self._probe_one(version, name, generations, sequences, name in fresh)
             if result is not None:
                 results.append(result)
-        tokens = sum(result.num_tokens for result in results)
-        return sum(result.mean_abs_diff * result.num_tokens for result in results) / tokens if tokens else None
+        return _log(version, results) if results else None
 
     def _probe_one(
         self,
@@ -199,7 +198,6 @@ class WeightsFeed:
         except WeightSyncError as error:
             self._pool.drop(name, generation, str(error))
             return None
-        _log(version, result)
         try:
             mean = self._checked(version, result)
         except WeightSyncError as error:
@@ -246,12 +244,17 @@ class WeightsFeed:
         return sequences
 
 
-def _log(version: int, result: ProbeResult) -> None:
+def _log(version: int, results: Sequence[ProbeResult]) -> float:
+    """One line on all servers, which may have been asked one by one. Returns the mean difference in nats."""
+    tokens = sum(result.num_tokens for result in results)
+    mean = sum(result.mean_abs_diff * result.num_tokens for result in results) / tokens
+    servers = [name for result in results for name in result.per_server_mean]
     logger.info(
-        "version %d: trainer and %d servers differ by %.2g nats on average (%.2g at most, %d tokens)",
+        "version %d: trainer and %s differ by %.2g nats on average (%.2g at most, %d tokens)",
         version,
-        len(result.per_server_mean),
-        result.mean_abs_diff,
-        result.max_abs_diff,
-        result.num_tokens,
+        servers[0] if len(servers) == 1 else f"{len(servers)} servers",
+        mean,
+        max(result.max_abs_diff for result in results),
+        tokens,
     )
+    return mean

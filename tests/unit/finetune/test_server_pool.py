@@ -93,9 +93,13 @@ def scene() -> Iterator[Scene]:
         made.publisher.close()
 
 
-def test_all_servers_are_ready_after_the_first_update(scene: Scene) -> None:
+def test_all_servers_are_ready_after_the_first_update(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     assert sorted(scene.pool.fresh) == ["s0", "s1"]
-    delivery = scene.feed.send(0, [[1, 2]])
+    with caplog.at_level("INFO"):
+        delivery = scene.feed.send(0, [[1, 2]])
+    # One line on both, though each is asked by itself.
+    lines = [record.getMessage() for record in caplog.records if "differ by" in record.getMessage()]
+    assert lines == ["version 0: trainer and 2 servers differ by 0 nats on average (0 at most, 2 tokens)"]
     assert sorted(scene.ready) == [("s0", 0, 0), ("s1", 0, 0)]
     assert delivery.num_servers == 2 and delivery.probe_abs_diff == pytest.approx(0)
     assert scene.pool.fresh == []
