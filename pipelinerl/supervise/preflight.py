@@ -110,25 +110,42 @@ def check_model(model_path: str) -> None:
 def check_parallel_size(config: RunConfig) -> None:
     """Refuse servers whose workers cannot share the model's attention heads evenly: vLLM would say so a minute later.
 
-    Of a model that is no local folder nothing is known here.
+    Of a model that is neither a local folder nor in the hub's cache nothing is known here.
     """
     size = vllm_number(config, "tensor-parallel-size") or 1
-    file = Path(config.model_path).expanduser() / "config.json"
-    if size == 1 or not file.is_file():
+    file = _config_file(config.model_path)
+    if size == 1 or file is None:
         return
     try:
         model = json.loads(file.read_text())
     except json.JSONDecodeError:
         return  # vLLM and transformers say what is wrong with it
-    heads = model.get("num_attention_heads") or model.get("text_config", {}).get("num_attention_heads")
-    if isinstance(heads, int) and heads % size:
-        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+    model = model.get("text_config") or model
+    heads = model.get("num_attention_heads")
+    if not isinstance(heads, int):
+        return
+    shared = model.get("num_key_value_heads") or heads
+    # With more workers than heads of keys and values, several workers hold the same one.
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(n, shared) % min(n, shared) == 0]
+    if size not in fitting:
+        also = "" if shared == heads else f", that fits its {shared} heads of keys and values"
         raise ConfigError(
             "vllm_config.vllm_kwargs.tensor-parallel-size",
             size,
-            f"a divisor of {heads}, the number of attention heads of {config.model_path}",
-            f"Use one of {fitting}, or more servers (world.num_actor_llms).",
+            f"a divisor of {heads}, the number of attention heads of {config.model_path}{also}",
+            f"Use one of {', '.join(map(str, fitting))}, or more servers (world.num_actor_llms).",
         )
+
+
+def _config_file(model_path: str) -> Path | None:
+    """The model's `config.json`, if it is on this machine."""
+    file = Path(model_path).expanduser() / "config.json"
+    if file.is_file() or not _HUB_NAME.fullmatch(model_path):
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model_path, "config.json")
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def check_streams(config: RunConfig, environ: Mapping[str, str]) -> None:

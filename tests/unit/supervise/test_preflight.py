@@ -93,6 +93,26 @@ def test_workers_of_a_server_share_the_heads_evenly(tmp_path: Path, model: dict[
 
 
 @pytest.mark.parametrize(
+    ("heads", "key_value_heads", "fitting"), [(12, 4, [1, 2, 4, 12]), (8, 1, [1, 2, 4, 8]), (9, 3, [1, 3, 9])]
+)
+def test_workers_of_a_server_share_or_repeat_the_heads_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, key_value_heads: int, fitting: list[int]
+) -> None:
+    """Of a model in a folder, and of one that is in the cache of the hub."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"num_attention_heads": heads, "num_key_value_heads": key_value_heads}))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, _: str(file))
+    for model_path in (str(tmp_path), "somebody/on-the-hub"):
+        for size in range(1, 17):
+            run = config(model_path=model_path, vllm_config={"vllm_kwargs": {"tensor-parallel-size": size}})
+            if size in fitting:
+                preflight.check_parallel_size(run)
+                continue
+            with pytest.raises(ConfigError, match=f"Use one of {', '.join(map(str, fitting))}, or more servers"):
+                preflight.check_parallel_size(run)
+
+
+@pytest.mark.parametrize(
     ("quota", "most"), [("100000 100000", 1), ("150000 100000", 2), ("max 100000", 10**6), ("?", 10**6)]
 )
 def test_a_container_quota_limits_the_cores(tmp_path: Path, quota: str, most: int) -> None:
