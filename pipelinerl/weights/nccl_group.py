@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,11 +31,6 @@ _PROOF_KEY = "proof"
 _HERE_KEY = "here-{rank}"
 #: So long `close` waits for NCCL at most.
 _CLOSE_S = 5.0
-#: PyTorch's wait with a time-out looks at a broadcast once a millisecond, and 256 MiB take one over NVLink: it would be
-#: found to be over after two. So for a while it is looked at more often; what takes longer loses little.
-_LOOKS_S = 0.005
-#: Between two looks, so that the thread which packs the next buffer goes on.
-_LOOK_PAUSE_S = 0.00005
 _environ_lock = threading.Lock()
 logger = logging.getLogger(__name__)
 
@@ -112,7 +106,6 @@ class NCCLGroup:
 
     def _end(self, group: Any, work: Any) -> None:
         with torch.cuda.stream(self._stream):
-            _look(work)
             # Given a time, it blocks the thread and not only the stream: ours, which waits for the broadcast too.
             work.wait(self._timeout)
         if self._group is not group:
@@ -152,13 +145,6 @@ class NCCLGroup:
                 f"nccl group: {arrived} arrived where {expected} was sent: NCCL does not carry data here. "
                 "Run with NCCL_DEBUG=INFO to see why."
             )
-
-
-def _look(work: Any) -> None:
-    """Return as soon as `work` is over, but soon in any case."""
-    end = time.monotonic() + _LOOKS_S
-    while not work.is_completed() and time.monotonic() < end:
-        time.sleep(_LOOK_PAUSE_S)
 
 
 def _meet(store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> None:

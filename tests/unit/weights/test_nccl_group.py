@@ -214,25 +214,6 @@ def test_a_broadcast_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPat
         ends["worker"].broadcast(torch.zeros(1))
 
 
-def test_a_broadcast_is_looked_at_often_before_pytorch_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it ends early or late: PyTorch's wait comes after all, which raises what went wrong."""
-    monkeypatch.setattr(nccl_group, "_LOOKS_S", 60.0)
-    group = both_ends()["trainer"]
-    group.close()
-    group._group = mute = Mute()
-    events: list[str] = []
-    answers = iter([False, False, True, True])
-    monkeypatch.setattr(mute, "is_completed", lambda: (events.append("look"), next(answers))[1])
-    monkeypatch.setattr(mute, "wait", lambda timeout: events.append("wait"))
-    group.broadcast(torch.zeros(1))
-    assert events == ["look", "look", "look", "wait", "look"]
-    monkeypatch.setattr(nccl_group, "_LOOKS_S", 0.0)
-    answers = iter([False, True])
-    del events[:]
-    group.broadcast(torch.zeros(1))
-    assert events == ["look", "wait", "look"]
-
-
 @pytest.mark.parametrize("before", [None, "0"])
 def test_the_variable_of_the_group_is_set_only_while_it_is_made(
     monkeypatch: pytest.MonkeyPatch, before: str | None
