@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from pipelinerl.inference.planned_load import Mode, PlannedLoader
 from pipelinerl.weights.layout import UpdateLayout, plan_layout
 from pipelinerl.weights.packing import TensorMeta, pack
 
@@ -102,3 +103,13 @@ def random_buffers(layout: UpdateLayout, seed: int) -> Sequence[torch.Tensor]:
 def memory_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter and buffer."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def one_update(loader: PlannedLoader, model: torch.nn.Module, layout: UpdateLayout, seed: int = 0) -> Mode:
+    """One whole update with random weights; returns how it began."""
+    loader.begin(model, layout)
+    mode = loader.mode
+    for part, buffer in zip(layout.buffers, random_buffers(layout, seed), strict=True):
+        loader.load(model, part, buffer)
+    loader.finish()
+    return mode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -38,16 +40,7 @@ def plain_varlen_attn(
 
 
 def plain_without_grouped_heads(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    *inputs: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)
 ) -> torch.Tensor:
-    """The same with the signature of the releases that want as many key heads as query heads."""
-    return plain_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    """The same with the options of the releases that want as many key heads as query heads."""
+    return plain_varlen_attn(*inputs, scale=scale, window_size=window_size)

@@ -65,6 +65,23 @@ def _worker_of(server: int) -> int:
     pytest.fail("the server has no second worker")
 
 
+def _kill_and_go_on(folder: Path, override: str, *victim: Callable[[int], int]) -> None:
+    """Kill a process of the only server of a run with `override`: the run goes on, and ends well when asked to."""
+    run = make_whole_run(folder)
+    launcher = run.start("finetune.max_train_steps=1000", override)
+    try:
+        _kill_and_await_return(run, launcher, *victim)
+        reached = max(_steps(run))
+        _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
+        launcher.terminate()
+        launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert run.summary["status"] == "interrupted"
+    assert _audit(run)["clean"]
+    assert run.living_processes() == []
+
+
 def _kill_and_await_return(
     run: WholeRun, launcher: subprocess.Popen[str], victim: Callable[[int], int] = lambda server: server
 ) -> dict[str, Any]:
@@ -124,39 +141,14 @@ def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_only_server_is_killed_and_the_run_waits_for_it(ranks: int, tmp_path: Path) -> None:
-    run = make_whole_run(tmp_path)
-    launcher = run.start("finetune.max_train_steps=1000", f"world.num_finetune_ranks={ranks}")
-    try:
-        _kill_and_await_return(run, launcher)
-        reached = max(_steps(run))
-        _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
-        launcher.terminate()
-        launcher.communicate(timeout=60)
-    finally:
-        launcher.kill()
-    assert run.summary["status"] == "interrupted"
-    assert _audit(run)["clean"]
-    assert run.living_processes() == []
+    _kill_and_go_on(tmp_path, f"world.num_finetune_ranks={ranks}")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_worker_of_a_parallel_server_is_killed(tmp_path: Path) -> None:
     """One of two workers dies: the server ends as a whole, and comes back with both."""
-    run = make_whole_run(tmp_path)
-    parallel = "vllm_config.vllm_kwargs.tensor-parallel-size=2"
-    launcher = run.start("finetune.max_train_steps=1000", parallel)
-    try:
-        _kill_and_await_return(run, launcher, _worker_of)
-        reached = max(_steps(run))
-        _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
-        launcher.terminate()
-        launcher.communicate(timeout=60)
-    finally:
-        launcher.kill()
-    assert run.summary["status"] == "interrupted"
-    assert _audit(run)["clean"]
-    assert run.living_processes() == []
+    _kill_and_go_on(tmp_path, "vllm_config.vllm_kwargs.tensor-parallel-size=2", _worker_of)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from fakes.stacked_model import (
     VOCABULARY,
     StackedModel,
     memory_of,
+    one_update,
     random_buffers,
     stacked_layout,
 )
@@ -26,13 +27,7 @@ LAYOUT = stacked_layout()
 
 
 def update(loader: PlannedLoader, model: torch.nn.Module, layout: UpdateLayout = LAYOUT, seed: int = 0) -> Mode:
-    """One whole update; returns how it began."""
-    loader.begin(model, layout)
-    mode = loader.mode
-    for part, buffer in zip(layout.buffers, random_buffers(layout, seed), strict=True):
-        loader.load(model, part, buffer)
-    loader.finish()
-    return mode
+    return one_update(loader, model, layout, seed)
 
 
 def loaded_as_usual(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.stacked_model import StackedModel, memory_of, random_buffers, stacked_layout
+from fakes.stacked_model import StackedModel, memory_of, one_update, random_buffers, stacked_layout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.inference.planned_load import Mode, PlannedLoader
@@ -24,13 +24,7 @@ ROW = 4096 * 8
 
 
 def update(loader: PlannedLoader, model: torch.nn.Module, layout: UpdateLayout = SPLIT, seed: int = 0) -> Mode:
-    """One whole update; returns how it began."""
-    loader.begin(model, layout)
-    mode = loader.mode
-    for part, buffer in zip(layout.buffers, random_buffers(layout, seed), strict=True):
-        loader.load(model, part, buffer)
-    loader.finish()
-    return mode
+    return one_update(loader, model, layout, seed)
 
 
 def raw(tensor: torch.Tensor) -> Any:

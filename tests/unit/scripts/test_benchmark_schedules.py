@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+from fakes.script_module import load_script
 
 
 def test_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    benchmark = load("benchmark_schedules", monkeypatch)
+    benchmark = load_script("benchmark_schedules", monkeypatch)
     summary = {
         "samples_per_second": 8.0,
         "output_tokens_per_second": 80.0,
@@ -54,7 +38,7 @@ def test_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_variances_have_the_same_mean_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = load("benchmark_schedules_task", monkeypatch)
+    task = load_script("benchmark_schedules_task", monkeypatch)
     draws = [(index + 0.5) / 1000 for index in range(1000)]
     assert {task.answer_tokens(40, "low", draw) for draw in draws} == {40}
     high = [task.answer_tokens(40, "high", draw) for draw in draws]
