@@ -71,6 +71,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     """Print what `launch` would start."""
     from pipelinerl.supervise.plan_text import plan_of, print_plan
 
+    preflight.check_parallel_size(config)
     with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
         world = build_world_map(config, cluster, ports)
     commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))

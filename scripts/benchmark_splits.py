@@ -232,7 +232,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
-    return parser.parse_args()
+    args = parser.parse_args()
+    try:
+        chosen(args.gpus, args.splits)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def main() -> None:

@@ -128,7 +128,9 @@ class WorldConfig(Section):
         """Lists of GPUs say the counts as well, and win over them: some of the shipped worlds have counts."""
         if not isinstance(data, dict):
             return data
-        return data | {count: len(data[key]) for key, count in GPU_LISTS.items() if isinstance(data.get(key), list)}
+        # An empty list is refused by itself, in words about it and not about a count that nobody set.
+        lists = {key: data[key] for key in GPU_LISTS if isinstance(data.get(key), list) and data[key]}
+        return data | {GPU_LISTS[key]: len(gpus) for key, gpus in lists.items()}
 
 
 class StreamsConfig(Section):

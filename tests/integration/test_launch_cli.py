@@ -98,6 +98,13 @@ def test_an_impossible_split_is_refused_with_the_numbers(tmp_path: Path) -> None
     assert_refused(done, "1 node(s) x 1 GPU(s)", "colocated")
 
 
+def test_a_dry_run_refuses_workers_that_cannot_share_the_heads(tmp_path: Path, task: list[str], model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 9}')
+    key = "vllm_config.vllm_kwargs.tensor-parallel-size"
+    done = launch(*task, f"model_path={model}", "dry_run=true", f"{key}=2", cwd=tmp_path)
+    assert_refused(done, key, "a divisor of 9")
+
+
 def test_an_unknown_key(tmp_path: Path) -> None:
     assert_refused(launch("output_dir=out", "attemps=3", cwd=tmp_path), "attemps", "attempts")
 

@@ -125,6 +125,12 @@ def test_lists_of_gpus_are_whole(overrides: list[str], expected: str) -> None:
     assert expected in str(caught.value)
 
 
+def test_an_empty_list_of_gpus_is_not_a_wrong_count() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([*KEEP, "world.actor_gpus=[]", "world.finetune_gpus=[1]"])
+    assert "world.actor_gpus: got []" in str(caught.value) and "num_actor_llms" not in str(caught.value)
+
+
 def test_lists_of_gpus_say_the_counts() -> None:
     lists = ["world.actor_gpus=[[0],[0]]", "world.preprocessor_gpus=[[1]]", "world.finetune_gpus=[1,0]"]
     config = compose([*KEEP, "world=cpu", *lists]).config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,12 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fakes.script_module import load_script
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.world import Cluster, build_world_map
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 MIB_PER_GIB = 1024
 
 
@@ -29,29 +28,19 @@ class CountingPorts:
         return self._last
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("benchmark_splits_list", monkeypatch)
+    return load_script("benchmark_splits_list", monkeypatch)
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("benchmark_splits_figures", monkeypatch)
+    return load_script("benchmark_splits_figures", monkeypatch)
 
 
 @pytest.fixture
 def benchmark(listed: ModuleType, measured: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("benchmark_splits", monkeypatch)
+    return load_script("benchmark_splits", monkeypatch)
 
 
 def settings_of(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
@@ -245,3 +234,13 @@ def test_the_last_error(benchmark: ModuleType, tmp_path: Path, reason: str | Non
         (tmp_path / "summary.json").write_text(json.dumps({"reason": reason}))
     (tmp_path / "launch.txt").write_text(printed)
     assert benchmark.last_line(tmp_path, tmp_path / "launch.txt") == expected
+
+
+def test_an_unknown_split_is_a_usage_error(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark_splits.py", "--gpus", "2", "--splits", "nope"])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.arguments()
+    assert ended.value.code == 2
+    assert "--splits: got nope, expected with --gpus 2: tp2-colocated-zero3" in capsys.readouterr().err
