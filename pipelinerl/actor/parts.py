@@ -81,6 +81,7 @@ class ActorParts:
             "actor/failed_rollouts": float(self.failures.total),
             "actor/retries": float(self.scheduler.retries),
             **{f"actor/server_busy_{index}": float(busy) for index, busy in enumerate(self.slots.busy)},
+            **self.slots.occupancy.take(),
             **{f"actor/failed_{reason}": float(count) for reason, count in self.failures.reasons.items()},
         }
         await self.publisher.publish_metrics(values, self.trainer.current_version)

@@ -6,6 +6,8 @@ schedule=pipeline, for new weights that are on their way.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +17,11 @@ from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
+from pipelinerl.llm.retry import Fault
+
+#: How long a server may refuse all connections without costing rollouts a try. One whose engine died takes no more
+#: connections some seconds before its process ends, which is what the launcher sees and tells the actor.
+REFUSALS_FORGIVEN_S = 60.0
 
 
 class RolloutRunner(Protocol):
@@ -43,6 +50,7 @@ class Scheduler:
         timeout_s: deadline of one try; a rollout that never returns has failed with `rollout_timeout`.
         max_retries: tries after the first one when the failure was a passing one, on another server if there is one.
         gate: what rollouts of training pass before each try; None: nothing holds them.
+        clock: seconds that only grow.
     """
 
     def __init__(
@@ -52,8 +60,11 @@ class Scheduler:
         timeout_s: float,
         max_retries: int,
         gate: RolloutGate | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gate = gate
+        self._clock = clock
+        self._refuses_since: dict[int, float] = {}
         self._slots = slots
         self._runner = runner
         self._timeout_s = timeout_s
@@ -75,6 +86,7 @@ class Scheduler:
                 self._slots.release(server)
             self.requests += answer.requests
             self.retries += answer.retries
+            self._note_refusal(answer, server)
             if isinstance(answer, RolloutFailed) and self._lost_its_server(answer, server):
                 self.retries += 1
                 continue
@@ -85,7 +97,18 @@ class Scheduler:
 
     def _lost_its_server(self, answer: RolloutFailed, server: int) -> bool:
         """Whether the failure says nothing about the rollout: it costs none of its tries."""
-        return answer.reason == SERVER_LOST or (answer.transient and not self._slots.usable[server])
+        if answer.reason == SERVER_LOST or (answer.transient and not self._slots.usable[server]):
+            return True
+        # The client has made its own pauses between its requests, so trying again at once does not spin.
+        since = self._refuses_since.get(server)
+        return since is not None and self._clock() - since < REFUSALS_FORGIVEN_S
+
+    def _note_refusal(self, answer: RolloutEnded | RolloutFailed, server: int) -> None:
+        """Keep since when a server has refused every connection."""
+        if isinstance(answer, RolloutFailed) and answer.transient and answer.reason == Fault.REFUSED.value:
+            self._refuses_since.setdefault(server, self._clock())
+        elif not (isinstance(answer, RolloutFailed) and answer.reason == SERVER_LOST):
+            self._refuses_since.pop(server, None)
 
     async def _place(self, gate: RolloutGate | None, avoid: int | None) -> int:
         """A slot, taken while `gate` is open: nobody holds a slot and waits at the gate."""

@@ -7,8 +7,11 @@ numbered from 0 in the order in which they came; a number is never given to anot
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
+
+from pipelinerl.actor.occupancy import Occupancy
 
 
 class ServerSlots:
@@ -16,10 +19,18 @@ class ServerSlots:
 
     Args:
         on_idle: called when a slot is free and nobody waits for it.
+        clock: seconds, monotonic; for `occupancy`.
     """
 
-    def __init__(self, num_servers: int, slots_per_server: int, on_idle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        num_servers: int,
+        slots_per_server: int,
+        on_idle: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.busy = [0] * num_servers
+        self.occupancy = Occupancy(self.busy, clock)
         self.usable = [True] * num_servers
         self._slots_per_server = slots_per_server
         self._waiting: deque[asyncio.Future[int]] = deque()
@@ -45,6 +56,7 @@ class ServerSlots:
     def add(self) -> int:
         """One more server, not usable yet; returns its number."""
         self.busy.append(0)
+        self.occupancy.add()
         self.usable.append(False)
         return len(self.busy) - 1
 
@@ -72,6 +84,7 @@ class ServerSlots:
 
     def release(self, server: int) -> None:
         """Give a slot back: to the one who waits longest, or to nobody."""
+        self.occupancy.before_change(server)
         self.busy[server] -= 1
         self._hand_over()
 
@@ -94,5 +107,6 @@ class ServerSlots:
             if min(others) < full:
                 busy = others
         server = busy.index(min(busy))
+        self.occupancy.before_change(server)
         self.busy[server] += 1
         return server

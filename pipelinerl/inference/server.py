@@ -18,6 +18,9 @@ from pipelinerl.inference.auth import read_token
 
 logger = logging.getLogger(__name__)
 
+#: Longest wait for open requests when the server ends. After the death of a worker some never end by themselves.
+_GRACE_S = 5
+
 
 def prepare_environment(environ: MutableMapping[str, str], settings: ServerSettings, cpu_kv_cache_gib: float) -> None:
     """Set the variables that vLLM reads. Those that a user may want to choose keep a value that is already there."""
@@ -69,7 +72,7 @@ def _run_vllm(argv: list[str]) -> None:
     parser = make_arg_parser(FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm"))  # type: ignore[no-untyped-call]
     args = parser.parse_args(argv)
     validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
 
 
 def _is_eager(kwargs: Mapping[str, object]) -> bool:

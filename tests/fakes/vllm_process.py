@@ -82,6 +82,11 @@ class VLLMProcess:
         assert self._process is not None
         self._process.wait(30)
 
+    def wait_end(self, limit_s: float) -> int:
+        """Exit code of the server's own process, once it has ended by itself."""
+        assert self._process is not None
+        return self._process.wait(limit_s)
+
     def stop(self) -> None:
         """SIGTERM, and SIGKILL for whatever of the group is left."""
         if self._process is None:

@@ -177,3 +177,68 @@ def test_several_data_sets_come_after_the_result_for_all() -> None:
 
 def test_an_evaluation_in_which_everything_failed_has_no_result() -> None:
     assert summarize_evaluation([PROBLEM], [RolloutFailed(0, "x", "")], FRAME) == []
+
+
+async def test_a_server_that_refuses_connections_costs_no_try_until_it_has_done_so_for_long() -> None:
+    """Its engine died and its process is about to end; the launcher has not seen it yet."""
+    now = [100.0]
+
+    def refuse(start: StartRollout) -> Answer:
+        now[0] += 2.0
+        return RolloutFailed(0, "refused", "", transient=True)
+
+    runner = FakeRunner(refuse)
+    scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=1, clock=lambda: now[0])
+    assert isinstance(await scheduler.run(attempt()), RolloutFailed)
+    # Refused at 102, 104, ... 160 for nothing; the tries of 162 and 164 count.
+    assert (len(runner.starts), now[0]) == (32, 164.0)
+
+
+async def test_a_server_that_answered_meanwhile_refuses_anew() -> None:
+    now = [0.0]
+    refused = RolloutFailed(0, "refused", "", transient=True)
+    answers = [refused, ended(), refused, refused, ended()]
+
+    def answer(start: StartRollout) -> Answer:
+        now[0] += 50.0
+        return answers.pop(0)
+
+    runner = FakeRunner(answer)
+    scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=0, clock=lambda: now[0])
+    assert isinstance(await scheduler.run(attempt()), RolloutEnded)
+    assert isinstance(await scheduler.run(attempt()), RolloutEnded)
+    assert not answers
+
+
+async def test_what_a_tool_of_the_task_refuses_is_still_capped() -> None:
+    """Only connections that the client found refused are forgiven: a failure of another kind ends that."""
+    answers = [RolloutFailed(0, "refused", "", transient=True)] + [RolloutFailed(0, "x", "", transient=True)] * 3
+    runner = FakeRunner(lambda start: answers.pop(0))
+    scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=1)
+    assert isinstance(await scheduler.run(attempt()), RolloutFailed)
+    assert len(answers) == 1
+
+
+async def test_occupancy_of_servers_between_two_reports() -> None:
+    now = [0.0]
+    slots = ServerSlots(2, 2, lambda: None, clock=lambda: now[0])
+    now[0] = 3.0
+    assert [await slots.acquire() for _ in range(3)] == [0, 1, 0]
+    now[0] = 7.0
+    slots.release(0)
+    now[0] = 8.0
+    slots.release(1)
+    now[0] = 10.0
+    # Server 0: 3 s of none, 4 s of two, 3 s of one; server 1: 3 s of none, 5 s of one, 2 s of none.
+    assert slots.occupancy.take() == {
+        "actor/server_idle_s_0": 3.0,
+        "actor/server_load_0": 1.1,
+        "actor/server_idle_s_1": 5.0,
+        "actor/server_load_1": 0.5,
+    }
+    slots.add()
+    now[0] = 12.0
+    taken = slots.occupancy.take()
+    assert (taken["actor/server_idle_s_0"], taken["actor/server_load_0"]) == (0.0, 1.0)
+    assert (taken["actor/server_idle_s_2"], taken["actor/server_load_2"]) == (2.0, 0.0)
+    assert slots.occupancy.take()["actor/server_load_0"] == 0.0
