@@ -36,6 +36,18 @@ SHAPES = {
     "1.5": (1536, 8960, 28, 12, 2),
     "7": (3584, 18944, 28, 28, 4),
 }
+#: CUDA graphs without torch.compile, for steps that mix prompts with decoding too: soon up, and quick.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024],
+}
+
+
+def graphs_override() -> str:
+    """`GRAPHS` as an override of a run's configuration."""
+    inner = ",".join(f"{name}:{str(value).replace(' ', '')}" for name, value in GRAPHS.items())
+    return f"+vllm_config.vllm_kwargs.compilation-config={{{inner}}}"
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@
     python scripts/benchmark_schedules.py --device cuda --model MODEL --repeats 3 -- finetune.learning_rate=1e-5
 
 Each schedule runs with answers of one length (low variance) and with one in ten eleven times as long (high variance).
-For each it reports samples per second, the trainer's and the servers' busy share, lag, effective sample size, and the
-seconds to a held-out success; every figure is the median, with the range over the repeats. Words behind `--` are
-overrides of every run's configuration. `conventional` has samples_per_step * steps_per_generation samples a generation.
+For each it reports samples per second, how busy trainer and servers were and the seconds in which they were not, lag,
+effective sample size, and the seconds to a held-out success; every figure is the median, with the range over the
+repeats. Words behind `--` are overrides of every run's configuration. `conventional` has samples_per_step *
+steps_per_generation samples a generation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark_common import write_result
+from benchmark_common import graphs_override, write_result
 
 from pipelinerl.tiny.build import build_tiny_model
 
@@ -61,6 +62,8 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
         "vllm_config.vllm_kwargs.dtype=bfloat16",
         "vllm_config.vllm_kwargs.gpu-memory-utilization=0.5",
         "~vllm_config.vllm_kwargs.enforce-eager",
+        graphs_override(),
+        "+vllm_config.vllm_kwargs.kv-cache-memory-bytes=8589934592",
         "finetune.dtype=auto",
         "finetune.load_as_bf16=true",
         "finetune.logprob_chunk_tokens=4096",
@@ -110,8 +113,8 @@ def figures(
 ) -> dict[str, float | None]:
     """The figures of one run. `seconds_to_success` counts from the first weights; None: it was not reached.
 
-    `server_busy` is that of the actor's reports, which come at every new version and every few seconds: of runs that
-    are short beside that it says little.
+    `server_load` is the mean share of `concurrency` rollouts that ran on each server, `server_idle_s` the seconds
+    in which none ran, summed over the servers; `idle_gpu_s` adds those in which the trainer waited for samples.
     """
 
     def column(name: str) -> list[float]:
@@ -124,15 +127,18 @@ def figures(
         if row["source"] == "evaluation" and row.get("evaluation/test/success_rate", 0.0) >= success
     ]
     steps_s = sum(column("finetune/step_s"))
-    busy = [value for row in rows for name, value in row.items() if name.startswith("actor/server_busy_")]
+    load, server_idle_s = occupancy(rows, begin, concurrency)
+    trainer_idle_s = sum(column("finetune/idle_s"))
     trainer_busy = sum(column("finetune/train_s")) / steps_s if steps_s else 0.0
     return {
         "samples_per_s": summary["samples_per_second"],
         "output_tokens_per_s": summary["output_tokens_per_second"],
         "seconds": summary["seconds"],
         "trainer_busy": trainer_busy,
-        "trainer_idle_s": sum(column("finetune/idle_s")),
-        "server_busy": statistics.fmean(busy) / concurrency if busy else 0.0,
+        "trainer_idle_s": trainer_idle_s,
+        "server_load": load,
+        "server_idle_s": server_idle_s,
+        "idle_gpu_s": trainer_idle_s + server_idle_s,
         "stall_fraction": summary["stall_fraction"],
         "lag_mean_versions": summary["mean_lag_versions"],
         "lag_max_versions": summary["max_lag_versions"],
@@ -141,6 +147,22 @@ def figures(
         "seconds_to_success": min(reached, default=None),
         "success_after": summary["success_after"],
     }
+
+
+def occupancy(rows: Sequence[dict[str, Any]], begin: float, concurrency: int) -> tuple[float, float]:
+    """(share of `concurrency` rollouts on a server, seconds without any on it summed over servers) since `begin`."""
+    since, window_s, rollout_s, idle_s = begin, 0.0, 0.0, 0.0
+    for row in rows:
+        loads = {name: value for name, value in row.items() if name.startswith("actor/server_load_")}
+        if not loads or row["time"] <= since:
+            continue
+        seconds, since = row["time"] - since, row["time"]
+        for name, value in loads.items():
+            window_s += seconds
+            rollout_s += value * seconds
+            # The first window begins before the first weights.
+            idle_s += min(row[name.replace("load", "idle_s")], seconds)
+    return (rollout_s / window_s / concurrency if window_s else 0.0), idle_s
 
 
 def spread(runs: Iterable[dict[str, float | None]]) -> dict[str, Any]:

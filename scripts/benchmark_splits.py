@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import REPOSITORY, SHAPES, random_model, write_result
+from benchmark_common import REPOSITORY, SHAPES, graphs_override, random_model, write_result
 from benchmark_schedules import CONFIG, TASK
 from benchmark_splits_figures import (
     SPLIT_KEY,
@@ -62,7 +62,7 @@ def overrides_of(args: argparse.Namespace, split: Split) -> list[str]:
     ]
     graphs = [
         "~vllm_config.vllm_kwargs.enforce-eager",
-        "+vllm_config.vllm_kwargs.compilation-config={mode:0,cudagraph_mode:FULL_DECODE_ONLY}",
+        graphs_override(),
     ]
     longest = 6 * args.mean_tokens
     return [

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import Server, client_session, generate, random_model, running_server, write_result
+from benchmark_common import GRAPHS, Server, client_session, generate, random_model, running_server, write_result
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--warm-up-s", type=float, default=3.0)
     parser.add_argument("--pause-between-s", type=float, default=0.7)
-    parser.add_argument("--eager", action="store_true", help="no compilation: a quicker start, slower generation")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs: a quicker start, slower generation")
     parser.add_argument("--five-calls", action="store_true", help="phase by phase instead of one call")
     parser.add_argument("--layerwise", action="store_true", help="load layer by layer, not in place")
     parser.add_argument("--tensor-by-tensor", action="store_true", help="in place, but without a copy plan")
@@ -173,7 +173,8 @@ def main() -> None:
     if args.device == "cpu":
         kwargs |= {"enforce-eager": "", "block_size": 32, "max_num_seqs": 64}
     else:
-        kwargs |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3} | ({"enforce-eager": ""} if args.eager else {})
+        kwargs |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv-cache-memory-bytes": 4 << 30}
+        kwargs |= {"enforce-eager": ""} if args.eager else {"compilation-config": GRAPHS}
     environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)}
     environ |= {IN_PLACE_VARIABLE: "0"} if args.layerwise else {}
     environ |= {COPY_PLAN_VARIABLE: "0"} if args.tensor_by_tensor else {}

@@ -22,14 +22,26 @@ def test_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         {"time": 100.0, "source": "weight_update"},
         {"time": 103.0, "source": "evaluation", success: 0.5},
-        {"time": 105.0, "source": "finetune_0", "finetune/step_s": 4.0, "finetune/train_s": 3.0, "finetune/ess": 1.0},
+        {
+            "time": 105.0,
+            "source": "finetune_0",
+            "finetune/idle_s": 0.5,
+            "finetune/step_s": 4.0,
+            "finetune/train_s": 3.0,
+            "finetune/ess": 1.0,
+        },
         {"time": 108.0, "source": "finetune_0", "finetune/step_s": 6.0, "finetune/train_s": 2.0, "finetune/ess": 0.5},
-        {"time": 109.0, "source": "actor_0", "actor/server_busy_0": 4.0},
+        {"time": 99.0, "source": "actor_0", "actor/server_load_0": 0.0, "actor/server_idle_s_0": 50.0},
+        {"time": 101.0, "source": "actor_0", "actor/server_load_0": 2.0, "actor/server_idle_s_0": 9.0},
+        {"time": 109.0, "source": "actor_0", "actor/server_load_0": 6.0, "actor/server_idle_s_0": 3.0},
         {"time": 112.0, "source": "evaluation", success: 0.9},
         {"time": 115.0, "source": "evaluation", success: 0.95},
     ]
     found = benchmark.figures(summary, rows, concurrency=8, success=0.9)
-    assert found["trainer_busy"] == 0.5 and found["server_busy"] == 0.5 and found["ess"] == 0.75
+    assert found["trainer_busy"] == 0.5 and found["ess"] == 0.75
+    # 1 s with 2 rollouts of 8, of which all idle seconds but one were before the first weights; then 8 s with 6.
+    assert found["server_load"] == pytest.approx((1 * 2 + 8 * 6) / 9 / 8)
+    assert (found["server_idle_s"], found["idle_gpu_s"]) == (4.0, 4.5)
     assert found["seconds_to_success"] == 12.0
     assert benchmark.figures(summary, rows, concurrency=8, success=0.99)["seconds_to_success"] is None
     table = benchmark.spread([{"a": 1.0, "b": None}, {"a": 3.0, "b": 2.0}])
