@@ -65,8 +65,8 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
         graphs_override(),
         "+vllm_config.vllm_kwargs.kv-cache-memory-bytes=8589934592",
         "finetune.dtype=auto",
-        "finetune.load_as_bf16=true",
         "finetune.logprob_chunk_tokens=4096",
+        "finetune.seq_length=16384",
     ]
     return [
         f"schedule={schedule}",

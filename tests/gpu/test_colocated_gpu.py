@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs an NVIDIA GPU"),
 ]
 GIB = 2**30
+#: A fixed cache: nothing is measured at the start, so that other processes may use the GPU meanwhile.
+CACHE = {"gpu_memory_utilization": 0.1, "kv-cache-memory-bytes": 4 * GIB}
 
 
 def free_gib() -> float:
@@ -36,7 +38,7 @@ def free_gib() -> float:
 def test_a_server_sleeps_wakes_and_computes_what_the_trainer_does(tmp_path: Path, level: int, in_place: str) -> None:
     folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", IN_PLACE_VARIABLE: in_place}
-    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "enable-sleep-mode": ""}
+    settings = {"dtype": "bfloat16", "enable-sleep-mode": "", **CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="ipc", environ=environ)
     with server:
         # Only now: a server that starts next to a growing process measures wrongly.
@@ -70,7 +72,8 @@ def test_a_colocated_run_learns(tmp_path: Path) -> None:
         "steps_per_generation=2",
         "world.offload_optimizer=true",
         "max_lag=null",
-        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.3",
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.1",
+        "vllm_config.vllm_kwargs.kv-cache-memory-bytes=1073741824",
         "use_deepspeed=false",
         timeout_s=800,
     )

@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
 ]
+#: A fixed cache: nothing is measured at the start, so that other processes may use the GPU meanwhile.
+SMALL_CACHE = {"gpu_memory_utilization": 0.1, "kv-cache-memory-bytes": 1 << 30}
 
 
 @pytest.mark.parametrize("in_place", ["0", "1"])
@@ -31,7 +33,7 @@ def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: 
     folder = save_random_model(tmp_path / "model", tied=tied, head_size=64)
     model = random_model(tied=tied, seed=5, head_size=64).cuda()
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1", IN_PLACE_VARIABLE: in_place}
-    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    settings = {"dtype": "bfloat16", **SMALL_CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
     with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
@@ -53,7 +55,7 @@ def test_a_buffer_that_arrives_as_zeros_is_refused_and_sent_again(
     folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
     model = random_model(tied=True, seed=6, head_size=64).cuda()
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
-    settings = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    settings = {"dtype": "bfloat16", **SMALL_CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
     send, sent = NCCLTransport.send, []
 
