@@ -44,8 +44,8 @@ class SegmentLayout:
     restore: torch.Tensor
 
     def to(self, device: torch.device) -> SegmentLayout:
-        blocks = tuple((index.to(device), count, length) for index, count, length in self.blocks)
-        return SegmentLayout(blocks, self.restore.to(device))
+        blocks = tuple((index.to(device, non_blocking=True), count, length) for index, count, length in self.blocks)
+        return SegmentLayout(blocks, self.restore.to(device, non_blocking=True))
 
 
 def segment_layout(lengths: Sequence[int]) -> SegmentLayout:

@@ -14,7 +14,7 @@ import torch
 
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.records import IGNORED_LABEL
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.batch import MicroBatch, positions_of
 from pipelinerl.rl.logprobs import logprobs_from_logits
 from pipelinerl.rl.precision import fp32_products
 
@@ -109,6 +109,7 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
         segment_ids=torch.tensor([segments], device=device),
         targets=target_row,
         mask=target_row != IGNORED_LABEL,
+        trained=positions_of(target_row != IGNORED_LABEL),
         old_logprobs=zeros,
         ref_logprobs=None,
         advantages=zeros,

@@ -124,6 +124,7 @@ class PolicyModel(torch.nn.Module):
                 self.with_entropy,
                 head_bias=bias,
                 fp32_head=self.fp32_head,
+                rows=batch.trained,
             )
         return PolicyOutputs(logprobs, entropy, self._values(hidden))
 

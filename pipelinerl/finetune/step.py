@@ -24,7 +24,7 @@ from pipelinerl.finetune.reductions import reduce_diagnostics, reduce_metrics
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.batch import MicroBatch, collate, sentinel
-from pipelinerl.rl.diagnostics import StepDiagnostics
+from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.losses import LossInputs, coefficients_at, compute_loss
 from pipelinerl.rl.metrics import TensorMetric, combine
 from pipelinerl.rl.packing import make_plan
@@ -91,7 +91,7 @@ class StepRunner:
         coefficients = coefficients_at(self._config.rl, batch.step, self._config.max_train_steps)
         micro_batches = self.micro_batches(batch)
         metrics: dict[str, TensorMetric] = {}
-        diagnostics: StepDiagnostics | None = None
+        diagnostics = DiagnosticsSum(self._config.rl.clamp)
         for number, micro_batch in enumerate(micro_batches, start=1):
             layout = self._backend.policy.layout_of(micro_batch)
             micro_batch = micro_batch.to(self._ranks.device)
@@ -109,12 +109,9 @@ class StepRunner:
             with self._backend.policy.products():
                 self._backend.backward(_connected(loss.loss, inputs), is_last=is_last)
             metrics = combine([metrics, loss.metrics])
-            with torch.no_grad():
-                part = StepDiagnostics.of(inputs, self._config.rl.clamp)
-            diagnostics = part if diagnostics is None else diagnostics + part
+            diagnostics.add(inputs)
             self._on_micro_batch()
-        assert diagnostics is not None
-        return metrics, diagnostics
+        return metrics, diagnostics.total()
 
     def micro_batches(self, batch: TrainingBatch) -> list[MicroBatch]:
         """This rank's micro-batches, filled up with sentinels to the largest number of any rank (at least 1)."""

@@ -30,7 +30,7 @@ class VarlenLayout:
     longest: int
 
     def to(self, device: torch.device) -> VarlenLayout:
-        return VarlenLayout(self.boundaries.to(device), self.longest)
+        return VarlenLayout(self.boundaries.to(device, non_blocking=True), self.longest)
 
 
 def varlen_layout(lengths: Sequence[int]) -> VarlenLayout:

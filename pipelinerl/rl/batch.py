@@ -33,6 +33,8 @@ class MicroBatch:
         segment_ids: [R, T] int64, 0..num_segments-1 by sample, -1 on padding.
         targets: [R, T] int64, next token if it is trained, else -100.
         mask: [R, T] bool, `targets != -100`.
+        trained: [N] int64, where `mask` is True in the flattened row-major tensors. Worked out here, because on a GPU
+            looking for them makes the host wait.
         old_logprobs: [R, T] float32, log-prob of the target under the policy that sampled it.
         ref_logprobs: the same under the frozen reference model, or None.
         advantages: [R, T] float32.
@@ -50,6 +52,7 @@ class MicroBatch:
     segment_ids: torch.Tensor
     targets: torch.Tensor
     mask: torch.Tensor
+    trained: torch.Tensor
     old_logprobs: torch.Tensor
     ref_logprobs: torch.Tensor | None
     advantages: torch.Tensor
@@ -129,6 +132,7 @@ def collate(
         segment_ids=segment_ids,
         targets=targets,
         mask=mask,
+        trained=positions_of(mask),
         old_logprobs=_tensor(lines, width, lambda row: row.old_logprobs, 0.0, np.float32),
         ref_logprobs=ref,
         advantages=_tensor(lines, width, lambda row: row.advantages, 0.0, np.float32),
@@ -139,6 +143,11 @@ def collate(
         step_tokens=scale.num_tokens,
         indices=tuple(indices),
     )
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """Flat positions [N] int64 where `mask` is True. On a GPU the host waits for everything before it."""
+    return mask.reshape(-1).nonzero(as_tuple=True)[0]
 
 
 def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False) -> MicroBatch:
@@ -153,6 +162,7 @@ def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False)
         segment_ids=torch.zeros(shape, dtype=torch.int64),
         targets=torch.full(shape, IGNORED_LABEL),
         mask=torch.zeros(shape, dtype=torch.bool),
+        trained=torch.zeros(0, dtype=torch.int64),
         old_logprobs=zeros,
         ref_logprobs=zeros.clone() if with_reference else None,
         advantages=zeros.clone(),

@@ -1,7 +1,7 @@
 """How far off-policy a step was, and how well trainer and sampler agree: sums that add up over micro-batches and ranks.
 
-Called by the trainer: `StepDiagnostics.of(inputs, clamp)` per micro-batch, `+` over micro-batches, one all-reduce (sum)
-of `sums` and one (max) of `maxima`, then `values()`. No host synchronisation before `values()`.
+Called by the trainer: `DiagnosticsSum.add(inputs)` per micro-batch, `total()` at the end of the step, one all-reduce
+(sum) of `sums` and one (max) of `maxima`, then `values()`. No host synchronisation before `values()`.
 
 Effective sample size, with w = new / old by token (arXiv 2509.19128): ESS = (sum w)^2 / (N * sum w^2), 1 if on-policy.
 It is reported before clamping (the truth) and after (what the gradient sees). Entropy is estimated from the sampled
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from pipelinerl.rl.losses.base import LossInputs
+from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
 
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
+# Tokens that wait for their sums: three numbers each, some 20 MB.
+MAX_WAITING_TOKENS = 1 << 20
 _SCALARS = ("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise")
 
 
@@ -33,11 +35,17 @@ class StepDiagnostics:
     @classmethod
     def of(cls, inputs: LossInputs, clamp: float) -> StepDiagnostics:
         """Diagnostics of one micro-batch; `clamp` is the upper bound of the importance weight."""
-        mask = inputs.mask
-        log_ratio = inputs.log_ratio().detach().double()[mask]
+        tokens = DiagnosticsSum(clamp)
+        tokens.add(inputs)
+        return tokens.total()
+
+    @classmethod
+    def of_tokens(cls, new: torch.Tensor, old: torch.Tensor, lag: torch.Tensor, clamp: float) -> StepDiagnostics:
+        """Diagnostics of trained tokens: log-probs under trainer and sampler [N] and lags [N] int64."""
+        log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
         w = log_ratio.exp()
         bounded = w.clamp(max=clamp)
-        lag = (inputs.trainer_version - inputs.versions[mask]).clamp(min=0)
+        lag = lag.clamp(min=0)
         scalars = torch.stack(
             [
                 torch.ones_like(w).sum(),
@@ -50,7 +58,7 @@ class StepDiagnostics:
                 (w - log_ratio - 1).sum(),
                 (w > clamp).double().sum(),
                 lag.double().sum(),
-                -(w * inputs.new_logprobs.detach().double()[mask]).sum(),
+                -(w * new.double()).sum(),
             ]
         )
         place = ((log_ratio + RATIO_RANGE) * (RATIO_BINS / (2 * RATIO_RANGE))).long().clamp(0, RATIO_BINS - 1)
@@ -92,6 +100,51 @@ class StepDiagnostics:
         for name, low, high in (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_plus", 8, MAX_LAG_BIN)):
             values[f"rl/lag_share_{name}"] = sum(lags[low : high + 1]) / count
         return values
+
+
+class DiagnosticsSum:
+    """Collects the trained tokens of a step and sums them up many at once: a micro-batch costs three small copies,
+    where the sums are some hundred kernels, which a small model would wait for.
+
+    Args:
+        clamp: upper bound of the importance weight.
+        max_waiting_tokens: tokens that are kept before they are summed up.
+    """
+
+    def __init__(self, clamp: float, max_waiting_tokens: int = MAX_WAITING_TOKENS) -> None:
+        self._clamp = clamp
+        self._max_waiting_tokens = max_waiting_tokens
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._waiting_tokens = 0
+        self._total: StepDiagnostics | None = None
+
+    @torch.no_grad()
+    def add(self, inputs: LossInputs) -> None:
+        """Take one micro-batch."""
+        new, old = inputs.of_trained(inputs.new_logprobs), inputs.of_trained(inputs.old_logprobs)
+        self._waiting.append((new, old, inputs.trainer_version - inputs.of_trained(inputs.versions)))
+        self._waiting_tokens += len(new)
+        if self._waiting_tokens >= self._max_waiting_tokens:
+            self._sum_up()
+
+    def total(self) -> StepDiagnostics:
+        """Of everything that was added.
+
+        Raises:
+            ValueError: nothing was added, not even a micro-batch without trained tokens.
+        """
+        if self._waiting:
+            self._sum_up()
+        if self._total is None:
+            raise ValueError("diagnostics of no micro-batch, expected at least one")
+        return self._total
+
+    @torch.no_grad()
+    def _sum_up(self) -> None:
+        new, old, lag = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
+        part = StepDiagnostics.of_tokens(new, old, lag, self._clamp)
+        self._total = part if self._total is None else self._total + part
+        self._waiting, self._waiting_tokens = [], 0
 
 
 def _quantile(histogram: list[float], q: float) -> float:

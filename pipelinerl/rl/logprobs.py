@@ -30,6 +30,7 @@ def token_logprobs(
     with_entropy: bool = False,
     head_bias: torch.Tensor | None = None,
     fp32_head: bool = True,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `targets` under `softmax(hidden @ head_weight.T / temperature)`.
 
@@ -44,6 +45,8 @@ def token_logprobs(
         fp32_head: logits are products of the inputs' values accumulated and kept in fp32, without TF32 also where it
             is allowed. False: the product is rounded to the inputs' dtype first, as a model with a bf16 head does (fp32
             inputs are multiplied in TF32 where it is allowed). Softmax is in fp32 (or fp64) always.
+        rows: [N] int64, flat positions of the targets that are not -100. None: they are looked for, which makes the
+            host wait for a GPU.
 
     Returns:
         (log-probs, entropy or None), float32 (float64 for float64 inputs), shape of `targets`.
@@ -52,7 +55,8 @@ def token_logprobs(
         raise ValueError(f"temperature: got {temperature}, expected > 0")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: got {chunk_tokens}, expected at least 1")
-    rows = (targets.reshape(-1) != IGNORED_LABEL).nonzero(as_tuple=True)[0]
+    if rows is None:
+        rows = (targets.reshape(-1) != IGNORED_LABEL).nonzero(as_tuple=True)[0]
     # Prompts and padding never reach the head: only trained rows are selected.
     picked = hidden.reshape(-1, hidden.shape[-1])[rows]
     logprobs, entropy = _FusedHead.apply(  # type: ignore[no-untyped-call]

@@ -90,3 +90,23 @@ def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend:
     result = json.loads((tmp_path / "result_0.json").read_text())
     assert result["probe"] < 1e-3
     assert result["grad_norms"][1] == pytest.approx(result["grad_norms"][2], rel=1e-4)
+
+
+def test_a_micro_batch_never_waits_for_the_gpu(helpers: ModuleType, tmp_path: Path) -> None:
+    """PyTorch itself raises where the host would wait: in forward, loss, backward and diagnostics."""
+    kit = helpers.Kit()
+    folder = tmp_path / "model"
+    kit.model().save_pretrained(folder)
+    kit.tokenizer(folder)
+    config = RunConfig(output_dir=str(tmp_path), model_path=str(folder), finetune={"seq_length": 128})
+    ranks = Ranks(device=torch.device("cuda", 0))
+    backend = PlainBackend(load_policy(config, ranks.device), config.finetune, ranks)
+    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    batch = kit.batch(kit.samples(64, 1, masked_every=9))
+    # The first step also loads kernels and makes buffers.
+    runner.accumulate(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.accumulate(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.batch import MicroBatch, positions_of
 from pipelinerl.rl.metrics import TensorMetric
 
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
@@ -34,6 +34,7 @@ class LossInputs:
         ref_logprobs: of the frozen reference model, needed if the KL coefficient is not 0.
         entropy: nats per token, needed if the entropy coefficient is not 0.
         values: output of the value head before each target, needed for `gae`.
+        trained: see `MicroBatch`; None: looked for in `mask` when it is needed.
     """
 
     new_logprobs: torch.Tensor
@@ -49,6 +50,7 @@ class LossInputs:
     ref_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    trained: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -82,7 +84,13 @@ class LossInputs:
             ref_logprobs=kept(batch.ref_logprobs if ref_logprobs is None else ref_logprobs),
             entropy=kept(entropy),
             values=kept(values),
+            trained=batch.trained,
         )
+
+    def of_trained(self, values: torch.Tensor) -> torch.Tensor:
+        """The trained tokens of `values` [R, T], as [N]."""
+        trained = positions_of(self.mask) if self.trained is None else self.trained
+        return values.reshape(-1).index_select(0, trained)
 
     def log_ratio(self, old_logprobs: torch.Tensor | None = None) -> torch.Tensor:
         """log(new / old), clamped to +-20 so that its exponential is finite; 0 where nothing is trained."""

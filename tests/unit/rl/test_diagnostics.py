@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rl_samples import make_sample, scored
 
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.batch import collate, sentinel
-from pipelinerl.rl.diagnostics import StepDiagnostics
+from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.losses import LossInputs
 
 
@@ -82,3 +83,25 @@ def test_micro_batches_add_up_and_sentinels_add_nothing():
     parts = StepDiagnostics.of(inputs_for([0.1]), 5.0) + StepDiagnostics.of(inputs_for([-0.2, 1.9, 0.4]), 5.0) + empty
     assert parts.values() == pytest.approx(whole)
     assert empty.values() == {}
+
+
+@pytest.mark.parametrize("max_waiting_tokens", [1, 3, 100])
+def test_a_step_is_the_same_whenever_its_tokens_are_summed_up(max_waiting_tokens):
+    parts = [inputs_for([0.1]), inputs_for([-0.2, 1.9], trainer_version=9), inputs_for([0.4])]
+    one_by_one = StepDiagnostics.of(parts[0], 5.0)
+    for part in parts[1:]:
+        one_by_one = one_by_one + StepDiagnostics.of(part, 5.0)
+    tokens = DiagnosticsSum(5.0, max_waiting_tokens)
+    for part in parts:
+        tokens.add(part)
+    found = tokens.total()
+    torch.testing.assert_close(found.sums, one_by_one.sums)
+    torch.testing.assert_close(found.maxima, one_by_one.maxima)
+
+
+def test_without_known_positions_they_are_looked_for():
+    inputs = inputs_for([0.1, -0.2])
+    expected = StepDiagnostics.of(inputs, 5.0).values()
+    assert StepDiagnostics.of(replace(inputs, trained=None), 5.0).values() == expected
+    with pytest.raises(ValueError, match="expected at least one"):
+        DiagnosticsSum(5.0).total()
