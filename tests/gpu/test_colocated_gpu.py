@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 from fakes.whole_run import WholeRun, make_whole_run
 
@@ -37,7 +38,7 @@ def free_gib() -> float:
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_server_sleeps_wakes_and_computes_what_the_trainer_does(tmp_path: Path, level: int, in_place: str) -> None:
     folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", IN_PLACE_VARIABLE: in_place}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpu(0), IN_PLACE_VARIABLE: in_place}
     settings = {"dtype": "bfloat16", "enable-sleep-mode": "", **CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="ipc", environ=environ)
     with server:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
@@ -32,7 +33,7 @@ SMALL_CACHE = {"gpu_memory_utilization": 0.1, "kv-cache-memory-bytes": 1 << 30}
 def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: bool, in_place: str) -> None:
     folder = save_random_model(tmp_path / "model", tied=tied, head_size=64)
     model = random_model(tied=tied, seed=5, head_size=64).cuda()
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1", IN_PLACE_VARIABLE: in_place}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpu(1), IN_PLACE_VARIABLE: in_place}
     settings = {"dtype": "bfloat16", **SMALL_CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
     with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
@@ -54,7 +55,7 @@ def test_a_buffer_that_arrives_as_zeros_is_refused_and_sent_again(
 ) -> None:
     folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
     model = random_model(tied=True, seed=6, head_size=64).cuda()
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"}
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpu(1)}
     settings = {"dtype": "bfloat16", **SMALL_CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
     send, sent = NCCLTransport.send, []
