@@ -71,7 +71,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     """Print what `launch` would start."""
     from pipelinerl.supervise.plan_text import plan_of, print_plan
 
-    preflight.check_parallel_size(config)
+    preflight.check_servers(config)
     with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
         world = build_world_map(config, cluster, ports)
     commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))
@@ -111,7 +111,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)
-    preflight.check_parallel_size(config)
+    preflight.check_servers(config)
     problems = "no rollouts"
     if has_stage(config, "actor"):
         problems = preflight.check_domain(config, os.environ, composed.search_dirs)

@@ -39,8 +39,8 @@ SHAPES = {
 #: CUDA graphs without torch.compile, for steps that mix prompts with decoding too: soon up, and quick.
 GRAPHS = {
     "mode": 0,
-    "cudagraph_mode": "FULL",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 768, 1024],
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256],
 }
 
 

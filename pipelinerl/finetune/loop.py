@@ -25,6 +25,7 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.data_feed import DataFeed, Waiter
 from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.on_policy_check import check_on_policy
 from pipelinerl.finetune.probe_tokens import batch_tokens
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
@@ -84,6 +85,8 @@ class TrainingLoop:
                 return self._stop(state, saved_step)
             turned = self.clock()
             result = self.steps.run(batch)
+            if self.weights is not None:
+                check_on_policy(result.metrics, batch.step)
             trained = self.clock()
             state = state.after(batch, self.feed.offset)
             is_stopped = False

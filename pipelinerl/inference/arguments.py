@@ -23,6 +23,8 @@ SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
 MIDDLEWARE_PATH = "pipelinerl.inference.middleware.ServerMiddleware"
 
+_COMPILATION = "compilation-config"
+_GRAPH_MODE = "compilation-config.cudagraph-mode"
 #: Options that the weight-update protocol rests on; a different value would break it silently.
 RESERVED = {
     "model": "set model_path instead",
@@ -80,16 +82,47 @@ class ServerSettings:
     can_sleep: bool = False
 
 
+def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The user's options by their names with dashes, and notes about those that are dropped.
+
+    Raises:
+        ConfigError: an option is reserved, given twice in two spellings, or has a value that cannot be used.
+    """
+    options, notes = _user_options(vllm_kwargs)
+    if (mode := options.get("logprobs-mode", "processed_logprobs")) != "processed_logprobs":
+        next_step = "Remove it: log-probs must be those of the sampling distribution."
+        raise _error("logprobs-mode", mode, "processed_logprobs", next_step)
+    if str(graphs := _graph_mode(options)).upper() == "FULL":
+        raise _error(
+            f"{_COMPILATION}.cudagraph_mode",
+            graphs,
+            "FULL_DECODE_ONLY, FULL_AND_PIECEWISE, PIECEWISE or NONE",
+            "Graphs of whole steps that mix prompts with decoding give other tokens and log-probs, also NaN, with "
+            "FlashAttention 3 and many requests (vLLM 0.32); FULL_DECODE_ONLY leaves such steps out.",
+        )
+    return options, notes
+
+
+def _graph_mode(options: Mapping[str, object]) -> object:
+    """The mode of CUDA graphs, if one is given."""
+    compilation = options.get(_COMPILATION)
+    if isinstance(compilation, str):
+        try:
+            compilation = json.loads(compilation)
+        except ValueError:
+            return None  # vLLM says what is wrong with it
+    if isinstance(compilation, Mapping) and "cudagraph_mode" in compilation:
+        return compilation["cudagraph_mode"]
+    return options.get(_GRAPH_MODE)
+
+
 def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     """The arguments of vLLM's OpenAI server, and notes about options that were dropped.
 
     Raises:
         ConfigError: an option is reserved, given twice in two spellings, or has a value that the protocol excludes.
     """
-    options, notes = _user_options(settings.vllm_kwargs)
-    if (mode := options.get("logprobs-mode", "processed_logprobs")) != "processed_logprobs":
-        next_step = "Remove it: log-probs must be those of the sampling distribution."
-        raise _error("logprobs-mode", mode, "processed_logprobs", next_step)
+    options, notes = check_options(settings.vllm_kwargs)
     for name, value in _defaults(settings).items():
         options.setdefault(name, value)
     if settings.fp32_head:

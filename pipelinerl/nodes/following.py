@@ -107,7 +107,7 @@ def _supervise(
     world = msgspec.structs.replace(WorldMap.from_json(run_dir.world_file.read_bytes()), rank=cluster.rank)
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_model(config.model_path)
-    preflight.check_parallel_size(config)
+    preflight.check_servers(config)
     logging.basicConfig(
         level=logging.INFO, format=LOG_FORMAT, filename=run_dir.root / f"launch_node_{cluster.rank}.log"
     )

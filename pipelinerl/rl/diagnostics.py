@@ -17,12 +17,17 @@ import torch
 
 from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
 
+ON_POLICY_TOKENS = "rl/on_policy_tokens"
+ON_POLICY_DIFF = "rl/logprob_abs_diff_on_policy"
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
 # Tokens that wait for their sums: three numbers each, some 20 MB.
 MAX_WAITING_TOKENS = 1 << 20
-_SCALARS = ("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise")
+_SCALARS = (
+    *("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise"),
+    *("on_policy", "on_policy_diff"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class StepDiagnostics:
         log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
         w = log_ratio.exp()
         bounded = w.clamp(max=clamp)
+        # Sampled by the very weights in training: what is left of the difference is numerical.
+        on_policy = (lag == 0).double()
         lag = lag.clamp(min=0)
         scalars = torch.stack(
             [
@@ -59,6 +66,8 @@ class StepDiagnostics:
                 (w > clamp).double().sum(),
                 lag.double().sum(),
                 -(w * new.double()).sum(),
+                on_policy.sum(),
+                (on_policy * log_ratio.abs()).sum(),
             ]
         )
         place = ((log_ratio + RATIO_RANGE) * (RATIO_BINS / (2 * RATIO_RANGE))).long().clamp(0, RATIO_BINS - 1)
@@ -95,6 +104,9 @@ class StepDiagnostics:
             "rl/lag_mean_versions": s["lag"] / count,
             "rl/lag_max_versions": float(self.maxima[2]),
         }
+        if s["on_policy"]:
+            values[ON_POLICY_TOKENS] = s["on_policy"]
+            values[ON_POLICY_DIFF] = s["on_policy_diff"] / s["on_policy"]
         for q in (0.01, 0.5, 0.99):
             values[f"rl/log_ratio_p{round(q * 100):02d}"] = _quantile(ratios, q)
         for name, low, high in (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_plus", 8, MAX_LAG_BIN)):

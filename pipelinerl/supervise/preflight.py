@@ -20,6 +20,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.config.rules_sampling import vllm_number
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
+from pipelinerl.inference.arguments import check_options
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
@@ -105,6 +106,12 @@ def check_model(model_path: str) -> None:
         raise ConfigError(
             "model_path", model_path, f"{expected}; no such folder, and the hub says: {reason}", _model_help()
         )
+
+
+def check_servers(config: RunConfig) -> None:
+    """Refuse options of the servers that they would refuse themselves, half a minute after their start."""
+    check_options(config.vllm_config.vllm_kwargs)
+    check_parallel_size(config)
 
 
 def check_parallel_size(config: RunConfig) -> None:

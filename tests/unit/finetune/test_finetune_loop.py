@@ -219,6 +219,15 @@ def test_a_server_that_keeps_its_old_head_fails_the_run_after_the_first_update(s
     assert not any(isinstance(record, StepDone) for record in run.written)
 
 
+def test_a_server_that_samples_wrongly_when_busy_ends_the_run_before_the_next_update(start, kit):
+    """Every probe is right; the log-probs of what it sampled are not those of its weights."""
+    run = start(batches=[kit.batch(kit.samples(128, seed=1))])
+    with pytest.raises(WeightSyncError, match="tokens that the weights in training had sampled differ by"):
+        run.run()
+    assert run.publisher.versions == [0]
+    assert not any(isinstance(record, StepDone | FateRecord) for record in run.written)
+
+
 def test_a_server_that_cannot_be_updated_ends_the_run_with_its_error(start, kit):
     with pytest.raises(WeightSyncError, match="actor_llm_0: could not be given version 0: HTTP 500 boom"):
         start(publisher=kit.publisher(fail="HTTP 500 boom")).run()

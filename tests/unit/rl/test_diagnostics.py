@@ -105,3 +105,13 @@ def test_without_known_positions_they_are_looked_for():
     assert StepDiagnostics.of(replace(inputs, trained=None), 5.0).values() == expected
     with pytest.raises(ValueError, match="expected at least one"):
         DiagnosticsSum(5.0).total()
+
+
+def test_the_numerical_gap_is_that_of_tokens_of_the_weights_in_training():
+    # Lags 2, 2 and 0: of differences 1, 0.5 and 0.25 only the last one is on-policy.
+    inputs = inputs_for([1.0, -0.5, 0.25], spans=[(1, 0, 2), (3, 2, 3)])
+    values = StepDiagnostics.of(inputs, clamp=5.0).values()
+    assert values["rl/on_policy_tokens"] == 1
+    assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.25)
+    ahead = StepDiagnostics.of(replace(inputs, trainer_version=2), clamp=5.0).values()
+    assert "rl/logprob_abs_diff_on_policy" not in ahead and "rl/on_policy_tokens" not in ahead
