@@ -27,8 +27,9 @@ from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 logger = logging.getLogger(__name__)
 
 # Mean |log-prob difference| in nats beyond which trainer and server do not run the same weights, by the coarser
-# rounding of the two: fp32 has 23 bits of mantissa, TF32 and float16 have 10, bfloat16 has 7.
-PROBE_TOLERANCE = {"float32": 1e-3, "tf32": 0.03, "float16": 0.03, "bfloat16": 0.1}
+# rounding of the two: fp32 has 23 bits of mantissa, TF32 and float16 have 10, bfloat16 has 7. Text that the model would
+# hardly say itself differs most: 0.12 was seen in bf16 on answers that had to go on behind their end.
+PROBE_TOLERANCE = {"float32": 1e-3, "tf32": 0.03, "float16": 0.03, "bfloat16": 0.25}
 # Servers write NaN and -inf as -9999.
 _UNUSABLE_NATS = 9000.0
 
@@ -41,7 +42,7 @@ def probe_tolerance(computed: torch.dtype, tf32: bool, server: str | None) -> fl
         server: dtype of the server (None: the trainer's).
     """
     trainer = "tf32" if tf32 else str(computed).removeprefix("torch.")
-    return max(PROBE_TOLERANCE.get(name, 0.1) for name in (trainer, server or trainer))
+    return max(PROBE_TOLERANCE.get(name, PROBE_TOLERANCE["bfloat16"]) for name in (trainer, server or trainer))
 
 
 class Publisher(Protocol):
