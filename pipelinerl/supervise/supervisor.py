@@ -22,7 +22,7 @@ from pipelinerl.supervise.descendants import end_all, end_rest_of_job, wait_gone
 from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.last_evaluation import LastEvaluation
-from pipelinerl.supervise.monitor import StuckMonitor
+from pipelinerl.supervise.monitor import StuckMonitor, describe_waits
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
 from pipelinerl.supervise.pool_requests import PoolReply, PoolRequest, take_requests
 from pipelinerl.supervise.process import (
@@ -180,7 +180,14 @@ class Supervisor:
 
     def _interrupted(self, event: Interrupted) -> Outcome:
         name = signal.Signals(event.signum).name
-        return Outcome("interrupted", f"stopped by {name}", 128 + event.signum)
+        return Outcome("interrupted", f"stopped by {name}{self._describe_waits()}", 128 + event.signum)
+
+    def _describe_waits(self) -> str:
+        living = [child for child in self._children.values() if child.returncode is None]
+        beats = {child.name: read_heartbeat(self.run_dir.heartbeat_file(child.name)) for child in living}
+        # What a process of an earlier start wrote is no sign of life of this one.
+        own = {child.name: beat for child in living if (beat := beats[child.name]) and beat.pid == child.pid}
+        return describe_waits({child.name: child.started_at for child in living}, own, self.clock())
 
     def _let_trainer_save(self) -> float:
         """Ask the trainer to save a training state while its servers still live; a second signal cuts that short.

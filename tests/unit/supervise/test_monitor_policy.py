@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.supervise.heartbeat import HeartbeatState
-from pipelinerl.supervise.monitor import StuckMonitor
+from pipelinerl.supervise.monitor import StuckMonitor, describe_waits
 from pipelinerl.supervise.policy import ExitPolicy
 from pipelinerl.world import Job
 
@@ -18,6 +18,20 @@ MONITOR = StuckMonitor(CONFIG, start_timeout_s=60)
 
 def beat(**changes: Any) -> HeartbeatState:
     return HeartbeatState(**{"pid": 5, "time": 1000.0, "progress": 0, "progress_time": 1000.0, **changes})
+
+
+def test_a_stopped_run_says_what_its_processes_waited_for() -> None:
+    """Long waits only; a process that gave no sign of life counts from its start."""
+    started_at = {"actor_llm_0": 900.0, "actor_0": 900.0, "preprocessor_0": 1021.0, "finetune_0": 900.0}
+    beats = {
+        "actor_0": beat(waiting_for="samples", waiting_since=1021.0),
+        "finetune_0": beat(waiting_for="servers to take the weights", waiting_since=925.0),
+    }
+    assert describe_waits(started_at, beats, 1050.0) == (
+        "; at that time actor_llm_0 had given no sign of life for 150 s, "
+        "finetune_0 had waited 125 s for servers to take the weights"
+    )
+    assert describe_waits(started_at, beats | {"actor_llm_0": beat(), "finetune_0": beat()}, 1050.0) == ""
 
 
 @pytest.mark.parametrize(
