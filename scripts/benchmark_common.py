@@ -36,17 +36,24 @@ SHAPES = {
     "1.5": (1536, 8960, 28, 12, 2),
     "7": (3584, 18944, 28, 28, 4),
 }
-#: CUDA graphs without torch.compile, for steps that mix prompts with decoding too: soon up, and quick.
-GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256],
+_DECODE_SIZES = [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
+#: Compilation configs of servers on GPUs. `decode`: CUDA graphs of steps that only decode, without torch.compile, so
+#: that the server is soon up. `piecewise`: of steps that mix prompts with decoding too, in pieces between the attention
+#: layers; the model is traced for that, but not compiled.
+GRAPHS: dict[str, dict[str, object]] = {
+    "decode": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": _DECODE_SIZES},
+    "piecewise": {
+        "mode": 3,
+        "backend": "eager",
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [*_DECODE_SIZES, 320, 384, 448, 512, 640, 768, 1024],
+    },
 }
 
 
-def graphs_override() -> str:
-    """`GRAPHS` as an override of a run's configuration."""
-    inner = ",".join(f"{name}:{str(value).replace(' ', '')}" for name, value in GRAPHS.items())
+def graphs_override(kind: str = "decode") -> str:
+    """An entry of `GRAPHS` as an override of a run's configuration."""
+    inner = ",".join(f"{name}:{str(value).replace(' ', '')}" for name, value in GRAPHS[kind].items())
     return f"+vllm_config.vllm_kwargs.compilation-config={{{inner}}}"
 
 

@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--warm-up-s", type=float, default=3.0)
     parser.add_argument("--pause-between-s", type=float, default=0.7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: a quicker start, slower generation")
+    parser.add_argument("--graphs", choices=sorted(GRAPHS), default="decode", help="which CUDA graphs, if any")
     parser.add_argument("--five-calls", action="store_true", help="phase by phase instead of one call")
     parser.add_argument("--layerwise", action="store_true", help="load layer by layer, not in place")
     parser.add_argument("--tensor-by-tensor", action="store_true", help="in place, but without a copy plan")
@@ -174,7 +175,7 @@ def main() -> None:
         kwargs |= {"enforce-eager": "", "block_size": 32, "max_num_seqs": 64}
     else:
         kwargs |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv-cache-memory-bytes": 4 << 30}
-        kwargs |= {"enforce-eager": ""} if args.eager else {"compilation-config": GRAPHS}
+        kwargs |= {"enforce-eager": ""} if args.eager else {"compilation-config": GRAPHS[args.graphs]}
     environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)}
     environ |= {IN_PLACE_VARIABLE: "0"} if args.layerwise else {}
     environ |= {COPY_PLAN_VARIABLE: "0"} if args.tensor_by_tensor else {}
