@@ -208,6 +208,10 @@ class Supervisor:
                 trainers.pop(event.name, None)
             elif isinstance(event, Interrupted):
                 return MIN_GRACE_S
+        for child in trainers.values():
+            # It will be killed: its stacks are all that says what it hangs in (a collective, for instance).
+            logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
+            child.dump_stacks()
         left_s = self.config.shutdown_grace_s - (self.clock() - start)
         return min(MAX_GRACE_AFTER_FAILURE_S, max(left_s, MIN_GRACE_S))
 

@@ -388,6 +388,16 @@ def test_preemption_lets_the_trainer_save_while_its_servers_live(start: Starter)
     assert run.descendants() == []
 
 
+def test_a_trainer_that_hangs_when_it_is_asked_to_save_says_where(start: Starter) -> None:
+    run = start({"actor_0": SLEEP, "finetune_0": STUBBORN}, shutdown_grace_s=2)
+    wait_up(run, "finetune_0")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[2]["status"] == "interrupted"
+    assert "finetune_0 does not end; where its threads are is in" in (run.root / "launch.log").read_text()
+    assert "most recent call first" in (run.root / "finetune_0" / "stderr.log").read_text()
+    assert run.descendants() == []
+
+
 def test_a_second_signal_does_not_wait_for_the_trainer(start: Starter) -> None:
     run = start({"actor_0": SLEEP, "finetune_0": STUBBORN}, shutdown_grace_s=60)
     wait_up(run, "finetune_0")
