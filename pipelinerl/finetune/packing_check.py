@@ -115,6 +115,7 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
         advantages=zeros,
         weights=zeros,
         versions=zeros.long(),
+        oldest_versions=zeros.long(),
         rewards=torch.zeros(len(samples), device=device),
         num_segments=len(samples),
         step_tokens=len(flat) - len(samples),

@@ -21,6 +21,7 @@ from pipelinerl.rl.sample_check import check_sample
 
 PADDING_SEGMENT = -1
 NO_VERSION = -1
+_NEWEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class MicroBatch:
         advantages: [R, T] float32.
         weights: [R, T] float32, weight of the token in the step's loss (see `rl/aggregation.py`).
         versions: [R, T] int64, policy version that sampled the target, -1 where nothing is trained.
+        oldest_versions: the same, the oldest of the whole sample: what came before an update stays in the cache of keys
+            and values that later tokens were sampled with.
         rewards: [num_segments] float32.
         num_segments: samples in this micro-batch; 0 for a sentinel.
         step_tokens: trained tokens of the whole step (over all micro-batches and ranks).
@@ -58,6 +61,7 @@ class MicroBatch:
     advantages: torch.Tensor
     weights: torch.Tensor
     versions: torch.Tensor
+    oldest_versions: torch.Tensor
     rewards: torch.Tensor
     num_segments: int
     step_tokens: int
@@ -87,6 +91,7 @@ class _Row:
     ref_logprobs: np.ndarray
     advantages: np.ndarray
     versions: np.ndarray
+    oldest_versions: np.ndarray
     weight: float
     segment: int
 
@@ -138,6 +143,7 @@ def collate(
         advantages=_tensor(lines, width, lambda row: row.advantages, 0.0, np.float32),
         weights=weights * mask,
         versions=_tensor(lines, width, lambda row: row.versions, NO_VERSION, np.int64),
+        oldest_versions=_tensor(lines, width, lambda row: row.oldest_versions, NO_VERSION, np.int64),
         rewards=torch.tensor([scored.sample.reward for scored in chosen], dtype=torch.float32),
         num_segments=len(chosen),
         step_tokens=scale.num_tokens,
@@ -168,6 +174,7 @@ def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False)
         advantages=zeros.clone(),
         weights=zeros.clone(),
         versions=torch.full(shape, NO_VERSION),
+        oldest_versions=torch.full(shape, NO_VERSION),
         rewards=torch.zeros(0),
         num_segments=0,
         step_tokens=step_tokens,
@@ -208,6 +215,7 @@ def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
         # One value stands for all trained tokens.
         advantages=_scatter(advantages, at, length, 0.0),
         versions=_scatter(versions, at, length, NO_VERSION),
+        oldest_versions=_scatter(np.full(len(at), versions.min(initial=_NEWEST)), at, length, NO_VERSION),
         weight=weight,
         segment=segment,
     )

@@ -22,7 +22,7 @@ ON_POLICY_DIFF = "rl/logprob_abs_diff_on_policy"
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
-# Tokens that wait for their sums: three numbers each, some 20 MB.
+# Tokens that wait for their sums: four numbers each, some 20 MB.
 MAX_WAITING_TOKENS = 1 << 20
 _SCALARS = (
     *("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise"),
@@ -45,13 +45,15 @@ class StepDiagnostics:
         return tokens.total()
 
     @classmethod
-    def of_tokens(cls, new: torch.Tensor, old: torch.Tensor, lag: torch.Tensor, clamp: float) -> StepDiagnostics:
-        """Diagnostics of trained tokens: log-probs under trainer and sampler [N] and lags [N] int64."""
+    def of_tokens(
+        cls, new: torch.Tensor, old: torch.Tensor, lag: torch.Tensor, on_policy: torch.Tensor, clamp: float
+    ) -> StepDiagnostics:
+        """Diagnostics of trained tokens [N]: log-probs under trainer and sampler, lags (int64), and whether the weights
+        in training sampled the token and all of its sample before it: then only rounding can differ."""
         log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
         w = log_ratio.exp()
         bounded = w.clamp(max=clamp)
-        # Sampled by the very weights in training: what is left of the difference is numerical.
-        on_policy = (lag == 0).double()
+        on_policy = on_policy.double()
         lag = lag.clamp(min=0)
         scalars = torch.stack(
             [
@@ -115,7 +117,7 @@ class StepDiagnostics:
 
 
 class DiagnosticsSum:
-    """Collects the trained tokens of a step and sums them up many at once: a micro-batch costs three small copies,
+    """Collects the trained tokens of a step and sums them up many at once: a micro-batch costs four small copies,
     where the sums are some hundred kernels, which a small model would wait for.
 
     Args:
@@ -126,7 +128,7 @@ class DiagnosticsSum:
     def __init__(self, clamp: float, max_waiting_tokens: int = MAX_WAITING_TOKENS) -> None:
         self._clamp = clamp
         self._max_waiting_tokens = max_waiting_tokens
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._waiting: list[tuple[torch.Tensor, ...]] = []
         self._waiting_tokens = 0
         self._total: StepDiagnostics | None = None
 
@@ -134,7 +136,10 @@ class DiagnosticsSum:
     def add(self, inputs: LossInputs) -> None:
         """Take one micro-batch."""
         new, old = inputs.of_trained(inputs.new_logprobs), inputs.of_trained(inputs.old_logprobs)
-        self._waiting.append((new, old, inputs.trainer_version - inputs.of_trained(inputs.versions)))
+        versions = inputs.of_trained(inputs.versions)
+        oldest = versions if inputs.oldest_versions is None else inputs.of_trained(inputs.oldest_versions)
+        on_policy = (oldest == inputs.trainer_version) & (versions == inputs.trainer_version)
+        self._waiting.append((new, old, inputs.trainer_version - versions, on_policy))
         self._waiting_tokens += len(new)
         if self._waiting_tokens >= self._max_waiting_tokens:
             self._sum_up()
@@ -153,8 +158,8 @@ class DiagnosticsSum:
 
     @torch.no_grad()
     def _sum_up(self) -> None:
-        new, old, lag = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
-        part = StepDiagnostics.of_tokens(new, old, lag, self._clamp)
+        new, old, lag, on_policy = (torch.cat(parts) for parts in zip(*self._waiting, strict=True))
+        part = StepDiagnostics.of_tokens(new, old, lag, on_policy, self._clamp)
         self._total = part if self._total is None else self._total + part
         self._waiting, self._waiting_tokens = [], 0
 

@@ -35,6 +35,7 @@ class LossInputs:
         entropy: nats per token, needed if the entropy coefficient is not 0.
         values: output of the value head before each target, needed for `gae`.
         trained: see `MicroBatch`; None: looked for in `mask` when it is needed.
+        oldest_versions: see `MicroBatch`; None: those of the tokens themselves.
     """
 
     new_logprobs: torch.Tensor
@@ -51,6 +52,7 @@ class LossInputs:
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
     trained: torch.Tensor | None = None
+    oldest_versions: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class LossInputs:
             entropy=kept(entropy),
             values=kept(values),
             trained=batch.trained,
+            oldest_versions=batch.oldest_versions,
         )
 
     def of_trained(self, values: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.sections import StreamsConfig
@@ -29,6 +30,7 @@ from pipelinerl.records import (
     TrainerStarted,
     TrainingBatch,
     TrainingDone,
+    VersionSpan,
     WeightUpdateSuccess,
 )
 from pipelinerl.streams.hub import StreamHub
@@ -221,7 +223,11 @@ def test_a_server_that_keeps_its_old_head_fails_the_run_after_the_first_update(s
 
 def test_a_server_that_samples_wrongly_when_busy_ends_the_run_before_the_next_update(start, kit):
     """Every probe is right; the log-probs of what it sampled are not those of its weights."""
-    run = start(batches=[kit.batch(kit.samples(128, seed=1))])
+    samples = [
+        replace(scored, sample=replace(scored.sample, version_spans=[VersionSpan(0, 0, len(scored.sample.logprobs))]))
+        for scored in kit.samples(128, seed=1)
+    ]
+    run = start(batches=[kit.batch(samples)])
     with pytest.raises(WeightSyncError, match="tokens that the weights in training had sampled differ by"):
         run.run()
     assert run.publisher.versions == [0]

@@ -26,6 +26,8 @@ def test_m3_packed_row():
     assert mb.advantages.tolist() == [[0, 2, 2, 0, -1, 0]]
     assert mb.weights.tolist() == [[0, 0.5, 0.5, 0, 0.5, 0]]
     assert mb.versions.tolist() == [[-1, 3, 4, -1, 0, -1]]
+    assert mb.oldest_versions.tolist() == [[-1, 3, 3, -1, 0, -1]]
+    assert mb.trained.tolist() == [1, 2, 4]
     assert mb.attention_mask is None and mb.ref_logprobs is None
     assert mb.rewards.tolist() == [0.5, 1.0]
     assert (mb.num_segments, mb.step_tokens, mb.num_tokens) == (2, 3, 6)

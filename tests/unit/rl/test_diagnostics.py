@@ -107,11 +107,16 @@ def test_without_known_positions_they_are_looked_for():
         DiagnosticsSum(5.0).total()
 
 
-def test_the_numerical_gap_is_that_of_tokens_of_the_weights_in_training():
-    # Lags 2, 2 and 0: of differences 1, 0.5 and 0.25 only the last one is on-policy.
-    inputs = inputs_for([1.0, -0.5, 0.25], spans=[(1, 0, 2), (3, 2, 3)])
-    values = StepDiagnostics.of(inputs, clamp=5.0).values()
-    assert values["rl/on_policy_tokens"] == 1
-    assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.25)
-    ahead = StepDiagnostics.of(replace(inputs, trainer_version=2), clamp=5.0).values()
-    assert "rl/logprob_abs_diff_on_policy" not in ahead and "rl/on_policy_tokens" not in ahead
+def test_the_numerical_gap_is_that_of_samples_of_the_weights_in_training():
+    """Tokens behind an update were sampled with keys and values of the weights before it."""
+    mixed = inputs_for([1.0, -0.5, 4.0], spans=[(1, 0, 2), (3, 2, 3)])
+    older = inputs_for([2.0], spans=[(2, 0, 1)])
+    whole = inputs_for([0.25, -0.75], spans=[(3, 0, 2)])
+    tokens = DiagnosticsSum(5.0)
+    for inputs in (mixed, older, whole):
+        tokens.add(inputs)
+    values = tokens.total().values()
+    assert values["rl/on_policy_tokens"] == 2
+    assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.5)
+    without = StepDiagnostics.of(mixed, clamp=5.0).values()
+    assert "rl/logprob_abs_diff_on_policy" not in without and "rl/on_policy_tokens" not in without
