@@ -6,8 +6,9 @@ schedule=pipeline, for new weights that are on their way.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,10 +18,11 @@ from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
-from pipelinerl.llm.retry import Fault
+from pipelinerl.llm.retry import Fault, retry_delay_s
 
-#: How long a server may refuse all connections without costing rollouts a try. One whose engine died takes no more
-#: connections some seconds before its process ends, which is what the launcher sees and tells the actor.
+#: How long a server may refuse all connections without costing rollouts a try, and how long one rollout may be refused.
+#: A server whose engine died takes no more connections some seconds before its process ends, which is what the launcher
+#: sees and tells the actor.
 REFUSALS_FORGIVEN_S = 60.0
 
 
@@ -51,6 +53,7 @@ class Scheduler:
         max_retries: tries after the first one when the failure was a passing one, on another server if there is one.
         gate: what rollouts of training pass before each try; None: nothing holds them.
         clock: seconds that only grow.
+        sleep: pauses for so many seconds.
     """
 
     def __init__(
@@ -61,9 +64,11 @@ class Scheduler:
         max_retries: int,
         gate: RolloutGate | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self._gate = gate
         self._clock = clock
+        self._sleep = sleep
         self._refuses_since: dict[int, float] = {}
         self._slots = slots
         self._runner = runner
@@ -74,7 +79,8 @@ class Scheduler:
 
     async def run(self, attempt: Attempt) -> RolloutEnded | RolloutFailed:
         """Return how `attempt` ended; failures are answers, only a broken run raises."""
-        tries = 0
+        tries = unpaused = 0
+        refused_since: float | None = None
         server: int | None = None
         while True:
             gate = None if attempt.evaluation else self._gate
@@ -86,9 +92,17 @@ class Scheduler:
                 self._slots.release(server)
             self.requests += answer.requests
             self.retries += answer.retries
-            self._note_refusal(answer, server)
+            refused_since = self._note_refusal(answer, server, refused_since)
             if isinstance(answer, RolloutFailed) and self._lost_its_server(answer, server):
+                refused_since = None
                 self.retries += 1
+                continue
+            if refused_since is not None and self._is_forgiven(server, refused_since):
+                self.retries += 1
+                if not answer.retries:
+                    # The client pauses between its requests; without any, trying again at once would spin.
+                    await self._sleep(retry_delay_s(unpaused, 0.0))
+                    unpaused += 1
                 continue
             if isinstance(answer, RolloutEnded) or not answer.transient or tries >= self._max_retries:
                 return answer
@@ -97,18 +111,24 @@ class Scheduler:
 
     def _lost_its_server(self, answer: RolloutFailed, server: int) -> bool:
         """Whether the failure says nothing about the rollout: it costs none of its tries."""
-        if answer.reason == SERVER_LOST or (answer.transient and not self._slots.usable[server]):
-            return True
-        # The client has made its own pauses between its requests, so trying again at once does not spin.
-        since = self._refuses_since.get(server)
-        return since is not None and self._clock() - since < REFUSALS_FORGIVEN_S
+        return answer.reason == SERVER_LOST or (answer.transient and not self._slots.usable[server])
 
-    def _note_refusal(self, answer: RolloutEnded | RolloutFailed, server: int) -> None:
-        """Keep since when a server has refused every connection."""
+    def _is_forgiven(self, server: int, refused_since: float) -> bool:
+        """Whether neither the server has refused for too long, nor the rollout has been refused, by whomever: others
+        may well be answered while something of its own is refused."""
+        return self._clock() - min(refused_since, self._refuses_since[server]) < REFUSALS_FORGIVEN_S
+
+    def _note_refusal(
+        self, answer: RolloutEnded | RolloutFailed, server: int, refused_since: float | None
+    ) -> float | None:
+        """Keep since when a server has refused every connection, until it answers or is known to be gone. Returns since
+        when the rollout has been refused; None: it was not this time."""
         if isinstance(answer, RolloutFailed) and answer.transient and answer.reason == Fault.REFUSED.value:
-            self._refuses_since.setdefault(server, self._clock())
-        elif not (isinstance(answer, RolloutFailed) and answer.reason == SERVER_LOST):
-            self._refuses_since.pop(server, None)
+            now = self._clock()
+            self._refuses_since.setdefault(server, now)
+            return now if refused_since is None else refused_since
+        self._refuses_since.pop(server, None)
+        return None
 
     async def _place(self, gate: RolloutGate | None, avoid: int | None) -> int:
         """A slot, taken while `gate` is open: nobody holds a slot and waits at the gate."""

@@ -10,6 +10,7 @@ import pytest
 from pipelinerl.actor.evaluation import EvaluationFrame, EvaluationSchedule, summarize_evaluation
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.actor.groups import run_group
+from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
@@ -179,13 +180,17 @@ def test_an_evaluation_in_which_everything_failed_has_no_result() -> None:
     assert summarize_evaluation([PROBLEM], [RolloutFailed(0, "x", "")], FRAME) == []
 
 
+def refused(pauses: int = 3) -> Answer:
+    return RolloutFailed(0, "refused", "", transient=True, retries=pauses)
+
+
 async def test_a_server_that_refuses_connections_costs_no_try_until_it_has_done_so_for_long() -> None:
     """Its engine died and its process is about to end; the launcher has not seen it yet."""
     now = [100.0]
 
     def refuse(start: StartRollout) -> Answer:
         now[0] += 2.0
-        return RolloutFailed(0, "refused", "", transient=True)
+        return refused()
 
     runner = FakeRunner(refuse)
     scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=1, clock=lambda: now[0])
@@ -196,8 +201,7 @@ async def test_a_server_that_refuses_connections_costs_no_try_until_it_has_done_
 
 async def test_a_server_that_answered_meanwhile_refuses_anew() -> None:
     now = [0.0]
-    refused = RolloutFailed(0, "refused", "", transient=True)
-    answers = [refused, ended(), refused, refused, ended()]
+    answers = [refused(), ended(), refused(), refused(), ended()]
 
     def answer(start: StartRollout) -> Answer:
         now[0] += 50.0
@@ -210,9 +214,64 @@ async def test_a_server_that_answered_meanwhile_refuses_anew() -> None:
     assert not answers
 
 
+async def test_a_rollout_that_is_refused_for_ever_ends_though_others_are_answered() -> None:
+    """Its own code reports a refusal of its own: the server's answers to others say nothing about that."""
+    now = [0.0]
+
+    def answer(start: StartRollout) -> Answer:
+        now[0] += 1.0
+        assert now[0] < 1000, "tried for ever"
+        return refused() if start.seed == 1 else ended()
+
+    runner = FakeRunner(answer)
+    scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=1, clock=lambda: now[0])
+    task = asyncio.create_task(scheduler.run(attempt(1)))
+    while not task.done():
+        assert isinstance(await scheduler.run(attempt(2)), RolloutEnded)
+    assert isinstance(task.result(), RolloutFailed)
+    assert now[0] < 70
+
+
+@pytest.mark.parametrize(("pauses", "slept"), [(0, [0.125, 0.25, 0.5, 1.0, 2.0]), (3, [])])
+async def test_a_refusal_without_any_pause_of_the_client_does_not_spin(pauses: int, slept: list[float]) -> None:
+    now, sleeps = [0.0], []
+
+    async def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        now[0] += seconds
+
+    answers = [refused(pauses)] * 5 + [ended()]
+    scheduler = Scheduler(
+        ServerSlots(1, 1, lambda: None),
+        FakeRunner(lambda start: answers.pop(0)),
+        timeout_s=10,
+        max_retries=0,
+        clock=lambda: now[0],
+        sleep=sleep,
+    )
+    assert isinstance(await scheduler.run(attempt()), RolloutEnded)
+    assert sleeps == slept
+
+
+async def test_a_server_that_was_lost_begins_anew() -> None:
+    """Its next process may die, too, before any rollout was answered."""
+    now = [0.0]
+    lost = RolloutFailed(0, SERVER_LOST, "", transient=True)
+    answers = [refused(), lost, refused(), refused(), ended()]
+
+    def answer(start: StartRollout) -> Answer:
+        now[0] += 50.0
+        return answers.pop(0)
+
+    scheduler = Scheduler(
+        ServerSlots(1, 1, lambda: None), FakeRunner(answer), timeout_s=10, max_retries=0, clock=lambda: now[0]
+    )
+    assert isinstance(await scheduler.run(attempt()), RolloutEnded)
+
+
 async def test_what_a_tool_of_the_task_refuses_is_still_capped() -> None:
     """Only connections that the client found refused are forgiven: a failure of another kind ends that."""
-    answers = [RolloutFailed(0, "refused", "", transient=True)] + [RolloutFailed(0, "x", "", transient=True)] * 3
+    answers = [refused()] + [RolloutFailed(0, "x", "", transient=True)] * 3
     runner = FakeRunner(lambda start: answers.pop(0))
     scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=1)
     assert isinstance(await scheduler.run(attempt()), RolloutFailed)
