@@ -24,7 +24,9 @@ WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExten
 MIDDLEWARE_PATH = "pipelinerl.inference.middleware.ServerMiddleware"
 
 _COMPILATION = "compilation-config"
-_GRAPH_MODE = "compilation-config.cudagraph-mode"
+_GRAPH_MODE = "cudagraph_mode"
+#: How vLLM's enumeration is written, by name or by value.
+_FULL_GRAPHS = ("FULL", "2")
 #: Options that the weight-update protocol rests on; a different value would break it silently.
 RESERVED = {
     "model": "set model_path instead",
@@ -92,9 +94,11 @@ def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object],
     if (mode := options.get("logprobs-mode", "processed_logprobs")) != "processed_logprobs":
         next_step = "Remove it: log-probs must be those of the sampling distribution."
         raise _error("logprobs-mode", mode, "processed_logprobs", next_step)
-    if str(graphs := _graph_mode(options)).upper() == "FULL":
+    for graphs in _graph_modes(options):
+        if str(graphs).upper() not in _FULL_GRAPHS:
+            continue
         raise _error(
-            f"{_COMPILATION}.cudagraph_mode",
+            f"{_COMPILATION}.{_GRAPH_MODE}",
             graphs,
             "FULL_DECODE_ONLY, FULL_AND_PIECEWISE, PIECEWISE or NONE",
             "Graphs of whole steps that mix prompts with decoding give other tokens and log-probs, also NaN, with "
@@ -103,17 +107,18 @@ def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object],
     return options, notes
 
 
-def _graph_mode(options: Mapping[str, object]) -> object:
-    """The mode of CUDA graphs, if one is given."""
+def _graph_modes(options: Mapping[str, object]) -> list[object]:
+    """The modes of CUDA graphs that are given: inside the option, and as an option with a dot."""
+    modes = [options.get(f"{_COMPILATION}.{_GRAPH_MODE}")]
     compilation = options.get(_COMPILATION)
     if isinstance(compilation, str):
         try:
             compilation = json.loads(compilation)
         except ValueError:
-            return None  # vLLM says what is wrong with it
-    if isinstance(compilation, Mapping) and "cudagraph_mode" in compilation:
-        return compilation["cudagraph_mode"]
-    return options.get(_GRAPH_MODE)
+            return modes  # vLLM says what is wrong with it
+    if isinstance(compilation, Mapping):
+        modes.append(compilation.get(_GRAPH_MODE))
+    return modes
 
 
 def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
@@ -143,11 +148,14 @@ def _user_options(kwargs: Mapping[str, object]) -> tuple[dict[str, object], list
     options: dict[str, object] = {}
     notes: list[str] = []
     for raw_name, value in kwargs.items():
-        name = raw_name.strip().lstrip("-").replace("_", "-")
-        if name in OBSOLETE:
-            notes.append(f"vllm_config.vllm_kwargs.{raw_name} is ignored: {OBSOLETE[name]}")
-        elif name in RESERVED:
-            raise _error(raw_name, value, "this option to be left out", f"Remove it: {RESERVED[name]}.")
+        # vLLM takes dashes for underscores before the first dot only; behind it is a field of the option.
+        option, dot, inner = raw_name.strip().lstrip("-").partition(".")
+        option = option.replace("_", "-")
+        name = f"{option}{dot}{inner}"
+        if option in OBSOLETE:
+            notes.append(f"vllm_config.vllm_kwargs.{raw_name} is ignored: {OBSOLETE[option]}")
+        elif option in RESERVED:
+            raise _error(raw_name, value, "this option to be left out", f"Remove it: {RESERVED[option]}.")
         elif name in options:
             raise _error(raw_name, value, "one spelling of each option", "Keep either the dashes or the underscores.")
         else:

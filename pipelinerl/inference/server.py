@@ -5,6 +5,7 @@ Blocks until the server ends. vLLM is imported only after the environment is set
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import ipaddress
 import logging
@@ -58,19 +59,28 @@ def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
     _run_vllm(argv)
 
 
+def parser_of_vllm() -> argparse.ArgumentParser:
+    """Of vLLM's command line, without shortened names: one would pass the checks of `arguments` and then mean an option
+    that they refuse."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    bare = FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm", allow_abbrev=False)  # type: ignore[no-untyped-call]
+    parser: argparse.ArgumentParser = make_arg_parser(bare)  # type: ignore[no-untyped-call]
+    return parser
+
+
 def _run_vllm(argv: list[str]) -> None:
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from pipelinerl.inference.plugin import register
 
     register()
     cli_env_setup()  # type: ignore[no-untyped-call]
-    parser = make_arg_parser(FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm"))  # type: ignore[no-untyped-call]
-    args = parser.parse_args(argv)
+    args = parser_of_vllm().parse_args(argv)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
 

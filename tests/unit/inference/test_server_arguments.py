@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.server import parser_of_vllm
 
 
 def settings(**kwargs: object) -> ServerSettings:
@@ -36,6 +38,11 @@ def test_the_protocol_options_are_always_there() -> None:
     assert "--enable-scale-out" in argv
 
 
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return parser_of_vllm()
+
+
 def test_no_option_is_given_twice() -> None:
     """vLLM warns of it at every start, also where it takes all values."""
     changes = dict(dtype="bfloat16", quantization="fp8", fp32_head=True, can_sleep=True)
@@ -50,12 +57,41 @@ def test_no_option_is_given_twice() -> None:
         {"compilation-config": {"mode": 0, "cudagraph_mode": "FULL"}},
         {"compilation_config": '{"cudagraph_mode": "full"}'},
         {"compilation-config.cudagraph_mode": "FULL"},
+        {"compilation_config.cudagraph_mode": "full"},
+        {"--compilation-config": {"cudagraph_mode": 2}},
+        {"compilation-config": {"mode": 0}, "compilation-config.cudagraph_mode": "FULL"},
+        {"compilation-config": {"cudagraph_mode": "NONE"}, "compilation-config.cudagraph_mode": "FULL"},
     ],
 )
 def test_graphs_of_mixed_steps_are_refused(kwargs: dict[str, object]) -> None:
     """Seen on two H200: half of all log-probs off by a nat from the first step on, NaN from the ninth."""
-    with pytest.raises(ConfigError, match=r"compilation-config.cudagraph_mode: got '?[Ff].*FULL_DECODE_ONLY"):
+    with pytest.raises(ConfigError, match=r"compilation-config.cudagraph_mode: got ('?[Ff]|2).*FULL_DECODE_ONLY"):
         options(vllm_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("spelling", ["compilation-config", "compilation_config", "--compilation_config"])
+def test_fields_of_an_option_keep_their_underscores(spelling: str, parser: argparse.ArgumentParser) -> None:
+    """vLLM takes dashes for underscores in the name of the option alone."""
+    argv = options(vllm_kwargs={f"{spelling}.cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert value_of(argv, "--compilation-config.cudagraph_mode") == "FULL_DECODE_ONLY"
+    parsed = parser.parse_args(argv).compilation_config
+    assert str(parsed.cudagraph_mode) == "FULL_DECODE_ONLY"
+
+
+@pytest.mark.parametrize("name", ["weight-transfer-config.backend", "weight_transfer_config.backend", "model"])
+def test_a_field_of_a_reserved_option_is_refused_too(name: str) -> None:
+    with pytest.raises(ConfigError, match="this option to be left out"):
+        options(vllm_kwargs={name: "nccl"})
+
+
+@pytest.mark.parametrize("name", ["compilation", "logprobs-m", "weight-transfer", "middlewar"])
+def test_shortened_names_do_not_get_past_the_checks(
+    name: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = options(vllm_kwargs={name: "3"})
+    with pytest.raises(SystemExit):
+        parser.parse_args(argv)
+    assert f"unrecognized arguments: --{name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [{"cudagraph_mode": "FULL_DECODE_ONLY"}, {"mode": 3}, '{"mode": 0}', "not json", 3])
