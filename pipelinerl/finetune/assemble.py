@@ -22,6 +22,7 @@ from pipelinerl.finetune.device_memory import peak_memory
 from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.model import load_policy, wire_dtype
 from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.on_policy_check import samples_everything
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pool_setup import open_pool
 from pipelinerl.finetune.probe_tokens import text_tokens
@@ -159,6 +160,7 @@ def build_loop(
         stop=stop,
         turns=turns,
         updates_servers=finetune.send_weight_updates,
+        checks_sampling=samples_everything(config.llm.parameters),
         device_metrics=lambda: peak_memory(ranks.device),
     )
 

@@ -59,6 +59,8 @@ class TrainingLoop:
     turns: Turns | None = None
     #: False: the servers keep the weights that they got at the start.
     updates_servers: bool = True
+    #: Whether on-policy tokens have to have the servers' log-probs (see `on_policy_check`).
+    checks_sampling: bool = True
     #: Metrics of the device, read once a step.
     device_metrics: Callable[[], dict[str, float]] = dict
     clock: Callable[[], float] = time.perf_counter
@@ -85,7 +87,8 @@ class TrainingLoop:
                 return self._stop(state, saved_step)
             turned = self.clock()
             result = self.steps.run(batch)
-            if self.weights is not None:
+            # Numbers that are not finite are the trainer's own (servers' are never samples): that step changed nothing.
+            if self.weights is not None and self.checks_sampling and not result.skipped:
                 check_on_policy(result.metrics, batch.step)
             trained = self.clock()
             state = state.after(batch, self.feed.offset)

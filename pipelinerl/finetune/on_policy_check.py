@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipelinerl.config.sections import LLMParameters
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
 
@@ -17,6 +18,15 @@ from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
 MAX_ON_POLICY_DIFF = 0.5
 #: Fewer tokens say little.
 MIN_ON_POLICY_TOKENS = 256
+
+
+def samples_everything(parameters: LLMParameters) -> bool:
+    """Whether servers sample from the whole distribution, which is what the trainer's log-probs are of.
+
+    `min_tokens` takes the ends out of it: where the model would end its answer, the log-probs differ by far more than
+    by rounding, and no server is to blame.
+    """
+    return parameters.min_tokens == 0
 
 
 def check_on_policy(metrics: Mapping[str, float], step: int) -> None:

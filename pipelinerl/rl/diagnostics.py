@@ -53,7 +53,6 @@ class StepDiagnostics:
         log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
         w = log_ratio.exp()
         bounded = w.clamp(max=clamp)
-        on_policy = on_policy.double()
         lag = lag.clamp(min=0)
         scalars = torch.stack(
             [
@@ -68,8 +67,9 @@ class StepDiagnostics:
                 (w > clamp).double().sum(),
                 lag.double().sum(),
                 -(w * new.double()).sum(),
-                on_policy.sum(),
-                (on_policy * log_ratio.abs()).sum(),
+                on_policy.double().sum(),
+                # Not by a product: what is NaN for another token would get in.
+                torch.where(on_policy, log_ratio.abs(), 0.0).sum(),
             ]
         )
         place = ((log_ratio + RATIO_RANGE) * (RATIO_BINS / (2 * RATIO_RANGE))).long().clamp(0, RATIO_BINS - 1)

@@ -59,6 +59,27 @@ def write_batches(kit, context, steps):
     writer.close()
 
 
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_sampling_is_checked_unless_it_is_cut(kit, start, monkeypatch, min_tokens):
+    context = start()
+    parameters = context.config.llm.parameters.model_copy(update={"min_tokens": min_tokens})
+    llm = context.config.llm.model_copy(update={"parameters": parameters})
+    context = dataclasses.replace(context, config=context.config.model_copy(update={"llm": llm}))
+    made = []
+
+    class Loop:
+        def __init__(self, **parts):
+            made.append(parts)
+
+        def run(self, state):
+            return state
+
+    monkeypatch.setattr("pipelinerl.finetune.assemble.TrainingLoop", Loop)
+    with context.heartbeat:
+        run_trainer(context, {})
+    assert [parts["checks_sampling"] for parts in made] == [min_tokens == 0]
+
+
 def read_all(context, topic, instance, kind):
     return [entry.record for entry in context.streams.reader(topic, instance, kind).read(1.0)]
 

@@ -234,6 +234,30 @@ def test_a_server_that_samples_wrongly_when_busy_ends_the_run_before_the_next_up
     assert not any(isinstance(record, StepDone | FateRecord) for record in run.written)
 
 
+def test_a_run_whose_sampling_is_cut_is_not_checked(start, kit):
+    run = start(batches=[kit.batch(kit.samples(128, seed=1))], interrupt_train_steps=1)
+    run.loop = dataclasses.replace(run.loop, checks_sampling=False)
+    run.run()
+    assert run.publisher.versions == [0, 1]
+
+
+def test_numbers_of_the_trainer_that_are_not_finite_are_not_laid_on_a_server(start, kit):
+    """Such a step is skipped; the next one may be well."""
+    run = start(batches=[kit.batch(kit.samples(128, seed=1))], interrupt_train_steps=1)
+    before = run.weights()
+    forward = run.backend.forward
+
+    def broken(*args, **options):
+        outputs = forward(*args, **options)
+        # The probe's forward pass has no `is_last`.
+        return outputs._replace(logprobs=outputs.logprobs * float("nan")) if options else outputs
+
+    run.backend.forward = broken
+    run.run()
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.weights().items())
+    assert "finetune/grad_norm" not in run.metrics.written[0].values
+
+
 def test_a_server_that_cannot_be_updated_ends_the_run_with_its_error(start, kit):
     with pytest.raises(WeightSyncError, match="actor_llm_0: could not be given version 0: HTTP 500 boom"):
         start(publisher=kit.publisher(fail="HTTP 500 boom")).run()

@@ -6,8 +6,14 @@ import math
 
 import pytest
 
+from pipelinerl.config.sections import LLMParameters
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.finetune.on_policy_check import check_on_policy
+from pipelinerl.finetune.on_policy_check import check_on_policy, samples_everything
+
+
+def test_ends_that_are_kept_out_are_no_fault_of_a_server() -> None:
+    assert samples_everything(LLMParameters(temperature=0.6, stop=["x"], ignore_eos=True))
+    assert not samples_everything(LLMParameters(min_tokens=2))
 
 
 def metrics(tokens: float, difference: float) -> dict[str, float]:

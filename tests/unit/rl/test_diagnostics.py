@@ -120,3 +120,14 @@ def test_the_numerical_gap_is_that_of_samples_of_the_weights_in_training():
     assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.5)
     without = StepDiagnostics.of(mixed, clamp=5.0).values()
     assert "rl/logprob_abs_diff_on_policy" not in without and "rl/on_policy_tokens" not in without
+
+
+def test_what_is_not_finite_elsewhere_stays_out_of_the_numerical_gap():
+    tokens = DiagnosticsSum(5.0)
+    for inputs in (inputs_for([math.nan], spans=[(1, 0, 1)]), inputs_for([0.25], spans=[(3, 0, 1)])):
+        tokens.add(inputs)
+    values = tokens.total().values()
+    assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.25)
+    assert math.isnan(values["rl/logprob_abs_diff_mean"])
+    broken = StepDiagnostics.of(inputs_for([math.nan], spans=[(3, 0, 1)]), clamp=5.0).values()
+    assert math.isnan(broken["rl/logprob_abs_diff_on_policy"])
