@@ -19,6 +19,7 @@ from pathlib import Path
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.config.rules_sampling import vllm_number
+from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
 from pipelinerl.inference.arguments import check_options
 from pipelinerl.streams.hub import REDIS_URL_KEY
@@ -109,7 +110,12 @@ def check_model(model_path: str) -> None:
 
 
 def check_servers(config: RunConfig) -> None:
-    """Refuse options of the servers that they would refuse themselves, half a minute after their start."""
+    """Refuse options of the servers that they would refuse themselves, half a minute after their start.
+
+    A run without servers (`debug.mode=finetune`) may have those of the run that it reads.
+    """
+    if not (has_stage(config, "actor_llm") or has_stage(config, "preprocessor_llm")):
+        return
     check_options(config.vllm_config.vllm_kwargs)
     check_parallel_size(config)
 

@@ -92,6 +92,18 @@ def test_workers_of_a_server_share_the_heads_evenly(tmp_path: Path, model: dict[
         check(2)
 
 
+@pytest.mark.parametrize("mode", ["", "open_loop", "actor", "preprocessor", "finetune"])
+def test_options_that_servers_would_refuse_are_refused_where_there_are_servers(mode: str) -> None:
+    """A trainer alone starts none: it may be given the configuration of an older run."""
+    options = {"compilation-config": {"cudagraph_mode": "FULL"}}
+    run = config(debug={"mode": mode, "streams_from": "y"}, vllm_config={"vllm_kwargs": options})
+    if mode == "finetune":
+        preflight.check_servers(run)
+        return
+    with pytest.raises(ConfigError, match="cudagraph_mode: got 'FULL'"):
+        preflight.check_servers(run)
+
+
 @pytest.mark.parametrize(
     ("heads", "key_value_heads", "fitting"), [(12, 4, [1, 2, 4, 12]), (8, 1, [1, 2, 4, 8]), (9, 3, [1, 3, 9])]
 )
