@@ -23,6 +23,7 @@ SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
 MIDDLEWARE_PATH = "pipelinerl.inference.middleware.ServerMiddleware"
 
+_OVERRIDES = "hf-overrides"
 _COMPILATION = "compilation-config"
 _GRAPH_MODE = "cudagraph_mode"
 #: How vLLM's enumeration is written, by name or by value.
@@ -131,7 +132,7 @@ def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     for name, value in _defaults(settings).items():
         options.setdefault(name, value)
     if settings.fp32_head:
-        options["hf-overrides"] = _with_fp32_head(options.get("hf-overrides"))
+        options[_OVERRIDES] = _with_fp32_head(options.get(_OVERRIDES))
     argv = [
         *("--model", settings.model, "--host", settings.host, "--port", str(settings.port)),
         *("--served-model-name", SERVED_MODEL_NAME, "--enable-scale-out"),
@@ -156,6 +157,11 @@ def _user_options(kwargs: Mapping[str, object]) -> tuple[dict[str, object], list
             notes.append(f"vllm_config.vllm_kwargs.{raw_name} is ignored: {OBSOLETE[option]}")
         elif option in RESERVED:
             raise _error(raw_name, value, "this option to be left out", f"Remove it: {RESERVED[option]}.")
+        elif option == _OVERRIDES and dot:
+            next_step = (
+                f"Write {_OVERRIDES}: {{{inner}: ...}}; vLLM would drop the override that keeps the head in fp32."
+            )
+            raise _error(raw_name, value, f"{_OVERRIDES} as one mapping", next_step)
         elif name in options:
             raise _error(raw_name, value, "one spelling of each option", "Keep either the dashes or the underscores.")
         else:
@@ -193,7 +199,7 @@ def _with_fp32_head(overrides: object) -> dict[str, object]:
         try:
             merged = dict(json.loads(str(overrides)))
         except ValueError as error:
-            raise _error("hf-overrides", overrides, "a JSON object", f"It does not parse: {error}.") from error
+            raise _error(_OVERRIDES, overrides, "a JSON object", f"It does not parse: {error}.") from error
     merged.setdefault("head_dtype", "float32")
     return merged
 

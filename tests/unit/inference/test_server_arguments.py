@@ -94,6 +94,12 @@ def test_shortened_names_do_not_get_past_the_checks(
     assert f"unrecognized arguments: --{name}" in capsys.readouterr().err
 
 
+def test_a_single_override_of_the_model_is_refused() -> None:
+    """vLLM takes options with a dot last, so that the mapping with our fp32 head would be dropped."""
+    with pytest.raises(ConfigError, match=r"hf_overrides.rope_theta: got 5, expected hf-overrides as one mapping"):
+        options(vllm_kwargs={"hf_overrides.rope_theta": 5})
+
+
 @pytest.mark.parametrize("value", [{"cudagraph_mode": "FULL_DECODE_ONLY"}, {"mode": 3}, '{"mode": 0}', "not json", 3])
 def test_other_compilation_is_for_vllm_to_judge(value: object) -> None:
     assert "--compilation-config" in options(vllm_kwargs={"compilation-config": value})
