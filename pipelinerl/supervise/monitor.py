@@ -6,34 +6,10 @@ progress and has not made any for too long. What it waits for is part of the mes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.supervise.heartbeat import HeartbeatState
-
-#: Shorter waits are no news in the reason of a run that was stopped.
-LONG_WAIT_S = 30.0
-
-
-def describe_waits(started_at: Mapping[str, float], beats: Mapping[str, HeartbeatState], now: float) -> str:
-    """What each process has been waiting for for long, as `; at that time ...`; "" if none has.
-
-    A run that was stopped because it did not come on says with this where it stood.
-
-    Args:
-        started_at: when each living process was started, by name (epoch seconds).
-        beats: the last sign of life of those that gave one.
-        now: epoch seconds.
-    """
-    waits = []
-    for name, start in started_at.items():
-        beat = beats.get(name)
-        since = start if beat is None else beat.waiting_since
-        if since is not None and now - since >= LONG_WAIT_S:
-            what = "had given no sign of life for" if beat is None else "had waited"
-            waits.append(f"{name} {what} {now - since:.0f} s" + ("" if beat is None else f" for {beat.waiting_for}"))
-    return f"; at that time {', '.join(waits)}" if waits else ""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ A thread per child sleeps in `wait`, so nothing polls. The child inherits the re
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,6 +20,8 @@ import msgspec
 
 from pipelinerl.records.pool import PoolAnswer
 from pipelinerl.supervise.last_error import LogPart, crash_note, last_error
+
+logger = logging.getLogger(__name__)
 
 
 class ChildExited(msgspec.Struct, frozen=True):
@@ -105,6 +108,13 @@ class Child:
             os.kill(self.pid, signal.SIGABRT)
         except ProcessLookupError:
             return
+
+
+def dump_stacks_of(children: Iterable[Child]) -> None:
+    """Before children that do not end are killed: their stacks say what they hang in (a collective, for instance)."""
+    for child in children:
+        logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
+        child.dump_stacks()
 
 
 def spawn(

@@ -22,7 +22,7 @@ from pipelinerl.supervise.descendants import end_all, end_rest_of_job, wait_gone
 from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.last_evaluation import LastEvaluation
-from pipelinerl.supervise.monitor import StuckMonitor, describe_waits
+from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
 from pipelinerl.supervise.pool_requests import PoolReply, PoolRequest, take_requests
 from pipelinerl.supervise.process import (
@@ -34,10 +34,12 @@ from pipelinerl.supervise.process import (
     PoolAnswered,
     StreamFailed,
     describe_exit,
+    dump_stacks_of,
     spawn,
 )
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.server_keeper import ServerKeeper
+from pipelinerl.supervise.waits import waits_of
 from pipelinerl.world import SERVER_KINDS, Job
 
 logger = logging.getLogger(__name__)
@@ -179,15 +181,8 @@ class Supervisor:
             return None
 
     def _interrupted(self, event: Interrupted) -> Outcome:
-        name = signal.Signals(event.signum).name
-        return Outcome("interrupted", f"stopped by {name}{self._describe_waits()}", 128 + event.signum)
-
-    def _describe_waits(self) -> str:
-        living = [child for child in self._children.values() if child.returncode is None]
-        beats = {child.name: read_heartbeat(self.run_dir.heartbeat_file(child.name)) for child in living}
-        # What a process of an earlier start wrote is no sign of life of this one.
-        own = {child.name: beat for child in living if (beat := beats[child.name]) and beat.pid == child.pid}
-        return describe_waits({child.name: child.started_at for child in living}, own, self.clock())
+        waits = waits_of(self._children.values(), self.run_dir, self.clock())
+        return Outcome("interrupted", f"stopped by {signal.Signals(event.signum).name}{waits}", 128 + event.signum)
 
     def _let_trainer_save(self) -> float:
         """Ask the trainer to save a training state while its servers still live; a second signal cuts that short.
@@ -208,10 +203,7 @@ class Supervisor:
                 trainers.pop(event.name, None)
             elif isinstance(event, Interrupted):
                 return MIN_GRACE_S
-        for child in trainers.values():
-            # It will be killed: its stacks are all that says what it hangs in (a collective, for instance).
-            logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
-            child.dump_stacks()
+        dump_stacks_of(trainers.values())
         left_s = self.config.shutdown_grace_s - (self.clock() - start)
         return min(MAX_GRACE_AFTER_FAILURE_S, max(left_s, MIN_GRACE_S))
 
@@ -278,8 +270,7 @@ class Supervisor:
         except ValueError as error:
             return PoolReply(None, str(error))
         logger.warning("%s (%s) was removed", server.name, server.url)
-        child = self._children.get(server.name)
-        if child is not None and child.returncode is None:
+        if (child := self._children.get(server.name)) is not None and child.returncode is None:
             child.terminate()
             self._kill_at[server.name] = now + min(self.config.shutdown_grace_s, MAX_GRACE_S)
         return PoolReply(server.name)
@@ -288,8 +279,7 @@ class Supervisor:
         """End the removed servers that do not heed SIGTERM: others may wait for their devices."""
         for name in [name for name, at in self._kill_at.items() if at <= now]:
             del self._kill_at[name]
-            child = self._children[name]
-            if child.returncode is None:
+            if (child := self._children[name]).returncode is None:
                 logger.warning("%s was removed and does not end: it is killed", name)
                 child.kill()
 
@@ -297,8 +287,7 @@ class Supervisor:
         """End a server that is of no use any more; its end decides whether it is started again."""
         logger.warning("%s %s", name, trouble)
         self.keeper.give_up(name, trouble, now)
-        child = self._children.get(name)
-        if child is not None and child.returncode is None:
+        if (child := self._children.get(name)) is not None and child.returncode is None:
             child.kill()
 
     def _start_due_servers(self, now: float) -> Outcome | None:

@@ -8,8 +8,9 @@ import pytest
 
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.supervise.heartbeat import HeartbeatState
-from pipelinerl.supervise.monitor import StuckMonitor, describe_waits
+from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy
+from pipelinerl.supervise.waits import describe_waits
 from pipelinerl.world import Job
 
 CONFIG = SuperviseConfig(heartbeat_interval_s=2, heartbeat_timeout_s=20, progress_timeout_s=100)
