@@ -5,10 +5,14 @@ LOCAL_RANK). Ranks of one machine meet through a file: the first one listens at 
 writes it there when it listens. A port that is chosen before could be taken meanwhile, and a rank that connects to a
 port nobody listens at can even reach itself. Ranks of several machines meet at MASTER_ADDR and MASTER_PORT,
 with Accelerate. A collective waits for the other ranks, at most `timeout_s`.
+
+What ranks tell each other here goes over gloo, beside NCCL: a rank that waits in NCCL keeps its GPU busy until the
+others come. A server that shares this GPU and computes with several others would be held up at every layer.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -30,11 +34,15 @@ _PORT_KEY = "port"
 
 @dataclass(frozen=True)
 class Ranks:
-    """`rank` of `world_size` trainer processes, computing on `device`. One rank alone has no process group."""
+    """`rank` of `world_size` trainer processes, computing on `device`. One rank alone has no process group.
+
+    `host_group` carries the collectives of this class; None: the default group does, on `device`.
+    """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -56,8 +64,8 @@ class Ranks:
         """The first rank's `value` on every rank."""
         if self.world_size == 1:
             return value
-        tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.broadcast(tensor, src=0)
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._carrier)
+        dist.broadcast(tensor, src=0, group=self.host_group)
         return int(tensor.item())
 
     def barrier(self) -> None:
@@ -68,9 +76,14 @@ class Ranks:
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1 or not values:
             return list(values)
-        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=operation)
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self._carrier)
+        dist.all_reduce(tensor, op=operation, group=self.host_group)
         return tensor.tolist()
+
+    @property
+    def _carrier(self) -> torch.device:
+        """Where what is sent lies."""
+        return self.device if self.host_group is None else torch.device("cpu")
 
     def close(self) -> None:
         """Leave the process group. A gloo group stays, until `end_process` ends the process with it."""
@@ -118,7 +131,7 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeti
         from accelerate import PartialState
 
         state = PartialState(cpu=device == "cpu", timeout=timeout)
-        return Ranks(state.process_index, state.num_processes, state.device)
+        return Ranks(state.process_index, state.num_processes, state.device, _host_group(timeout))
     rank = int(environ["RANK"])
     own_device = torch.device("cpu")
     if device == "cuda":
@@ -128,7 +141,21 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeti
     store = _meet(meeting_file, rank, world_size, timeout)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return Ranks(rank, world_size, own_device)
+    return Ranks(rank, world_size, own_device, _host_group(timeout))
+
+
+def _host_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks beside the default group; None if that is gloo itself. All ranks call it."""
+    if dist.get_backend() == "gloo":
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    # Held until the process ends: freeing a gloo group can hang (see `end_process`).
+    atexit.register(_keep, group)
+    return group
+
+
+def _keep(group: dist.ProcessGroup) -> None:
+    """Does nothing; whoever holds it with its argument keeps the group."""
 
 
 def _meet(file: Path, rank: int, world_size: int, timeout: timedelta) -> Store:

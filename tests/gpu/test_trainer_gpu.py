@@ -92,6 +92,15 @@ def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend:
     assert result["grad_norms"][1] == pytest.approx(result["grad_norms"][2], rel=1e-4)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_a_rank_that_waits_for_another_leaves_its_gpu_idle(tmp_path: Path) -> None:
+    """In NCCL it would keep it busy, and a server of several workers that shares it would crawl."""
+    run_ranks(FOLDER / "waiting_process.py", [str(tmp_path), "cuda"], tmp_path, limit_s=120)
+    first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
+    assert first["busy_percent"] <= 10
+    assert second["broadcast"] == 7 and second["sum"] == [2.0, 2.0]
+
+
 def test_a_micro_batch_never_waits_for_the_gpu(helpers: ModuleType, tmp_path: Path) -> None:
     """PyTorch itself raises where the host would wait: in forward, loss, backward and diagnostics."""
     kit = helpers.Kit()

@@ -22,6 +22,7 @@ from pipelinerl.finetune.step import StepRunner
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 MATRIX_SCRIPT = Path(__file__).with_name("matrix_process.py")
+WAITING_SCRIPT = Path(__file__).with_name("waiting_process.py")
 SENDER_SCRIPT = Path(__file__).with_name("sender_process.py")
 CASES = [f"{packing}-{split}" for packing in ("packed", "padded") for split in ("1x64", "4x16", "token_budget")]
 
@@ -45,6 +46,20 @@ def test_ranks_meet_whoever_comes_first(tmp_path, order):
     stores[2].set("key", "value")
     assert [stores[rank].get("key") for rank in range(3)] == [b"value"] * 3
     assert not file.exists()
+
+
+def test_ranks_tell_each_other_things_without_their_device(tmp_path):
+    """A rank that waited on its GPU would keep it busy, and hold up the server that shares it."""
+    run_ranks(WAITING_SCRIPT, [str(tmp_path), "meta"], tmp_path)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"result_{rank}.json").read_text()) == {
+            "broadcast": 7,
+            "sum": [2.0, 2.0],
+            "max": [1.0, 0.0],
+            "min": [0.0, -1.0],
+            "nothing": [],
+            "busy_percent": None,
+        }
 
 
 def test_a_rank_ends_at_once_with_what_it_printed():
