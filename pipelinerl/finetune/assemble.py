@@ -26,7 +26,7 @@ from pipelinerl.finetune.on_policy_check import samples_everything
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pool_setup import open_pool
 from pipelinerl.finetune.probe_tokens import text_tokens
-from pipelinerl.finetune.ranks import Ranks, start_ranks
+from pipelinerl.finetune.ranks import Ranks, joined_ranks
 from pipelinerl.finetune.reference import ReferenceModel, load_reference
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
@@ -75,8 +75,8 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
             wait_for_servers(context)
         # Rank 0 waits for data, the others for rank 0: it reports first.
         timeout_s = config.supervise.progress_timeout_s + 60
-        ranks = start_ranks(environ, context.world.device, timeout_s, meeting_file(context))
-        stack.callback(ranks.close)
+        meeting = meeting_file(context)
+        ranks = stack.enter_context(joined_ranks(environ, context.world.device, timeout_s, meeting))
         policy = load_policy(config, ranks.device)
         # Before the backend: it may shard or wrap the policy.
         reference = load_reference(

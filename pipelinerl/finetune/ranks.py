@@ -16,7 +16,8 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -102,6 +103,20 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+@contextmanager
+def joined_ranks(
+    environ: Mapping[str, str], device: str, timeout_s: float, meeting_file: Path | None = None
+) -> Iterator[Ranks]:
+    """`start_ranks`, and the group is left behind the block.
+
+    Not if the block failed: NCCL's end waits for the other ranks, and they wait for this one. It has to end its process
+    (`end_process`), which the others notice.
+    """
+    ranks = start_ranks(environ, device, timeout_s, meeting_file)
+    yield ranks
+    ranks.close()
 
 
 def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeting_file: Path | None = None) -> Ranks:

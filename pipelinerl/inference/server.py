@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.arguments import ServerSettings, check_options, server_arguments
 from pipelinerl.inference.auth import read_token
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,12 @@ def prepare_environment(environ: MutableMapping[str, str], settings: ServerSetti
         if _is_eager(settings.vllm_kwargs):
             # Even then vLLM compiles the ranking of log-probs at the first request, which takes 10-20 s of two cores.
             environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    elif importlib.util.find_spec("flashinfer") is None:
+        return
+    if importlib.util.find_spec("flashinfer") is None:
         environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if check_options(settings.vllm_kwargs)[0].get("dtype", settings.dtype) in ("float32", "float"):
+        # vLLM's attention is a Triton kernel then, and Triton multiplies fp32 values in TF32 unless it is told.
+        environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:

@@ -101,6 +101,15 @@ def test_a_rank_that_waits_for_another_leaves_its_gpu_idle(tmp_path: Path) -> No
     assert second["broadcast"] == 7 and second["sum"] == [2.0, 2.0]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_a_rank_that_fails_waits_for_no_other(tmp_path: Path) -> None:
+    """It used to wait in NCCL's end until the other rank came, which waited for it."""
+    run_ranks(FOLDER / "failing_process.py", [str(tmp_path), "cuda"], tmp_path, limit_s=120)
+    first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
+    assert (first["error"], second["error"]) == ("ValueError", "RuntimeError")
+    assert max(first["seconds"], second["seconds"]) < 20
+
+
 def test_a_micro_batch_never_waits_for_the_gpu(helpers: ModuleType, tmp_path: Path) -> None:
     """PyTorch itself raises where the host would wait: in forward, loss, backward and diagnostics."""
     kit = helpers.Kit()

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,13 @@ from pipelinerl.finetune.assemble import meeting_file
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.backends.tensor_files import read_tensors
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import Ranks, _meet
+from pipelinerl.finetune.ranks import Ranks, _meet, joined_ranks
 from pipelinerl.finetune.step import StepRunner
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 MATRIX_SCRIPT = Path(__file__).with_name("matrix_process.py")
 WAITING_SCRIPT = Path(__file__).with_name("waiting_process.py")
+FAILING_SCRIPT = Path(__file__).with_name("failing_process.py")
 SENDER_SCRIPT = Path(__file__).with_name("sender_process.py")
 CASES = [f"{packing}-{split}" for packing in ("packed", "padded") for split in ("1x64", "4x16", "token_budget")]
 
@@ -60,6 +62,23 @@ def test_ranks_tell_each_other_things_without_their_device(tmp_path):
             "nothing": [],
             "busy_percent": None,
         }
+
+
+def test_a_rank_that_fails_waits_for_no_other(tmp_path):
+    run_ranks(FAILING_SCRIPT, [str(tmp_path), "cpu"], tmp_path)
+    first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
+    assert (first["error"], second["error"]) == ("ValueError", "RuntimeError")
+    assert max(first["seconds"], second["seconds"]) < 20
+
+
+@pytest.mark.parametrize(("fails", "ends"), [(False, ["left"]), (True, [])])
+def test_a_group_is_left_only_if_all_went_well(monkeypatch, fails, ends):
+    """NCCL's end waits for the other ranks, which may wait for the one that failed."""
+    left = []
+    monkeypatch.setattr(Ranks, "close", lambda ranks: left.append("left"))
+    with suppress(ZeroDivisionError), joined_ranks({}, "cpu", 60):
+        _ = 1 // (0 if fails else 1)
+    assert left == ends
 
 
 def test_a_rank_ends_at_once_with_what_it_printed():
