@@ -19,6 +19,9 @@ class TrainingText:
     `labels` repeats `input_ids` where a token is trained and is -100 elsewhere; `logprobs` has one value for each
     trained token; `version_spans` cover the trained tokens. `n_predicted` counts the characters of `text`, from its
     end, that the model wrote.
+
+    A text filled by hand may leave out `version_spans` (see `RolloutResult.model_version`) and `temperature`, which is
+    then that of the handle.
     """
 
     text: str = ""
@@ -35,7 +38,7 @@ class TrainingText:
     metadata: dict[str, Any] = field(default_factory=dict)
     version_spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str = ""
-    temperature: float = 1.0
+    temperature: float | None = None
 
     @property
     def prompt_text(self) -> str:
@@ -61,7 +64,9 @@ class BaseMetrics(BaseModel):
 class RolloutResult:
     """What one attempt at one problem came to.
 
-    `latency` is in seconds. Metrics are averaged per `dataset_name`. The actor fills in the other names.
+    `latency` is in seconds. Metrics are averaged per `dataset_name`. `model_version` is the policy version of the texts
+    that have no `version_spans`; None: the one version that answered the rollout's requests, if it was one. The actor
+    fills in the other names.
     """
 
     training_texts: list[TrainingText]

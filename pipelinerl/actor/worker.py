@@ -39,7 +39,7 @@ from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError, Wo
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.connections import Connections
-from pipelinerl.llm.results import check_result, num_output_tokens, summarize, version_range
+from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize, version_range
 from pipelinerl.llm.retry import EndRunError
 from pipelinerl.llm.sample_builder import build_samples
 
@@ -158,13 +158,14 @@ class RolloutWorker:
             raise RolloutError("no_samples", "the rollout returned no training text")
         samples = []
         if not start.evaluation:
+            complete_texts(result, llm)
             samples = build_samples(
                 result.training_texts,
                 group_id=start.group_id,
                 rollout_id=start.rollout_id,
                 incarnation=self._incarnation,
             )
-        versions = version_range(result.training_texts)
+        versions = version_range(result.training_texts, llm.counters.versions)
         return RolloutEnded(
             ticket=start.ticket,
             samples=samples,

@@ -29,7 +29,7 @@ def dry_rollout(config: RunConfig, problem: Problem) -> str:
     The server answers with the domain's gold answer, if it has one: the rollout must then be a success.
 
     Raises:
-        DomainError: the rollout fails, or does not succeed with the gold answer.
+        DomainError: the rollout fails, has nothing to train on, or does not succeed with the gold answer.
     """
     return asyncio.run(_run(config, problem))
 
@@ -38,7 +38,7 @@ async def _run(config: RunConfig, problem: Problem) -> str:
     from pipelinerl.config.load import to_dictconfig
     from pipelinerl.grading import open_verifier
     from pipelinerl.llm.client import open_session
-    from pipelinerl.llm.results import check_result, num_output_tokens, summarize
+    from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize
     from pipelinerl.llm.sample_builder import build_samples
     from pipelinerl.tiny.tokenizer import build_tokenizer
 
@@ -56,6 +56,13 @@ async def _run(config: RunConfig, problem: Problem) -> str:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await function(to_dictconfig(config), llm, problem.data, session)
             result = check_result(answer, function)
+            if not result.training_texts:
+                raise DomainError(
+                    f"actor.rollout_policy: a dry rollout of problem {problem.id!r} returned no training text, so "
+                    "nothing could be trained: the actor fails such rollouts (no_samples). Return "
+                    "training_texts=[make_training_text(llm, llm_call), ...], for wrong answers too."
+                )
+            complete_texts(result, llm)
             samples = build_samples(result.training_texts, group_id="dry", rollout_id="dry/r0")
             summary = summarize(result, "dry/r0", num_output_tokens(result.training_texts))
         except UserError:

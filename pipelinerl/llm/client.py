@@ -58,6 +58,7 @@ async def complete(llm: TrainableLLM, prompt_ids: list[int], session: aiohttp.Cl
         if problem is None:
             completion = read_completion(detail, llm.collect_logprobs, llm.unlabelled_version)
             if isinstance(completion, Completion):
+                llm.counters.versions.update(span.version for span in completion.version_spans)
                 return completion
             problem, detail = completion, b"no complete answer"
         text = f"{url}: {reason_of(problem)}: {detail[:_QUOTED_CHARACTERS].decode(errors='replace')}"

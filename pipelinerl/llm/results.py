@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Collection
 from typing import Any
 
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm.sample_builder import checked_reward
-from pipelinerl.records import RolloutSummary
+from pipelinerl.llm.trainable import TrainableLLM
+from pipelinerl.records import IGNORED_LABEL, RolloutSummary, VersionSpan
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 
@@ -39,6 +41,53 @@ def check_result(result: Any, function: Any) -> RolloutResult:
     return result
 
 
+def complete_texts(result: RolloutResult, llm: TrainableLLM) -> None:
+    """Fill in what a text that was filled by hand may leave out: its version and its temperature.
+
+    Raises:
+        RolloutError: `unversioned`, when it could be any of several versions.
+    """
+    bare = []
+    for text in result.training_texts:
+        if text.temperature is None:
+            text.temperature = float(llm.parameters.get("temperature", 1.0))
+        if not text.version_spans:
+            bare.append(text)
+    if not bare:
+        return
+    version = _version_of(result.model_version, llm.counters.versions)
+    for text in bare:
+        labels = list(text.labels)
+        trained = len(labels) - labels.count(IGNORED_LABEL)
+        if version is not None and trained:
+            text.version_spans = [VersionSpan(version, 0, trained)]
+
+
+def _version_of(stated: Any, seen: Collection[int]) -> int | None:
+    """Return the version of texts without spans: the stated one, else the only one seen; None if nothing is known.
+
+    Raises:
+        RolloutError: `unversioned`: several were seen and none is stated, or one is stated that was not seen.
+    """
+    versions = ", ".join(map(str, sorted(seen)))
+    if stated is None:
+        if len(seen) > 1:
+            raise RolloutError(
+                "unversioned",
+                f"no version spans, and the rollout's requests were answered by the versions {versions}; use "
+                "make_training_text, or fill in version_spans (LLMCall has them) or RolloutResult.model_version",
+            )
+        return next(iter(seen), None)
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 0:
+        raise RolloutError("unversioned", f"model_version is {stated!r}, expected the number of a policy version")
+    if seen and stated not in seen:
+        raise RolloutError(
+            "unversioned",
+            f"model_version is {stated}, but the rollout's requests were answered by version {versions}; leave it out",
+        )
+    return stated
+
+
 def summarize(result: RolloutResult, rollout_id: str, output_tokens: int) -> RolloutSummary:
     """Return the numbers of a rollout; metrics that are not finite numbers are left out.
 
@@ -65,9 +114,14 @@ def num_output_tokens(texts: list[TrainingText]) -> int:
     return sum(text.output_tokens for text in texts)
 
 
-def version_range(texts: list[TrainingText]) -> tuple[int, int] | None:
-    """Return the oldest and the newest policy version that sampled a token, or None without any token."""
-    versions = [span.version for text in texts for span in text.version_spans]
+def version_range(texts: list[TrainingText], seen: Collection[int] = ()) -> tuple[int, int] | None:
+    """Return the oldest and the newest policy version that sampled a token, or None without any token.
+
+    Args:
+        texts: of one rollout.
+        seen: the versions that answered its requests: they count where the texts name none.
+    """
+    versions = [span.version for text in texts for span in text.version_spans] or seen
     return (min(versions), max(versions)) if versions else None
 
 

@@ -77,7 +77,7 @@ def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id:
         prompt_tokens=text.prompt_tokens,
         output_tokens=text.output_tokens,
         version_spans=spans,
-        temperature=text.temperature,
+        temperature=1.0 if text.temperature is None else float(text.temperature),
         ref_logprobs=list(text.ref_logprobs),
         incarnation=incarnation,
         metadata=_plain_metadata(text.metadata),
@@ -111,7 +111,11 @@ def _check_lengths(text: TrainingText) -> int:
 
 def _check_spans(spans: list[VersionSpan], trained: int) -> None:
     if not spans:
-        raise RolloutError("unversioned", "no version spans; use make_training_text, or fill in version_spans")
+        raise RolloutError(
+            "unversioned",
+            "no version spans, and no request of this handle was answered; use make_training_text, or fill in "
+            "version_spans or RolloutResult.model_version",
+        )
     expected_start = 0
     for span in spans:
         if span.start != expected_start or span.end <= span.start:

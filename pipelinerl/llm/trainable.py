@@ -23,11 +23,12 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of a rollout's request
 
 @dataclass(slots=True)
 class CallCounters:
-    """What one rollout has asked of its server so far."""
+    """What one rollout has asked of its server so far, and the policy versions that answered."""
 
     requests: int = 0
     retries: int = 0
     fatal: str | None = None
+    versions: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)

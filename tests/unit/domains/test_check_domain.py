@@ -86,3 +86,29 @@ def test_a_gold_answer_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.Cap
 def test_a_rollout_that_loses_the_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(write_task(tmp_path, "own_task_loses", "4", stripped="'4'")) == 2
     assert "is no success" in capsys.readouterr().err
+
+
+def test_a_rollout_without_samples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = write_task(tmp_path, "own_task_without_samples", "4")
+    file = tmp_path / "own_task_without_samples.py"
+    file.write_text(file.read_text().replace("RolloutResult([text],", "RolloutResult([],"))
+    assert main(command) == 2
+    assert "returned no training text" in capsys.readouterr().err
+
+
+BY_HAND = """
+        ids = call.prompt_token_ids + call.output_token_ids
+        labels = [-100] * len(call.prompt_token_ids) + call.output_token_ids
+        text = TrainingText(text="", input_ids=ids, labels=labels, logprobs=call.logprobs, finished=True)
+"""
+
+
+def test_a_training_text_filled_by_hand_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = write_task(tmp_path, "own_task_by_hand", "4")
+    file = tmp_path / "own_task_by_hand.py"
+    code = file.read_text().replace(
+        "    text = make_training_text(llm, call)\n", textwrap.indent(textwrap.dedent(BY_HAND), "    ")
+    )
+    file.write_text(code.replace("RolloutResult\n", "RolloutResult, TrainingText\n", 1))
+    assert main(command) == 0
+    assert "1 sample(s)" in capsys.readouterr().out

@@ -246,6 +246,7 @@ async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any, 
         assert (await ask(llm)).token_ids == [5, 6, 7]
     assert bodies[0] == bodies[1]
     assert (llm.counters.requests, llm.counters.retries) == (1, 1)
+    assert llm.counters.versions == {3, 4}
 
 
 async def test_one_client_reads_servers_that_answer_in_bytes_and_plain_ones(ask: Any) -> None:

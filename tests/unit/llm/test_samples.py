@@ -11,7 +11,7 @@ import pytest
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
 from pipelinerl.llm.answers import is_finished
-from pipelinerl.llm.results import check_result, summarize, version_range
+from pipelinerl.llm.results import check_result, complete_texts, summarize, version_range
 from pipelinerl.llm.sample_builder import build_samples, checked_reward, make_training_text
 from pipelinerl.records import VersionSpan
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
@@ -127,3 +127,61 @@ def test_results_of_another_shape_are_the_users_to_mend(result: Any, words: str)
     with pytest.raises(DomainError, match=words) as refused:
         check_result(result, my_rollout)
     assert "my_rollout" in str(refused.value) and "test_samples.py" in str(refused.value)
+
+
+def by_hand(seen: set[int], model_version: Any = None) -> tuple[RolloutResult, TrainableLLM]:
+    """A result with a text that has the fields which users fill, and the handle that answered."""
+    text = TrainingText(
+        text="<user>hiyes",
+        n_predicted=3,
+        reward=1.0,
+        logprobs=[-0.1, -0.2, -0.3],
+        input_ids=[4, 5, 6, 7, 0],
+        labels=[-100, -100, 6, 7, 0],
+        finished=True,
+        prompt_tokens=2,
+        output_tokens=3,
+    )
+    llm = LLM.for_rollout(seed=1)
+    llm.counters.versions.update(seen)
+    return RolloutResult([text], BaseMetrics(reward=1.0, success=True), model_version=model_version), llm
+
+
+@pytest.mark.parametrize(("seen", "stated"), [({7}, None), ({7}, 7), (set(), 7), ({6, 7}, 7)])
+def test_a_text_filled_by_hand_gets_the_version_that_is_known(seen: set[int], stated: int | None) -> None:
+    result, llm = by_hand(seen, stated)
+    complete_texts(result, llm)
+    (sample,) = build_samples(result.training_texts, group_id="g", rollout_id="r")
+    assert sample.version_spans == [VersionSpan(7, 0, 3)]
+    assert sample.temperature == 0.6  # the handle's: the log-probs are of that distribution
+
+
+@pytest.mark.parametrize(
+    ("seen", "stated", "words"),
+    [
+        ({6, 7}, None, "by the versions 6, 7"),
+        (set(), None, "no request of this handle was answered"),
+        ({6}, 7, "by version 6; leave it out"),
+        ({7}, "7", "expected the number of a policy version"),
+        (set(), -1, "expected the number of a policy version"),
+    ],
+)
+def test_a_version_is_never_guessed(seen: set[int], stated: Any, words: str) -> None:
+    result, llm = by_hand(seen, stated)
+    with pytest.raises(RolloutError, match=words) as refused:
+        complete_texts(result, llm)
+        build_samples(result.training_texts, group_id="g", rollout_id="r")
+    assert refused.value.reason == "unversioned"
+
+
+def test_versions_that_are_there_stay() -> None:
+    result, llm = by_hand({2, 3}, model_version=9)
+    result.training_texts = [make_text()]
+    complete_texts(result, llm)
+    assert result.training_texts[0].version_spans == [VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)]
+
+
+def test_the_versions_of_a_rollout_without_texts_are_those_that_answered() -> None:
+    assert version_range([], {5, 3}) == (3, 5)
+    assert version_range([make_text()], {5}) == (2, 3)
+    assert version_range([]) is None
