@@ -260,6 +260,8 @@ HONOURED: dict[str, str] = {
     "supervise.shutdown_grace_s": "seconds that the trainer has to save after SIGTERM",
     "supervise.finish_timeout_s": "for the last evaluation and the shutdown",
     "supervise.weight_sync_timeout_s": "deadline of one weight update",
+    "supervise.probe_every_n_updates": "compare log-probs of trainer and servers behind every n-th weight update, "
+    "and end the run if they differ; 0: behind the first one after a start and the last",
     "supervise.nodes_timeout_s": "how long node 0 waits for the other nodes, and they for its plan",
     "supervise.max_restarts": "times that the launcher goes on by itself when trainer, actor or preprocessor died",
     "supervise.max_server_restarts": "restarts of one server within the window before its end ends the run",

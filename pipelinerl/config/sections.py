@@ -174,6 +174,7 @@ class SuperviseConfig(Section):
     shutdown_grace_s: float = Field(default=10, gt=0)
     finish_timeout_s: float = Field(default=600, gt=0)
     weight_sync_timeout_s: float = Field(default=120, gt=0)
+    probe_every_n_updates: int = Field(default=0, ge=0, description="0: the first one behind a start, and the last")
     nodes_timeout_s: float = Field(default=900, gt=0)
     max_restarts: int = Field(default=0, ge=0)
     max_server_restarts: int = Field(default=3, ge=0, description="of one server, within server_restart_window_s")

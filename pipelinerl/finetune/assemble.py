@@ -160,6 +160,7 @@ def build_loop(
         stop=stop,
         turns=turns,
         updates_servers=finetune.send_weight_updates,
+        probe_every_n_updates=config.supervise.probe_every_n_updates,
         checks_sampling=samples_everything(config.llm.parameters),
         device_metrics=lambda: peak_memory(ranks.device),
     )

@@ -59,6 +59,8 @@ class TrainingLoop:
     turns: Turns | None = None
     #: False: the servers keep the weights that they got at the start.
     updates_servers: bool = True
+    #: Probe every n-th update of the run; 0: only the first one behind a start, and the last.
+    probe_every_n_updates: int = 0
     #: Whether on-policy tokens have to have the servers' log-probs (see `on_policy_check`).
     checks_sampling: bool = True
     #: Metrics of the device, read once a step.
@@ -95,7 +97,7 @@ class TrainingLoop:
             is_stopped = False
             drained = trained
             if self._update_is_due(state.step):
-                probed = is_first_step or state.step == last
+                probed = is_first_step or state.step == last or self._probe_is_due(state.step)
                 is_stopped = not self._may_update(state.step)
                 drained = self.clock()
                 if is_stopped:
@@ -176,6 +178,11 @@ class TrainingLoop:
     def _update_is_due(self, step: int) -> bool:
         is_last = step == self.config.last_step
         return self.updates_servers and (step % self.config.weight_update_interval == 0 or is_last)
+
+    def _probe_is_due(self, step: int) -> bool:
+        """From the configuration and the step alone: all ranks agree, and a resumed run goes on in the same rhythm."""
+        number = step // self.config.weight_update_interval
+        return self.probe_every_n_updates > 0 and number % self.probe_every_n_updates == 0
 
     def _save_is_due(self, step: int) -> bool:
         return step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps

@@ -140,6 +140,32 @@ def test_an_update_interval_still_delivers_the_last_version(start):
     assert run.publisher.versions == [0, 3, 4]
 
 
+def probed(run):
+    return [
+        record.version
+        for record in run.written
+        if isinstance(record, WeightUpdateSuccess) and record.probe_abs_diff is not None
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every", "interval", "versions"),
+    [(0, 1, [0, 1, 4]), (1, 1, [0, 1, 2, 3, 4]), (2, 1, [0, 1, 2, 4]), (3, 1, [0, 1, 3, 4]), (1, 2, [0, 2, 4])],
+)
+def test_probes_follow_the_updates_that_are_asked_for(start, every, interval, versions):
+    run = start(weight_update_interval=interval)
+    run.loop = dataclasses.replace(run.loop, probe_every_n_updates=every)
+    assert probed(run.run()) == versions
+
+
+def test_a_resumed_run_probes_in_the_same_rhythm(start):
+    start("cut", interrupt_train_steps=1).run()
+    resumed = start("cut")
+    resumed.loop = dataclasses.replace(resumed.loop, probe_every_n_updates=3)
+    # Version 1 is its first, 2 the first update behind the start, 3 the third update of the run, 4 the last.
+    assert probed(resumed.run()) == [1, 2, 3, 4]
+
+
 def test_interrupt_train_steps_ends_early_and_completely(start):
     run = start(interrupt_train_steps=2).run()
     assert run.publisher.versions == [0, 1, 2]
