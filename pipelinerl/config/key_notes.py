@@ -232,7 +232,8 @@ HONOURED: dict[str, str] = {
     "streams.backend": "files or redis",
     "streams.fsync": "never, interval or always",
     "streams.shard_bytes": "size of one file",
-    "streams.url": "address of a Redis server of yours; null: the launcher starts one",
+    "streams.url": "address of a Redis server of yours; null: that of PIPELINERL_REDIS_URL (environment; it may hold a "
+    "password), else the launcher starts one",
     "streams.byte_budget": "memory that streams may take in Redis",
     "streams.retention": "all; heads: tokens that no resume needs are removed (those steps cannot be replayed)",
     "streams.backpressure_timeout_s": "how long a writer waits when a stream in Redis is full and nobody reads",

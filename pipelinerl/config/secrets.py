@@ -19,6 +19,8 @@ _SECRET_NAME = re.compile(
 )
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 _MIN_SECRET_LENGTH = 12
+# Values that pipelinerl itself takes from the environment.
+_OWN_VARIABLES = {"streams.url": "PIPELINERL_REDIS_URL"}
 _NEXT_STEP = "Put it into an environment variable and read that variable in your code; the configuration is saved."
 
 
@@ -37,12 +39,22 @@ def refuse_secrets(data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         if not value:
             continue
         if _SECRET_NAME.search(key):
-            raise ConfigError(key, "(hidden)", "no secret in the configuration", _NEXT_STEP)
+            raise ConfigError(key, "(hidden)", "no secret in the configuration", _next_step(key))
         if _has_password(value):
-            raise ConfigError(key, "(hidden)", "a URL without a password", _NEXT_STEP)
+            raise ConfigError(key, "(hidden)", "a URL without a password", _next_step(key))
         for secret, name in secrets.items():
             if secret in value:
-                raise ConfigError(key, f"(the value of ${name})", "no secret in the configuration", _NEXT_STEP)
+                raise ConfigError(key, f"(the value of ${name})", "no secret in the configuration", _next_step(key))
+
+
+def _next_step(key: str) -> str:
+    own = _OWN_VARIABLES.get(key)
+    if own is None:
+        return _NEXT_STEP
+    return (
+        f"Leave {key} out and put the whole address into the environment variable {own} (on every node); the "
+        "configuration is saved."
+    )
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -57,9 +69,10 @@ def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _has_password(text: str) -> bool:
-    if "://" not in text or "@" not in text:
+    if "://" not in text:
         return False
     try:
-        return bool(urlsplit(text).password)
+        parts = urlsplit(text)
+        return bool(parts.password) or "password=" in parts.query
     except ValueError:
         return False

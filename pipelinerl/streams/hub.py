@@ -35,8 +35,9 @@ class StreamHub:
         config: section `streams` of the configuration.
         run_dir: the run's directory; file streams lie in its folder `streams`.
         run_id: identity of the run. The first hub leaves it in the folder; a folder of another run is refused.
-        environ: of this process: `PIPELINERL_REDIS_URL`, set by the launcher, says where the run's own Redis server
-            is (its URL holds a password, so it is in no file); without it `streams.url` counts.
+        environ: of this process: `PIPELINERL_REDIS_URL` says where the Redis server is, with its password, which is in
+            no file. The launcher sets it for the run's own server, a user for one that needs a password; without it
+            `streams.url` counts.
 
     Raises:
         StreamError: the folder holds another run's streams, or cannot be written; the Redis server cannot be used.

@@ -7,7 +7,6 @@ attempts with growing pauses (about half a minute), so that a server that is res
 from __future__ import annotations
 
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import ExponentialBackoff
@@ -22,6 +21,7 @@ CHECK_RETRIES = 5
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 MIN_VERSION = (6, 2)
+_SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
 
 
 def connect(url: str, retries: int = OUTAGE_RETRIES) -> redis.Redis:
@@ -39,8 +39,12 @@ def connect(url: str, retries: int = OUTAGE_RETRIES) -> redis.Redis:
             socket_connect_timeout=5.0,
             retry=Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=0.05), retries),
         )
-    except ValueError as error:
-        raise StreamError(f"streams.url {shown(url)} cannot be used: {error}") from error
+    except ValueError:
+        # Not the error itself: of a password with a slash in it, it quotes a part.
+        raise StreamError(
+            f"the address {shown(url)} {_SOURCES} cannot be used, expected redis://:PASSWORD@HOST:PORT/0 (or rediss:, "
+            "unix:). Write special characters of the password as in a URL: / is %2F, @ is %40, ? is %3F, # is %23"
+        ) from None
 
 
 def check_server(client: redis.Redis, url: str) -> None:
@@ -53,7 +57,8 @@ def check_server(client: redis.Redis, url: str) -> None:
         info = client.info()
     except redis.RedisError as error:
         raise StreamError(
-            f"the Redis server {shown(url)} does not answer: {error}. Check streams.url and the password"
+            f"the Redis server {shown(url)} does not answer: {error}. Check the address {_SOURCES} and the password; "
+            "an address with a password, redis://:PASSWORD@HOST:PORT/0, goes into PIPELINERL_REDIS_URL"
         ) from error
     version = tuple(int(part) for part in str(info.get("redis_version", "0")).split(".")[:2])
     if version < MIN_VERSION:
@@ -84,6 +89,6 @@ def stream_keys(run_id: str, spec: StreamSpec) -> StreamKeys:
 
 
 def shown(url: str) -> str:
-    """`url` without user name and password."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    """`url` without user name, password and options, also if the password is not written as in a URL."""
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"

@@ -65,7 +65,14 @@ def open_streams(run: StartedRun, environ: Mapping[str, str] | None = None) -> I
     """
     env = os.environ if environ is None else environ
     streams = run.config.streams
-    if streams.backend != "redis" or streams.url or env.get(REDIS_URL_KEY):
+    url = env.get(REDIS_URL_KEY) or streams.url
+    if streams.backend == "redis":
+        from pipelinerl.supervise.stream_place import check_place
+
+        # A server of the run's own that is still up has an address, too.
+        if not (run.is_running and url):
+            check_place(run.run_dir, url)
+    if streams.backend != "redis" or url:
         yield StreamHub(streams, run.run_dir, run.identity.run_id, env)
         return
     if run.is_running:

@@ -32,14 +32,16 @@ DOMAIN_CHECK_TIMEOUT_S = 300.0
 _HUB_TIMEOUT_S = 10.0
 
 
-def check_supported(config: RunConfig, cluster: Cluster) -> None:
+def check_supported(config: RunConfig, cluster: Cluster, environ: Mapping[str, str]) -> None:
     """Refuse what can be planned (`dry_run=true`) but not run, instead of running something else."""
-    if cluster.world_size > 1 and config.streams.backend == "redis" and not config.streams.url:
+    is_named = bool(config.streams.url or environ.get(REDIS_URL_KEY))
+    if cluster.world_size > 1 and config.streams.backend == "redis" and not is_named:
         raise ConfigError(
             "streams.url",
             None,
             "the address of a Redis server that all nodes reach (WORLD_SIZE is above 1)",
-            "Start one and set streams.url, or use streams=files with output_dir on a shared file system.",
+            f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the environment of every node), "
+            "or use streams=files with output_dir on a shared file system.",
         )
     if config.debug.use_existing_llms:
         raise ConfigError("debug.use_existing_llms", True, "false: a run starts its own servers", "Remove the key.")

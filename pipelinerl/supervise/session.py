@@ -72,11 +72,18 @@ def _stream_server(session: RunSession) -> Iterator[Mapping[str, str]]:
     """The environment of the processes, with the address of a Redis server that lives as long as the run if it needs
     one of its own."""
     streams = session.config.streams
-    if streams.backend != "redis" or streams.url or session.environ.get(REDIS_URL_KEY):
+    if streams.backend != "redis":
         yield session.environ
         return
     from pipelinerl.supervise.redis_server import RedisServer
+    from pipelinerl.supervise.stream_place import check_place, remember_place
 
+    url = session.environ.get(REDIS_URL_KEY) or streams.url
+    check_place(session.run_dir, url)
+    remember_place(session.run_dir, url)
+    if url:
+        yield session.environ
+        return
     with RedisServer(session.run_dir.root / "redis", streams) as server:
         yield {**session.environ, REDIS_URL_KEY: server.url}
 

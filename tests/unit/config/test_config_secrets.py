@@ -23,12 +23,21 @@ SECRET = "sk-0123456789abcdef"
         {"custom": {"hf_token": SECRET}},
         {"custom": {"token": SECRET}},
         {"streams": {"url": f"redis://user:{SECRET}@localhost:1/0"}},
+        {"streams": {"url": f"redis://localhost:1/0?password={SECRET}"}},
     ],
 )
 def test_secrets_by_name_and_in_addresses(data: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_secrets(data, {})
     assert SECRET not in str(caught.value)
+
+
+def test_an_address_with_a_password_has_a_variable_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"Leave streams\.url out.*PIPELINERL_REDIS_URL") as caught:
+        compose(["output_dir=x", "streams=redis", f"streams.url=redis://:{SECRET}@localhost:1/0"])
+    assert "in your code" not in str(caught.value)
+    with pytest.raises(ConfigError, match="in your code"):
+        compose(["output_dir=x", f"custom.judge=https://user:{SECRET}@localhost/"])
 
 
 def test_the_value_of_a_secret_variable() -> None:

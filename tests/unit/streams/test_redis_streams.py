@@ -60,6 +60,16 @@ def read_steps(reader: RedisReader[MetricRecord], count: int) -> list[int]:
 def test_keys_carry_the_run_and_the_password_stays_out_of_messages() -> None:
     assert KEYS[:2] == ("{pipelinerl:run:metrics:a:0}:log", "{pipelinerl:run:metrics:a:0}:count")
     assert shown("redis://user:secret@host:6379/0") == "redis://host:6379/0"
+    assert shown("redis://host:6379/0?password=secret") == "redis://host:6379/0"
+    assert shown("unix:///run/redis.sock") == "unix:///run/redis.sock"
+
+
+@pytest.mark.parametrize("url", ["redis://:top/secret@host:6379/0", "host:6379", "http://:secret@host/0"])
+def test_an_address_that_cannot_be_used_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(StreamError, match="expected redis://") as caught:
+        connect(url)
+    assert "secret" not in str(caught.value) and "top" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 def test_d9_a_write_that_is_repeated_is_one_write(server: RedisServer, tmp_path: Path) -> None:

@@ -40,8 +40,16 @@ def world(*kinds: str) -> WorldMap:
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], nodes: int, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        preflight.check_supported(config(**changes), cluster(nodes=nodes))
-    preflight.check_supported(config(), cluster())
+        preflight.check_supported(config(**changes), cluster(nodes=nodes), {})
+    preflight.check_supported(config(), cluster(), {})
+
+
+@pytest.mark.parametrize(
+    ("url", "environ"), [("redis://h:1/0", {}), (None, {"PIPELINERL_REDIS_URL": "redis://:secret@h:1/0"})]
+)
+def test_several_nodes_share_a_redis_server_that_the_user_names(url: str | None, environ: dict[str, str]) -> None:
+    run = config(streams={"backend": "redis", "url": url})
+    preflight.check_supported(run, cluster(nodes=2), environ)
 
 
 def test_every_kind_of_job_of_a_plan_has_a_program() -> None:
@@ -62,6 +70,11 @@ def test_a_redis_server_that_is_not_there() -> None:
     with pytest.raises(UserError, match="does not answer"):
         preflight.check_streams(config(streams=streams), {})
     preflight.check_streams(config(streams={"backend": "redis"}), {})
+    with pytest.raises(UserError, match=r"redis://127\.0\.0\.1:1/0 does not answer.*PIPELINERL_REDIS_URL") as caught:
+        preflight.check_streams(
+            config(streams={"backend": "redis"}), {"PIPELINERL_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}
+        )
+    assert "secret" not in str(caught.value)
 
 
 def test_a_model_folder(tmp_path: Path) -> None:
