@@ -141,7 +141,7 @@ HONOURED: dict[str, str] = {
     "finetune.keep_intermediate_checkpoints": "keep the models of earlier checkpoints",
     "finetune.keep_last_checkpoints": "training states that are kept; null: all",
     "finetune.save_final_training_state": "write a training state at the end",
-    "finetune.trust_remote_code": "run code of the model's folder",
+    "finetune.trust_remote_code": "run code of the model's folder, in trainer, servers and actor; it is exported too",
     "finetune.log_each_n_steps": "steps between two lines of the log; metrics are recorded at every step",
     "finetune.send_weight_updates": "false: the servers keep their first weights",
     "finetune.weight_update_interval": "steps between weight updates",

@@ -53,6 +53,7 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         fp32_head=config.fp32_lm_head,
         quantization=config.vllm_config.quantization,
         can_sleep=not on_cpu and config.world.placement == "colocated",
+        trust_remote_code=config.finetune.trust_remote_code,
     )
 
 

@@ -151,6 +151,7 @@ def build_loop(
             ranks,
             finetune.keep_intermediate_checkpoints,
             frozenset(finetune.also_save_steps),
+            trust_remote_code=finetune.trust_remote_code,
         ),
         reporter=reporter,
         heartbeat=context.heartbeat,

@@ -127,7 +127,9 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
             "model_path",
             path,
             f"{kind} with a Hugging Face model ({str(error).splitlines()[0]})",
-            "Check the path, or download the model first.",
+            "If you trust its code, set finetune.trust_remote_code=true."
+            if "trust_remote_code" in str(error)
+            else "Check the path, or download the model first.",
         ) from error
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from transformers.dynamic_module_utils import custom_object_save
 
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import remove_folder
@@ -35,6 +36,7 @@ class ModelExporter:
         tokenizer_path: model folder or name whose tokenizer goes along.
         keep_intermediate: keep older exports; else only the newest and those of `keep_steps` stay.
         max_shard_bytes: about how much one tensor file holds, and how much of the model waits in memory.
+        trust_remote_code: run code of the tokenizer's folder. Code of a model or tokenizer goes along.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ModelExporter:
         keep_intermediate: bool = True,
         keep_steps: frozenset[int] = frozenset(),
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        trust_remote_code: bool = False,
     ) -> None:
         self._root = root
         self._tokenizer_path = tokenizer_path
@@ -52,6 +55,7 @@ class ModelExporter:
         self._keep_intermediate = keep_intermediate
         self._keep_steps = keep_steps
         self._max_shard_bytes = max_shard_bytes
+        self._trust_remote_code = trust_remote_code
 
     def export(self, step: int, policy: PolicyModel, source: WeightSource) -> Path:
         """Write the weights of `source` and return the folder. Raises OSError if the disk does not take them."""
@@ -63,7 +67,7 @@ class ModelExporter:
         kept = _write_weights(final, policy, source, self._max_shard_bytes)
         partial = partial_folder(final)
         _write_rest(partial, policy, kept, source.metadata()[0].dtype)
-        load_tokenizer(self._tokenizer_path).save_pretrained(partial)
+        load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code).save_pretrained(partial)
         finish_folder(final)
         point_link(self._root / "current", final)
         if not self._keep_intermediate:
@@ -119,6 +123,9 @@ def _write_rest(folder: Path, policy: PolicyModel, kept: Mapping[str, torch.Tens
     config = copy.deepcopy(model.config)
     config.dtype = dtype
     config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        # The configuration's own code is saved with it, the model's is not.
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type] - it takes configurations, too
     config.save_pretrained(folder)
     if model.generation_config is not None:
         content = model.generation_config.to_diff_dict()

@@ -71,6 +71,7 @@ class ServerSettings:
         fp32_head: compute the logits in fp32.
         quantization: `--quantization`, if any.
         can_sleep: it shares its GPU and has to be able to leave it.
+        trust_remote_code: run code of the model's folder.
     """
 
     model: str
@@ -83,6 +84,7 @@ class ServerSettings:
     fp32_head: bool = False
     quantization: str | None = None
     can_sleep: bool = False
+    trust_remote_code: bool = False
 
 
 def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
@@ -183,6 +185,8 @@ def _defaults(settings: ServerSettings) -> dict[str, object]:
         defaults["enable-chunked-prefill"] = False
     if settings.can_sleep:
         defaults["enable-sleep-mode"] = True
+    if settings.trust_remote_code:
+        defaults["trust-remote-code"] = True
     if settings.dtype is not None:
         defaults["dtype"] = settings.dtype
     if settings.quantization is not None:

@@ -1,18 +1,24 @@
 """The model as a Hugging Face folder: written shard by shard while it is gathered, whatever the disk does."""
 
 import json
+import shutil
+import textwrap
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import shard_files
 from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.shard_files import ShardWriter
 from pipelinerl.finetune.weight_names import in_buckets, sent_parameters, tensor_metas
+from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.weights.source import CollectiveSource
 
 
@@ -104,3 +110,74 @@ def test_missing_tensors_are_named(tmp_path, kit):
     writer = ShardWriter(tmp_path, metas)
     with pytest.raises(ValueError, match=r"no tensors for \['model.embed_tokens.weight'"):
         writer.close()
+
+
+CUSTOM_CODE = {
+    "configuration_own": """
+        from transformers import LlamaConfig
+
+        class OwnConfig(LlamaConfig):
+            model_type = "own_llama"
+    """,
+    "modeling_own": """
+        from transformers import LlamaForCausalLM
+
+        from .configuration_own import OwnConfig
+
+        class OwnForCausalLM(LlamaForCausalLM):
+            config_class = OwnConfig
+    """,
+    "tokenization_own": """
+        from transformers import PreTrainedTokenizerFast
+
+        class OwnTokenizerFast(PreTrainedTokenizerFast):
+            pass
+    """,
+}
+
+
+def save_custom_model(kit, folder):
+    """A model whose folder brings the code of configuration, model and tokenizer along."""
+    kit.tokenizer(folder)
+    for name, code in CUSTOM_CODE.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(code))
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    add_to_json(
+        folder / "config.json",
+        model_type="own_llama",
+        architectures=["OwnForCausalLM"],
+        auto_map={"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    )
+    add_to_json(
+        folder / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizerFast",
+        auto_map={"AutoTokenizer": [None, "tokenization_own.OwnTokenizerFast"]},
+    )
+    return folder
+
+
+def add_to_json(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_model_with_code_of_its_own_is_exported_with_it(kit, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source = save_custom_model(kit, tmp_path / "source")
+    policy = PolicyModel(load_language_model(str(source), "sdpa", trust_remote_code=True))
+    exporter = ModelExporter(tmp_path / "out", str(source), Ranks(), trust_remote_code=True)
+    folder = exporter.export(1, policy, PlainBackend(policy, kit.config(), Ranks()).weight_source(torch.float32))
+    shutil.rmtree(source)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert (type(model).__name__, type(model.config).__name__) == ("OwnForCausalLM", "OwnConfig")
+    for name, tensor in policy.language_model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert type(load_tokenizer(str(folder), trust_remote_code=True)).__name__ == "OwnTokenizerFast"
+
+
+def test_a_model_with_code_of_its_own_needs_trust(kit, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source = save_custom_model(kit, tmp_path / "source")
+    with pytest.raises(ConfigError, match=r"custom code.*set finetune\.trust_remote_code=true"):
+        load_language_model(str(source), "sdpa")
+    assert not (tmp_path / "modules").exists()

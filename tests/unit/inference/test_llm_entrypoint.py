@@ -38,6 +38,12 @@ def test_a_gpu_server_takes_the_transport_of_its_placement(placement: str, trans
     assert ("--enable-sleep-mode" in server_arguments(settings)[0]) == settings.can_sleep
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_the_model_is_trusted_by_servers_as_by_the_trainer(trusted: bool) -> None:
+    settings = settings_of_job(context("cpu", finetune={"trust_remote_code": trusted}))
+    assert ("--trust-remote-code" in server_arguments(settings)[0]) == trusted
+
+
 def test_a_job_without_port_is_an_error_of_the_plan() -> None:
     with pytest.raises(ValueError, match="actor_llm_1: got no port"):
         settings_of_job(context("cpu", port=None))

@@ -43,9 +43,16 @@ def parser() -> argparse.ArgumentParser:
     return parser_of_vllm()
 
 
+def test_vllm_reads_the_flag_for_code_of_the_model(parser: argparse.ArgumentParser) -> None:
+    assert parser.parse_args(options(trust_remote_code=True)).trust_remote_code is True
+    assert parser.parse_args(options()).trust_remote_code is False
+    refused = options(trust_remote_code=True, vllm_kwargs={"trust_remote_code": False})
+    assert parser.parse_args(refused).trust_remote_code is False
+
+
 def test_no_option_is_given_twice() -> None:
     """vLLM warns of it at every start, also where it takes all values."""
-    changes = dict(dtype="bfloat16", quantization="fp8", fp32_head=True, can_sleep=True)
+    changes = dict(dtype="bfloat16", quantization="fp8", fp32_head=True, can_sleep=True, trust_remote_code=True)
     argv = options(**changes, vllm_kwargs={"dtype": "float16", "seed": 3, "hf_overrides": {"a": 1}})
     names = [word for word in argv if word.startswith("--")]
     assert len(names) == len(set(names)) > 10
