@@ -108,6 +108,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     """
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
     preflight.check_supported(config, cluster, os.environ)
+    preflight.check_vllm(config)
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)

@@ -125,7 +125,7 @@ def _write_rest(folder: Path, policy: PolicyModel, kept: Mapping[str, torch.Tens
     config.architectures = [type(model).__name__]
     if model.is_remote_code():
         # The configuration's own code is saved with it, the model's is not.
-        custom_object_save(model, folder, config=config)  # type: ignore[arg-type] - it takes configurations, too
+        custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
     if model.generation_config is not None:
         content = model.generation_config.to_diff_dict()

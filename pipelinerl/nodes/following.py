@@ -106,6 +106,7 @@ def _supervise(
     config = load_config(run_dir.config_file)
     world = msgspec.structs.replace(WorldMap.from_json(run_dir.world_file.read_bytes()), rank=cluster.rank)
     preflight.check_supported(config, cluster, os.environ)
+    preflight.check_vllm(config)
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)

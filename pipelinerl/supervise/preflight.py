@@ -111,6 +111,20 @@ def check_model(model_path: str) -> None:
         )
 
 
+def check_vllm(config: RunConfig) -> None:
+    """Refuse to start servers where vLLM is not installed. It is looked for, not imported."""
+    if not (has_stage(config, "actor_llm") or has_stage(config, "preprocessor_llm")):
+        return
+    spec = importlib.util.find_spec("vllm")
+    # A folder of that name in the working directory is no installation; it has no origin.
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"vLLM is not installed in the Python environment {sys.prefix}, and the servers of a run are vLLM servers. "
+            "Install pipelinerl with the extra that brings it: pip install -e '.[gpu]' where there are NVIDIA GPUs, "
+            "pip install -e '.[cpu]' where there are none."
+        )
+
+
 def check_servers(config: RunConfig) -> None:
     """Refuse options of the servers that they would refuse themselves, half a minute after their start.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipelinerl import launch
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.supervise import preflight
@@ -75,6 +77,32 @@ def test_a_redis_server_that_is_not_there() -> None:
             config(streams={"backend": "redis"}), {"PIPELINERL_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}
         )
     assert "secret" not in str(caught.value)
+
+
+def test_vllm_that_is_not_installed_is_named_with_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preflight.check_vllm(config())
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "vllm", None)
+        with pytest.raises(UserError, match=r"vLLM is not installed.*'\.\[gpu\]'.*'\.\[cpu\]'"):
+            preflight.check_vllm(config())
+        preflight.check_vllm(config(debug={"mode": "finetune", "streams_from": "y"}))
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        preflight.check_vllm(config())
+
+
+@pytest.mark.parametrize("words", [["dry_run=true"], []])
+def test_without_vllm_a_plan_is_shown_and_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = launch.main(["--config-name", "guessing", "world=cpu", f"output_dir={tmp_path / 'run'}", *words])
+    assert code == (0 if words else 2)
+    assert ("vLLM is not installed" in capsys.readouterr().err) == (not words)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_folder(tmp_path: Path) -> None:
