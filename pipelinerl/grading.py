@@ -32,7 +32,8 @@ async def verify(
 
     Raises:
         RolloutError: the function raised, returned no number, or met its deadline or memory limit. Let it pass: the
-            rollout has failed and is counted by its reason; it is never taken for 0.
+            rollout has failed and is counted by its reason; it is never taken for 0. If the function raised
+            `RetryableRolloutError`, that is what is raised here, and the rollout is tried again.
     """
     request = GradeRequest(grader_path(function), text, problem, params, timeout_s)
     return grade_or_raise(await current_verifier().grade(request))

@@ -144,7 +144,7 @@ HONOURED: dict[str, str] = {
     "finetune.trust_remote_code": "run code of the model's folder, in trainer, servers and actor; it is exported too",
     "finetune.log_each_n_steps": "steps between two lines of the log; metrics are recorded at every step",
     "finetune.send_weight_updates": "false: the servers keep their first weights",
-    "finetune.weight_update_interval": "steps between weight updates; each one beyond the first adds a version to the lag",
+    "finetune.weight_update_interval": "steps between weight updates; each one more adds a version to the lag",
     "finetune.max_lag": "the same setting as max_lag",
     "finetune.max_version_lag": "samples with older tokens are stale; null: no such limit",
     "finetune.pop_old_data": "the same setting as pop_old_data",

@@ -30,6 +30,8 @@ from pipelinerl.servers.messages import (
 
 LOAD_TIMEOUT_S = 120.0
 _KILL_GRACE_S = 0.5
+# Failures that leave the process as it was.
+_HARMLESS = ("grader_raised", "grader_bad_result")
 _decode = msgspec.msgpack.Decoder(Grade | GradeFailed | Loaded).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -104,7 +106,7 @@ class GraderPool:
                 process, payload, timeout_s + _KILL_GRACE_S, request.grader
             )
             # An interrupted grader may have left a library in any state.
-            is_usable = isinstance(answer, Grade) or answer.reason in ("grader_raised", "grader_bad_result")
+            is_usable = isinstance(answer, Grade) or answer.transient or answer.reason in _HARMLESS
         finally:
             process.num_graded += 1
             if is_usable and process.num_graded < self._max_uses:

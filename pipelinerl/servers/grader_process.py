@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DomainError, RetryableRolloutError
 from pipelinerl.servers.child_main import DeadlineReached, deadline, run_child
 from pipelinerl.servers.marking import GraderFunction, load_grader
 from pipelinerl.servers.messages import (
@@ -42,6 +42,7 @@ _FORBIDDEN = (
 )
 _FORBIDDEN_FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "shutil.")
 _TRACE_LINES = 3
+_MESSAGE_CHARACTERS = 2000
 
 
 class Confinement:
@@ -95,11 +96,14 @@ class GraderProcess:
             with deadline(request.timeout_s or 0.0):
                 self._confinement.is_on = confined
                 return as_grade(function(request.text, request.problem, **request.params))
+        except RetryableRolloutError as error:
+            message = clean_text(str(error).removeprefix(f"{error.reason}: "))
+            return GradeFailed(error.reason, message[-_MESSAGE_CHARACTERS:], transient=True)
         except MemoryError:
             return GradeFailed("grader_memory", f"{request.grader} needed more memory than it may have")
         except Exception as error:  # noqa: BLE001 - a grader may raise anything; it fails this rollout only
             lines = traceback.format_exception(error, limit=-_TRACE_LINES)
-            return GradeFailed("grader_raised", clean_text("".join(lines))[-2000:])
+            return GradeFailed("grader_raised", clean_text("".join(lines))[-_MESSAGE_CHARACTERS:])
         finally:
             self._confinement.is_on = False
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from pipelinerl.errors import RolloutError
+from pipelinerl.errors import RetryableRolloutError, RolloutError
 
 GradeStatus = Literal["correct", "wrong", "no_answer", "unparsable"]
 LENGTH_BYTES = 4
@@ -30,10 +30,14 @@ class Grade(msgspec.Struct, frozen=True, tag="grade"):
 
 
 class GradeFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The grader gave no grade. `reason` is a short word that is counted; the rollout is failed, never scored 0."""
+    """The grader gave no grade. `reason` is a short word that is counted; the rollout is failed, never scored 0.
+
+    `transient`: the reason may pass, so the rollout is tried again.
+    """
 
     reason: str
     message: str = ""
+    transient: bool = False
 
 
 class GradeRequest(msgspec.Struct, tag="request"):
@@ -75,10 +79,10 @@ def grade_or_raise(answer: GradeAnswer) -> Grade:
     """Return the grade.
 
     Raises:
-        RolloutError: there is none; its reason is the failure's.
+        RolloutError: there is none; its reason is the failure's. `RetryableRolloutError` if that may pass.
     """
     if isinstance(answer, GradeFailed):
-        raise RolloutError(answer.reason, answer.message)
+        raise (RetryableRolloutError if answer.transient else RolloutError)(answer.reason, answer.message)
     return answer
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.errors import RetryableRolloutError
 from pipelinerl.grading import Grade, grader
 
 
@@ -121,3 +122,8 @@ def shows_environment(text: str, problem: dict[str, Any]) -> float:
 
 def not_marked(text: str, problem: dict[str, Any]) -> float:
     return 1.0
+
+
+@grader
+def needs_a_service(text: str, problem: dict[str, Any]) -> float:
+    raise RetryableRolloutError("service_away", "it does not answer")

@@ -1,15 +1,20 @@
-"""Refuses a run whose programs could not be isolated. Called by the check before a run; tries the sandbox once."""
+"""Refuses a run whose programs could not be isolated. Called by the check before a run; tries the sandbox once.
+
+Waits for that one program, and a few seconds for a server that does not answer.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
+from pipelinerl.domains.coding.fusion import Patience, is_endpoint, run_remotely
 from pipelinerl.domains.coding.limits import SandboxUnavailableError
 from pipelinerl.domains.coding.sandbox import check_isolation
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RetryableRolloutError
 
 ENDPOINT_KEY = "SANDBOX_ENDPOINT"
+_PATIENCE_S = 5.0
 
 
 def sandbox_endpoint(config: Any) -> str | None:
@@ -21,9 +26,11 @@ def check_config(config: Any) -> None:
     """Check that programs can be run.
 
     Raises:
-        ConfigError: there is neither a server nor a way to isolate programs here.
+        ConfigError: there is neither a server that runs them nor a way to isolate programs here.
     """
-    if sandbox_endpoint(config) is not None:
+    endpoint = sandbox_endpoint(config)
+    if endpoint is not None:
+        _check_server(endpoint, "sandbox_endpoint" if config.sandbox_endpoint else ENDPOINT_KEY)
         return
     try:
         check_isolation()
@@ -31,3 +38,15 @@ def check_config(config: Any) -> None:
         raise ConfigError(
             "sandbox_endpoint", None, "a server, or a machine that can isolate programs", str(error)
         ) from error
+
+
+def _check_server(endpoint: str, key: str) -> None:
+    expected = "the address of a SandboxFusion server that runs programs"
+    if not is_endpoint(endpoint):
+        raise ConfigError(key, endpoint, expected, "Write it as http://HOST:PORT.")
+    try:
+        run = run_remotely(endpoint, "print(6 * 7)", patience=Patience(_PATIENCE_S))
+    except (SandboxUnavailableError, RetryableRolloutError) as error:
+        raise ConfigError(key, endpoint, expected, str(error)) from error
+    if run.ending != "finished" or run.stdout.strip() != "42":
+        raise ConfigError(key, endpoint, expected, f"A first program, print(6 * 7), ended with {run}.")

@@ -5,12 +5,14 @@ Expected results stay outside of the sandbox: a program cannot read them, and en
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
 
 from pipelinerl.domains.answers import after_thinking
-from pipelinerl.domains.coding.fusion import run_remotely
+from pipelinerl.domains.coding.check import ENDPOINT_KEY
+from pipelinerl.domains.coding.fusion import Patience, run_remotely
 from pipelinerl.domains.coding.limits import Limits, Run
 from pipelinerl.domains.coding.problems import gold_answer
 from pipelinerl.domains.coding.sandbox import run_program
@@ -33,6 +35,10 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
 
     A program that is too slow, too large or crashes fails its test: these are verdicts on the program, not failures
     of the grader.
+
+    Raises:
+        SandboxUnavailableError: programs cannot be run.
+        RetryableRolloutError: the server at `endpoint` was busy or away for too long.
     """
     program = find_program(text)
     if program is None:
@@ -43,10 +49,11 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
     function = problem.get("function")
     if function is not None:
         program += _DRIVER.format(function=function)
+    patience = Patience()
     passed, endings = 0, {"crashed": 0.0, "time_limit": 0.0, "output_limit": 0.0}
     for test in tests:
         stdin = msgspec.json.encode(test["args"]).decode() if function is not None else str(test["input"])
-        run = _run(program, stdin, endpoint)
+        run = _run(program, stdin, endpoint, patience)
         is_passed = _is_passed(run, test, function is not None)
         passed += is_passed
         if run.ending in endings:
@@ -70,9 +77,11 @@ def find_program(text: str) -> str | None:
     return rest if newline and first_line.strip().lower() in ("python", "python3", "py", "") else block
 
 
-def _run(program: str, stdin: str, endpoint: str | None) -> Run:
+def _run(program: str, stdin: str, endpoint: str | None, patience: Patience) -> Run:
     limits = Limits()
-    return run_remotely(endpoint, program, stdin, limits) if endpoint else run_program(program, stdin, limits)
+    if endpoint:
+        return run_remotely(endpoint, program, stdin, limits, patience)
+    return run_program(program, stdin, limits)
 
 
 def _is_passed(run: Run, test: dict[str, Any], is_function: bool) -> bool:
@@ -94,4 +103,4 @@ def _lines(text: str) -> list[str]:
 def validate(problem: dict[str, Any]) -> float | None:
     """Return the score of the reference solution; None where the problem has none."""
     gold = gold_answer(problem)
-    return None if gold is None else verify_coding(gold, problem).score
+    return None if gold is None else verify_coding(gold, problem, os.environ.get(ENDPOINT_KEY)).score

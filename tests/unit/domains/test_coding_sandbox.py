@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +15,11 @@ import psutil
 import pytest
 
 from pipelinerl.domains import coding
+from pipelinerl.domains.coding import fusion as fusion_module
 from pipelinerl.domains.coding import sandbox
 from pipelinerl.domains.coding.limits import Limits, SandboxUnavailableError
 from pipelinerl.domains.coding.verify import find_program
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RetryableRolloutError
 
 QUICK = Limits(cpu_s=2, wall_s=5.0)
 
@@ -103,8 +106,6 @@ def test_where_nothing_can_be_isolated_nothing_runs(monkeypatch: pytest.MonkeyPa
         sandbox.run_program("print(1)")
     with pytest.raises(ConfigError, match="SandboxFusion"):
         coding.check_config(config)
-    monkeypatch.setenv("SANDBOX_ENDPOINT", "http://127.0.0.1:1")
-    coding.check_config(config)
     sandbox._works_as_root.cache_clear()
 
 
@@ -117,41 +118,145 @@ def test_programs_are_found() -> None:
 
 
 class Fusion(http.server.BaseHTTPRequestHandler):
-    """Answers like SandboxFusion; the program's text decides how the run ends."""
+    """Answers like SandboxFusion; the program's text decides how the run ends, `server.faults` what comes before that.
+
+    A fault is a status of HTTP, a text in place of an answer, or an answer of its own.
+    """
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == "/run_code" and body["language"] == "python"
-        stdout = body["stdin"].upper() if "upper" in body["code"] else ""
-        result = {"status": "Finished", "return_code": 0, "stdout": stdout, "stderr": ""}
-        if "slow" in body["code"]:
+        faults: deque[Any] = self.server.faults  # type: ignore[attr-defined]
+        if faults:
+            return self.fail(faults.popleft() if len(faults) > 1 or faults[0] != ALWAYS else 503)
+        code = body["code"]
+        stdout = body["stdin"].upper() if "upper" in code else "42\n" if "6 * 7" in code else ""
+        stdout = "\n" * (3 << 20) if "newlines" in code else "x" * (2 << 20) if "letters" in code else stdout
+        result: dict[str, Any] = {"status": "Finished", "return_code": 0, "stdout": stdout, "stderr": ""}
+        if "slow" in code:
             result = {"status": "TimeLimitExceeded"}
-        payload = json.dumps({"status": "Success", "run_result": None if "broken" in body["code"] else result}).encode()
+        self.answer({"status": "Success", "run_result": None if "broken" in code else result})
+
+    def fail(self, fault: Any) -> None:
+        if fault == "close":
+            self.close_connection = True
+        elif isinstance(fault, int):
+            self.send_error(fault)
+        elif isinstance(fault, str):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(fault.encode())
+        else:
+            self.answer(fault)
+
+    def answer(self, content: dict[str, Any]) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(payload)
+        self.wfile.write(json.dumps(content).encode())
 
     def log_message(self, *args: Any) -> None:
         """Say nothing."""
 
 
+ALWAYS = "503 for ever"
+SANDBOX_ERROR = {"status": "SandboxError", "message": "no free place", "run_result": None}
+PROBLEM = {"tests": [{"input": "ab", "output": "AB"}]}
+UPPER = "```python\nupper\n```"
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Fusion)
+        self.faults: deque[Any] = deque()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
 @pytest.fixture
-def fusion() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Fusion)
+def fusion(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(fusion_module, "_FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(fusion_module, "_LONGEST_DELAY_S", 0.02)
+    server = Server()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
+    yield server
     server.shutdown()
     server.server_close()
     thread.join(5)
 
 
-def test_sandbox_fusion(fusion: str) -> None:
-    problem = {"tests": [{"input": "ab", "output": "AB"}]}
-    assert coding.verify_coding("```python\nupper\n```", problem, endpoint=fusion).score == 1.0
-    slow = coding.verify_coding("```python\nslow\n```", problem, endpoint=fusion)
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def config(endpoint: str | None) -> Any:
+    return type("Config", (), {"sandbox_endpoint": endpoint})()
+
+
+def test_sandbox_fusion(fusion: Server) -> None:
+    assert coding.verify_coding(UPPER, PROBLEM, endpoint=fusion.url).score == 1.0
+    slow = coding.verify_coding("```python\nslow\n```", PROBLEM, endpoint=fusion.url)
     assert slow.score == 0.0 and slow.details["time_limit"] == 1.0
     with pytest.raises(SandboxUnavailableError, match="was not run"):
-        coding.verify_coding("```python\nbroken\n```", problem, endpoint=fusion)
-    with pytest.raises(SandboxUnavailableError, match="Check the address"):
-        coding.verify_coding("```python\nupper\n```", problem, endpoint="http://127.0.0.1:1")
+        coding.verify_coding("```python\nbroken\n```", PROBLEM, endpoint=fusion.url)
+
+
+@pytest.mark.parametrize("program", ["newlines", "letters"])
+def test_a_program_that_prints_too_much_on_the_server_fails_its_test(fusion: Server, program: str) -> None:
+    """The first is longer than any allowed answer, the second is read whole."""
+    grade = coding.verify_coding(f"```python\n{program}\n```", PROBLEM, endpoint=fusion.url)
+    assert (grade.score, grade.status, grade.details["output_limit"]) == (0.0, "wrong", 1.0)
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, "close", SANDBOX_ERROR])
+def test_passing_faults_of_the_server_are_tried_again(fusion: Server, fault: Any) -> None:
+    fusion.faults.extend([fault, fault])
+    assert coding.verify_coding(UPPER, PROBLEM, endpoint=fusion.url).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [(404, "status 404"), ("<html>", "not an answer of SandboxFusion"), ("[]", "not an answer")]
+)
+def test_other_faults_of_the_server_are_not_tried_again(fusion: Server, fault: Any, words: str) -> None:
+    fusion.faults.append(fault)
+    with pytest.raises(SandboxUnavailableError, match=f"{words}.*Check the address"):
+        coding.verify_coding(UPPER, PROBLEM, endpoint=fusion.url)
+    assert not fusion.faults
+
+
+def test_a_server_that_stays_away_is_a_failure_that_may_pass(fusion: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion_module.Patience.__init__, "__defaults__", (0.05,))
+    fusion.faults.append(ALWAYS)
+    for endpoint in (fusion.url, f"http://127.0.0.1:{closed_port()}"):
+        with pytest.raises(RetryableRolloutError, match=r"run_code: .*attempts") as caught:
+            coding.verify_coding(UPPER, PROBLEM, endpoint=endpoint)
+        assert caught.value.reason == "sandbox_unreachable"
+
+
+def test_the_server_is_tried_before_the_run(fusion: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+    coding.check_config(config(fusion.url))
+    monkeypatch.setenv("SANDBOX_ENDPOINT", fusion.url)
+    coding.check_config(config(None))
+    fusion.faults.append({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4"}})
+    with pytest.raises(ConfigError, match=r"SANDBOX_ENDPOINT: got .*print\(6 \* 7\), ended with"):
+        coding.check_config(config(None))
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:8080", "ftp://h", "http://", "http://user:pw@h", "http://h:99999"])
+def test_what_is_no_address_of_a_server_is_refused_before_the_run(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"sandbox_endpoint: got .*http://HOST:PORT"):
+        coding.check_config(config(endpoint))
+
+
+def test_a_server_that_is_not_there_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.domains.coding.check._PATIENCE_S", 0.05)
+    with pytest.raises(ConfigError, match="sandbox_unreachable"):
+        coding.check_config(config(f"http://127.0.0.1:{closed_port()}"))
+
+
+def test_the_time_for_grading_covers_every_program_and_all_patience() -> None:
+    # Three programs that take 6 s and answer late by 10 s, one more attempt behind 30 s of patience, one pause of 4 s.
+    assert fusion_module.grading_timeout_s(3, Limits(wall_s=6.0)) == 4 * 16.0 + 30.0 + 4.0

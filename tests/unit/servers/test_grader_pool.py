@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from pipelinerl.config.sections import VerifierConfig
-from pipelinerl.errors import DomainError, RolloutError
+from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.servers.grader_pool import GraderPool
-from pipelinerl.servers.messages import GradeAnswer, GradeFailed, GradeRequest
+from pipelinerl.servers.messages import GradeAnswer, GradeFailed, GradeRequest, grade_or_raise
 
 TESTS = Path(__file__).parents[2]
 MEMORY = 1 << 30
@@ -76,15 +76,33 @@ async def test_r1_misbehaviour_is_a_failure_with_a_reason_and_the_slot_comes_bac
     assert await grade(pool, "exact", "4") == Grade(1.0, "correct")
 
 
+async def test_a_reason_that_may_pass_keeps_the_process_and_is_raised_as_such(pool: GraderPool) -> None:
+    answer = await grade(pool, "needs_a_service")
+    assert answer == GradeFailed("service_away", "it does not answer", transient=True)
+    (process,) = pool._all
+    assert await grade(pool, "exact", "4") == Grade(1.0, "correct")
+    assert pool._all == {process}
+    with pytest.raises(RetryableRolloutError, match="service_away: it does not answer"):
+        grade_or_raise(answer)
+
+
 async def test_r1_threads_work(pool: GraderPool) -> None:
     assert await grade(pool, "uses_a_thread") == Grade(1.0, "correct")
+
+
+def wait_until_gone(pid: int) -> None:
+    """A killed process takes a moment to go."""
+    deadline = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 async def test_what_a_grader_started_is_killed_with_it(pool: GraderPool, tmp_path: Path) -> None:
     answer = await grade(pool, "forks_and_hangs", str(tmp_path / "pid"))
     assert isinstance(answer, GradeFailed) and answer.reason == "grader_timeout"
     pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    await asyncio.to_thread(wait_until_gone, pid)
 
 
 @pytest.mark.parametrize("way", ["run", "system", "connect", "write", "remove"])

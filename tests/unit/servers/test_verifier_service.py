@@ -92,6 +92,14 @@ async def test_a_wrong_token_fails_the_rollout() -> None:
             await verify(exact, "4", {"answer": "4"})
 
 
+async def test_a_reason_that_may_pass_comes_through_the_service() -> None:
+    from fakes.graders import needs_a_service
+
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
+        with pytest.raises(RetryableRolloutError, match=r"^service_away: it does not answer$"):
+            await verify(needs_a_service, "", {})
+
+
 async def test_a_busy_or_absent_service_is_tried_again_elsewhere() -> None:
     from fakes.graders import exact
 
