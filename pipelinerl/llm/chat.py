@@ -65,8 +65,14 @@ class ChatRenderer:
                     self._cache.popitem(last=False)
         return text, list(ids)
 
-    def render_text(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
-        """Return the prompt text for `messages`, ready for the assistant's turn.
+    def render_text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt text for `messages`, ready for the assistant's turn unless told otherwise.
 
         Raises:
             RolloutError: `bad_prompt`, as in `render`.
@@ -74,7 +80,7 @@ class ChatRenderer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             )
         except Exception as error:

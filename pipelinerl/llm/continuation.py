@@ -10,13 +10,17 @@ turns). White space does not count: many templates trim, and the ids that the mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm.chat import ChatRenderer
 from pipelinerl.llm.types import LLMCall
+
+if TYPE_CHECKING:
+    from pipelinerl.llm.trainable import TrainableLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +45,43 @@ def ended_by_token(renderer: ChatRenderer, call: LLMCall) -> bool:
     return ended and renderer.is_special(call.output_token_ids[-1])
 
 
-def continue_ids(renderer: ChatRenderer, call: LLMCall, before: str, text: str) -> list[int]:
+def continue_ids(
+    renderer: ChatRenderer, call: LLMCall, before: str, text: str, end_of_answer: Callable[[], list[int]] = list
+) -> list[int]:
     """Return the ids of `text` behind the answer of `call`, whose own text is `before`.
 
-    If a special token ended the answer and the text starts with one, that end is already there.
+    The end token that was sampled is there already: a text that begins with the same token adds it no second time.
+
+    Args:
+        renderer: the tokenizer.
+        call: the last answered request.
+        before: text of its answer.
+        text: what follows.
+        end_of_answer: gives the ids with which `text` itself ends the answer, where that is known (a chat template).
+            The sampled end token stands in the place of theirs, also if it is another one.
     """
     ids = renderer.encode_after(before, text)
-    if ids and ended_by_token(renderer, call) and renderer.is_special(ids[0]):
+    if not ids or not ended_by_token(renderer, call):
+        return ids
+    is_there = ids[0] == call.output_token_ids[-1]
+    if is_there or (renderer.is_special(ids[0]) and end_of_answer()[:1] == ids[:1]):
         return ids[1:]
     return ids
+
+
+def without_sampled_stop(llm: TrainableLLM, call: LLMCall, text: str) -> str:
+    """Return what `text` adds to an answer whose text leaves the stop string out, and whose ids do not.
+
+    Where `text` repeats the stop string (or what its last token brought along), that is taken away.
+    """
+    if not call.ended_by_stop_string:
+        return text
+    sampled = llm.renderer.decode(call.output_token_ids)[len(call.output_text) :]
+    stops = llm.parameters.get("stop") or []
+    for ending in (sampled, *([stops] if isinstance(stops, str) else stops)):
+        if ending and sampled.startswith(ending) and text.startswith(ending):
+            return text[len(ending) :]
+    return text
 
 
 def continuation(
@@ -84,7 +116,20 @@ def continuation(
         return None
     if _squeezed(real[: len(real) - len(tail)]) != _squeezed(text_so_far):
         return None
-    return Continuation(text=tail, ids=continue_ids(renderer, call, answer, tail))
+    end = functools.partial(_end_of_answer, renderer, past, marker, tools)
+    return Continuation(text=tail, ids=continue_ids(renderer, call, answer, tail, end))
+
+
+def _end_of_answer(
+    renderer: ChatRenderer, past: Sequence[dict[str, Any]], marker: str, tools: Sequence[dict[str, Any]] | None
+) -> list[int]:
+    """Return the ids that the template writes behind an answer that is the last message; none if it cannot."""
+    last = {"role": "assistant", "content": marker}
+    try:
+        text = renderer.render_text([*past, last], tools, add_generation_prompt=False)
+    except RolloutError:
+        return []
+    return renderer.encode(text.rpartition(marker)[2])
 
 
 def _squeezed(text: str) -> str:

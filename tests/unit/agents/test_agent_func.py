@@ -13,7 +13,7 @@ import torch
 from fakes.fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.agents.agent_func import generate_agent_rollout, load_step, read_step
+from pipelinerl.agents.agent_func import generate_agent_rollout, read_step
 from pipelinerl.agents.prompt_data import load_prompts
 from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER, steps_of_epochs
 from pipelinerl.config.compose import compose
@@ -49,7 +49,9 @@ def server(tokenizer: PreTrainedTokenizerFast) -> Iterator[FakeServer]:
         yield fake
 
 
-async def play(server: FakeServer, tokenizer: Any, source: str, folder: Path, **agent: Any) -> Any:
+async def play(
+    server: FakeServer, tokenizer: Any, source: str, folder: Path, max_model_len: int | None = None, **agent: Any
+) -> Any:
     file = folder / "agent_func.py"
     file.write_text(source)
     cfg = SimpleNamespace(
@@ -57,6 +59,7 @@ async def play(server: FakeServer, tokenizer: Any, source: str, folder: Path, **
         agent=SimpleNamespace(**{"max_steps": 8, "reward": "sum", **agent}),
     )
     llm = TrainableLLM(server.url, "actor", tokenizer, {"max_tokens": 9, "temperature": 1.0}, token=server.token)
+    llm.max_model_len = max_model_len
     async with open_session() as session:
         return await generate_agent_rollout(cfg, llm, {"state": "go", "label": "x", "dataset": "train"}, session)
 
@@ -74,7 +77,7 @@ async def test_ids_are_kept_while_the_state_grows(
     assert text.reward == 0.75 and result.metrics.success and result.dataset_name == "train"
     assert result.metrics.model_dump() == {
         "reward": 0.75, "success": True, "no_error": True, "no_answer": False,
-        "num_steps": 3, "length": 2.0, "extra_reward": 7.0,
+        "num_steps": 3, "context_full": False, "length": 2.0, "extra_reward": 7.0,
     }  # fmt: skip
     build_samples(result.training_texts, group_id="g", rollout_id="r")
 
@@ -95,6 +98,76 @@ async def test_another_state_starts_a_new_sample_and_three_values_are_enough(
     first, second = result.training_texts
     assert second.input_ids[: len(tokenizer.encode("anew 12"))] == tokenizer.encode("anew 12")
     assert first.reward == second.reward == 2.0
+
+
+@pytest.mark.parametrize(
+    ("rest", "kept"),
+    [
+        ("<|user|>again<|assistant|>", "<|user|>again<|assistant|>"),
+        ("<|end|><|user|>again<|assistant|>", "<|user|>again<|assistant|>"),
+        ("<|end|><|end|>again", "<|end|>again"),
+        ("<|pad|>again", "<|pad|>again"),
+        (" again <|end|>", " again <|end|>"),
+        ("<|end|>", ""),
+        ("", ""),
+    ],
+)
+async def test_the_prompt_is_what_the_function_wrote(
+    rest: str, kept: str, server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Special tokens too; only the end token that was sampled is not there twice."""
+    source = f"async def step(state, action, label):\n    return 1, state + action + {rest!r}, state != 'go'\n"
+    result = await play(server, tokenizer, source, tmp_path)
+    (text,) = result.training_texts
+    answer = tokenizer.convert_tokens_to_ids(["1", "2", "<|end|>"])
+    between = tokenizer.encode(kept)
+    assert server.requests[1]["token_ids"] == tokenizer.encode("go") + answer + between
+    assert text.input_ids == tokenizer.encode("go") + answer + between + answer
+    assert text.labels == [-100] * len(tokenizer.encode("go")) + answer + [-100] * len(between) + answer
+
+
+async def test_an_end_token_behind_an_answer_without_one_is_kept(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The answer has nine tokens, the limit: the end of the message is the function's."""
+    digits = tokenizer.convert_tokens_to_ids([*"123456789"])
+    source = "async def step(state, action, label):\n    return 1, state + action + '<|end|>7', state != 'go'\n"
+    with FakeServer(script=lambda body: digits) as server:
+        server.version = "0"
+        await play(server, tokenizer, source, tmp_path)
+    end, seven = tokenizer.convert_tokens_to_ids(["<|end|>", "7"])
+    assert server.requests[1]["token_ids"] == [*tokenizer.encode("go"), *digits, end, seven]
+
+
+async def test_a_full_context_ends_the_episode_with_the_reward_so_far(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """`go` has 2 ids, an answer 3, ` again` 6: prompts of 2, 11 and 20 ids. In 20 ids there is room for two answers."""
+    source = GROWS.replace("EXTRA", "{}")
+    assert (len(tokenizer.encode("go")), len(tokenizer.encode(" again"))) == (2, 6)
+    result = await play(server, tokenizer, source, tmp_path, max_model_len=20)
+    (text,) = result.training_texts
+    assert len(server.requests) == 2 and len(text.input_ids) == 14
+    assert (text.reward, text.finished, text.finish_reason) == (0.5, False, "length")
+    assert (result.metrics.num_steps, result.metrics.context_full) == (2, True)
+    (sample,) = build_samples(result.training_texts, group_id="g", rollout_id="r")
+    assert (sample.finished, sample.finish_reason, sample.output_tokens) == (False, "length", 6)
+
+
+async def test_a_new_state_that_is_too_long_ends_the_episode_too(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    source = "async def step(state, action, label):\n    return 1, 'x' * 20, False\n"
+    result = await play(server, tokenizer, source, tmp_path, max_model_len=20)
+    (text,) = result.training_texts
+    assert (len(text.input_ids), text.reward, text.finish_reason) == (5, 1.0, "length")
+
+
+async def test_a_prompt_that_fills_the_context_fails_the_rollout(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    with pytest.raises(RolloutError, match="context_overflow"):
+        await play(server, tokenizer, GROWS.replace("EXTRA", "{}"), tmp_path, max_model_len=2)
 
 
 async def test_an_episode_that_never_ends_is_cut(
@@ -121,30 +194,12 @@ async def test_an_episode_that_never_ends_is_cut(
 )
 def test_what_it_returns_is_checked(answer: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        read_step(answer, "agent_func.py")
+        read_step(answer, "step of agent_func.py")
 
 
 def test_rewards_of_other_kinds() -> None:
     assert read_step((torch.tensor(0), "x", torch.tensor(True), None), "f")[::2] == (0.0, True)
     assert read_step((torch.rand(1) * 0 + 1, "x", 0), "f") == (1.0, "x", False, {})
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (None, "There is no such file"),
-        ("x = 1", "has no function step"),
-        ("import nothing_of_this_name", "ModuleNotFoundError.*are its imports complete"),
-        ("def step(state): ...", "too many positional arguments"),
-        ("def step(", "SyntaxError"),
-    ],
-)
-def test_files_that_cannot_be_used(source: str | None, words: str, tmp_path: Path) -> None:
-    file = tmp_path / "agent_func.py"
-    if source is not None:
-        file.write_text(source)
-    with pytest.raises(DomainError, match=words):
-        load_step(str(file))
 
 
 def rows(folder: Path, *entries: Any) -> str:
