@@ -147,6 +147,11 @@ def bounded_by_epochs(config: RunConfig, problems: str) -> RunConfig:
         return config
     finetune = config.finetune
     steps = steps_of_epochs(int(number), config.attempts, config.agent.max_epochs, finetune.samples_per_step)
+    if steps > finetune.max_train_steps:
+        sys.stderr.write(
+            f"note: finetune.max_train_steps={finetune.max_train_steps} ends the run before "
+            f"agent.max_epochs={config.agent.max_epochs}, which takes {steps} steps\n"
+        )
     bounded = finetune.model_copy(update={"max_train_steps": min(steps, finetune.max_train_steps)})
     return config.model_copy(update={"finetune": bounded})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -39,13 +40,13 @@ def load_prompts(
 
     Args:
         dataset_names: JSONL files (`.jsonl`, `.json`), or names of Hugging Face data sets, `name:split` for another
-            split than `train`.
+            split than `train`. They follow one another; a name may be there more than once.
         model_path: of the tokenizer.
         input_key: column of the prompt: text, or a list of messages.
         label_key: column of the label; None: the label is "".
         apply_chat_template: write the prompt as the model's chat template does; a text is a message of the user.
         prompt_max_len: longest prompt in tokens; longer ones are left out, and their number is logged.
-        max_samples: rows taken of each data set, from its beginning.
+        max_samples: rows taken from the beginning of all data sets together.
         trust_remote_code: for the tokenizer.
 
     Raises:
@@ -53,17 +54,28 @@ def load_prompts(
     """
     renderer = ChatRenderer(load_tokenizer(model_path, trust_remote_code=trust_remote_code))
     problems = []
+    left = max_samples
+    stems: Counter[str] = Counter()
     for name in dataset_names:
+        if left == 0:
+            logger.warning("%s is not used: the data sets before it have agent.max_samples=%s rows", name, max_samples)
+            continue
+        stem = Path(name).stem
+        stems[stem] += 1
+        prefix = stem if stems[stem] == 1 else f"{stem}.{stems[stem]}"
         too_long = 0
-        for index, row in enumerate(islice(_rows(name), max_samples)):
-            state = _state(row, f"{name}, row {index}", input_key, apply_chat_template, renderer)
+        rows = list(islice(_rows(name), left))
+        left = left if left is None else left - len(rows)
+        for index, row in enumerate(rows):
+            where = f"{name}, row {index}"
+            state = _state(row, where, input_key, apply_chat_template, renderer)
             if prompt_max_len is not None and len(renderer.encode(state)) > prompt_max_len:
                 too_long += 1
                 continue
             label = row.get(label_key, "") if label_key is not None else ""
             if label_key is not None and label_key not in row:
-                raise DomainError(_missing("agent.label_key", label_key, f"{name}, row {index}", row))
-            problems.append({"id": f"{Path(name).stem}-{index}", "dataset": name, "state": state, "label": label})
+                raise DomainError(_missing("agent.label_key", label_key, where, row))
+            problems.append({"id": f"{prefix}-{index}", "dataset": name, "state": state, "label": label})
         if too_long:
             logger.warning("%s: %d prompts of more than %s tokens are left out", name, too_long, prompt_max_len)
     return problems

@@ -1,28 +1,35 @@
 """Section `agent`: where an agent function's prompts come from, and what `actor.agent_func_path` sets elsewhere.
 
-`settle_agent` is called by the composition, before validation. Reads no file but the agent function's name.
+`settle_agent` is called by the composition, before validation, `unused_agent_keys` after it. They look files up by name
+and read none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from pipelinerl.config.base import Section
+from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipelinerl.config.run import RunConfig
 
 AGENT_ROLLOUT = "pipelinerl.agents.agent_func.generate_agent_rollout"
 PROMPT_LOADER = "pipelinerl.agents.prompt_data.load_prompts"
+#: Keys that name data sets, several of them with commas between.
+DATA_KEYS = ("agent.prompt_data", "agent.eval_data")
 _LOADER_KEYS = ("input_key", "label_key", "apply_chat_template", "prompt_max_len", "max_samples")
 
 
 class AgentConfig(Section):
     """Prompts and episodes of the agent function. It takes effect with `actor.agent_func_path`."""
 
-    prompt_data: str | None = None
-    eval_data: str | None = None
+    prompt_data: str | list[str] | None = None
+    eval_data: str | list[str] | None = None
     input_key: str = "input"
     label_key: str | None = None
     apply_chat_template: bool = False
@@ -47,8 +54,8 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
     if actor.get("rollout_policy") is None:
         actor["rollout_policy"] = AGENT_ROLLOUT
     agent = data.get("agent") or {}
-    prompts = agent.get("prompt_data")
-    if data.get("dataset_loader") is not None or not isinstance(prompts, str):
+    prompts, held_out = agent.get("prompt_data"), agent.get("eval_data")
+    if data.get("dataset_loader") is not None or not isinstance(prompts, str | list) or not prompts:
         return
     data["dataset_loader"] = PROMPT_LOADER
     data["dataset_loader_params"] = {
@@ -56,9 +63,60 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
         "model_path": data.get("model_path"),
         "trust_remote_code": bool((data.get("finetune") or {}).get("trust_remote_code")),
     }
-    data["train_dataset_names"] = [_found(prompts, search_dirs)]
-    held_out = agent.get("eval_data")
-    data["test_dataset_names"] = [_found(held_out, search_dirs)] if isinstance(held_out, str) else []
+    data["train_dataset_names"] = _data_sets(prompts, "agent.prompt_data", search_dirs)
+    data["test_dataset_names"] = _data_sets(held_out, "agent.eval_data", search_dirs)
+
+
+def unused_agent_keys(config: RunConfig) -> list[str]:
+    """Return a remark about keys of this section that are set and that nothing reads."""
+    settings = [
+        name for name, field in AgentConfig.model_fields.items() if getattr(config.agent, name) != field.default
+    ]
+    if config.actor.agent_func_path is None:
+        reason = "without actor.agent_func_path"
+    elif config.dataset_loader != PROMPT_LOADER:
+        settings = [name for name in settings if name in ("prompt_data", "eval_data", *_LOADER_KEYS)]
+        reason = f"with dataset_loader={config.dataset_loader}, which loads the problems by itself"
+    else:
+        return []
+    if not settings:
+        return []
+    names = ", ".join(f"agent.{name}" for name in settings)
+    return [f"{names} {'does' if len(settings) == 1 else 'do'} nothing {reason}"]
+
+
+def _data_sets(value: Any, key: str, search_dirs: Sequence[Path]) -> list[str]:
+    """Return the names in `value`, a list or a text with commas, with files as absolute paths.
+
+    Raises:
+        ConfigError: a name is empty or a number.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        whole = _found(value, search_dirs)
+        parts: list[Any] = [value] if Path(whole).is_file() else [part.strip() for part in value.split(",")]
+    else:
+        parts = list(value)
+    for part in parts:
+        if not isinstance(part, str) or _is_number(part):
+            raise ConfigError(
+                key,
+                value,
+                "names of data sets; they follow one another, so there are no probabilities",
+                "Leave the numbers out. To have a data set more often, name it more often.",
+            )
+        if not part:
+            raise ConfigError(key, value, "a name between two commas", "Remove the comma, or name another data set.")
+    return [_found(part, search_dirs) for part in parts]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _found(name: str, search_dirs: Sequence[Path]) -> str:

@@ -20,6 +20,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipelinerl.config.agent import DATA_KEYS
 from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.keys import is_known, known_keys
 from pipelinerl.config.messages import did_you_mean, unknown_key
@@ -106,6 +107,8 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
     """Check the key of an override; `=` and `+` both set a known key, mentioned in a file or not."""
     key, text = override.key_or_group, str(override.input_line)
     if override.is_sweep_override():
+        if key in DATA_KEYS:  # a comma elsewhere asks for several runs; here it separates data sets
+            return f"++{key}=[{text.partition('=')[2]}]"
         raise ConfigError(key, text, "one value", "Start one run for each value.")
     if key.split(".")[0] == "hydra" or override.package is not None or override.type == OverrideType.DEL:
         return text

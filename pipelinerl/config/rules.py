@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipelinerl.config import rules_sampling, rules_training, rules_world
+from pipelinerl.config.agent import unused_agent_keys
 from pipelinerl.config.key_notes import NO_EFFECT
 from pipelinerl.config.keys import default_of
 from pipelinerl.config.messages import raise_faults
@@ -48,6 +49,7 @@ def advice(config: RunConfig) -> list[str]:
             f"max_lag={config.max_lag} is not used with schedule=conventional: the lag is at most "
             f"steps_per_generation - 1 = {config.steps_per_generation - 1} versions"
         )
+    remarks += unused_agent_keys(config)
     for key, reason in NO_EFFECT.items():
         if _value(config, key) != default_of(key):
             remarks.append(f"{key} does nothing here: {reason}")

@@ -17,7 +17,8 @@ from pipelinerl.agents.agent_func import generate_agent_rollout, read_step
 from pipelinerl.agents.prompt_data import load_prompts
 from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER, steps_of_epochs
 from pipelinerl.config.compose import compose
-from pipelinerl.errors import DomainError, RolloutError
+from pipelinerl.errors import ConfigError, DomainError, RolloutError
+from pipelinerl.launch import bounded_by_epochs
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
@@ -230,6 +231,24 @@ def test_prompts(model: str, tmp_path: Path) -> None:
     assert (plain["state"], plain["label"], plain["dataset"]) == ("as it is", "", str(tmp_path / "prompts.jsonl"))
 
 
+def test_several_data_sets_follow_one_another(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files of 2, 1 and 2 rows of the same name: rows 1 to 4 are taken, and every id is there once."""
+    names = []
+    for folder, numbers in (("a", (1, 2)), ("b", (3,)), ("c", (4, 5))):
+        (tmp_path / folder).mkdir()
+        names.append(rows(tmp_path / folder, *({"input": str(number)} for number in numbers)))
+    problems = load_prompts([*names, names[0]], model_path=model, max_samples=4)
+    assert [(problem["id"], problem["state"], problem["dataset"]) for problem in problems] == [
+        ("prompts-0", "1", names[0]),
+        ("prompts-1", "2", names[0]),
+        ("prompts.2-0", "3", names[1]),
+        ("prompts.3-0", "4", names[2]),
+    ]
+    assert [record.message.partition(" is not used")[0] for record in caplog.records] == [names[0]]
+    twice = load_prompts([names[0], names[0]], model_path=model)
+    assert [problem["id"] for problem in twice] == ["prompts-0", "prompts-1", "prompts.2-0", "prompts.2-1"]
+
+
 @pytest.mark.parametrize(
     ("entries", "params", "words"),
     [
@@ -258,6 +277,77 @@ def test_the_function_alone_is_enough_of_a_configuration(tmp_path: Path) -> None
     assert (config.actor.rollout_policy, config.dataset_loader) == (AGENT_ROLLOUT, PROMPT_LOADER)
     assert config.train_dataset_names == [str(prompts)] and config.test_dataset_names == []
     assert config.dataset_loader_params["input_key"] == "q" and config.dataset_loader_params["model_path"] == "m"
+
+
+def composed(folder: Path, *words: str) -> Any:
+    file = folder / "f.py"
+    file.touch()
+    (folder / "a.jsonl").touch()
+    (folder / "with,comma.jsonl").touch()
+    arguments = ["--config-name", "agent", "output_dir=x", "model_path=m", f"actor.agent_func_path={file}", *words]
+    return compose([argument.replace("HERE", str(folder)) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("HERE/a.jsonl,org/name:test", ["HERE/a.jsonl", "org/name:test"]),
+        ("'HERE/a.jsonl, org/name'", ["HERE/a.jsonl", "org/name"]),
+        ("[org/name,HERE/a.jsonl,org/name]", ["org/name", "HERE/a.jsonl", "org/name"]),
+        ("'HERE/with,comma.jsonl'", ["HERE/with,comma.jsonl"]),
+        ("org/name", ["org/name"]),
+    ],
+)
+def test_data_sets_with_commas(value: str, names: list[str], tmp_path: Path) -> None:
+    config = composed(tmp_path, f"agent.prompt_data={value}", f"agent.eval_data={value}").config
+    expected = [name.replace("HERE", str(tmp_path)) for name in names]
+    assert config.train_dataset_names == config.test_dataset_names == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["agent.prompt_data='a,0.3,b,0.7'"], "agent.prompt_data: got 'a,0.3,b,0.7', expected names of data sets"),
+        (["agent.prompt_data=a,0.5"], r"agent.prompt_data: got \['a', 0.5\], expected names of data sets"),
+        (["agent.prompt_data=a", "agent.eval_data='a,,b'"], "agent.eval_data: got 'a,,b', expected a name between"),
+        (["agent.prompt_data=[]"], r"agent.prompt_data: got \[\], expected a JSONL file"),
+        (
+            ["agent.prompt_data=a", "agent.prompt_data_probs='0.5,0.5'"],
+            "agent.prompt_data_probs: got '0.5,0.5', expected agent.prompt_data=A,A,B to have A twice instead",
+        ),
+    ],
+)
+def test_data_sets_that_are_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composed(tmp_path, *words)
+
+
+def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    def notes(*words: str) -> list[str]:
+        return [note for note in compose([*words, "output_dir=x", "model_path=m"]).notes if note.startswith("agent.")]
+
+    function = f"actor.agent_func_path={tmp_path}/f.py"
+    (tmp_path / "f.py").touch()
+    assert notes("--config-name=guessing", "agent.prompt_data=a", "agent.max_epochs=3") == [
+        "agent.prompt_data, agent.max_epochs do nothing without actor.agent_func_path"
+    ]
+    assert notes("agent.max_steps=3") == ["agent.max_steps does nothing without actor.agent_func_path"]
+    own = [function, "dataset_loader=my.load", "train_dataset_names=[a]", "agent.eval_data=a", "agent.max_steps=3"]
+    (note,) = notes(*own, "agent.prompt_max_len=5")
+    assert note.startswith("agent.eval_data, agent.prompt_max_len do nothing with dataset_loader=my.load, which loads")
+    assert notes(function, "agent.prompt_data=a", "agent.prompt_max_len=5", "agent.max_steps=3") == []
+    assert notes("--config-name=guessing") == []
+
+
+def test_a_run_that_ends_before_its_epochs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """100,000 prompts with 8 samples are 6250 steps of 128; the limit is 1000."""
+    config = composed(tmp_path, "agent.prompt_data=a", "finetune.gradient_accumulation_passes=128").config
+    assert bounded_by_epochs(config, "100000 training problems").finetune.max_train_steps == 1000
+    assert (
+        "max_train_steps=1000 ends the run before agent.max_epochs=1, which takes 6250 steps" in capsys.readouterr().err
+    )
+    assert bounded_by_epochs(config, "160 training problems").finetune.max_train_steps == 10
+    assert capsys.readouterr().err == ""
 
 
 def test_steps_of_epochs() -> None:
