@@ -34,9 +34,9 @@ _MAX_THREADS = 1024
 # A file that takes longer to run, so many times in a row, holds up the other rollouts of its worker.
 _SLOW_S = 0.1
 _SLOW_RUNS = 3
-# Functions and their globals refer to each other, so only the collector frees a module. The worker's thresholds are
-# high, and long episodes outlive the young generations.
-_EPISODES_PER_COLLECTION = 256
+# Functions and their globals refer to each other, so only the collector frees a module, and the worker has told it to
+# look seldom. A file that makes large things takes its time, so time is the measure.
+_COLLECT_AFTER_S = 1.0
 
 Step = Callable[..., Any]
 
@@ -68,7 +68,7 @@ class AgentFile:
         self._loader = _CompiledLoader(code, source)
         self._names: list[str] = []
         self._num_names = 0
-        self._episodes = 0
+        self._uncollected_s = 0.0
         self._slow_runs = 0
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="agent-step")
         folder = str(file.absolute().parent)
@@ -96,9 +96,6 @@ class AgentFile:
         finally:
             sys.modules.pop(name, None)
             self._names.append(name)
-            self._episodes += 1
-            if self._episodes % _EPISODES_PER_COLLECTION == 0:
-                gc.collect()
 
     async def call(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         """Call `step`. A plain function runs in a thread, so that it may block; a coroutine runs on the event loop."""
@@ -131,6 +128,9 @@ class AgentFile:
         return f"step of {self.path}{line}"
 
     def _run(self, name: str) -> ModuleType:
+        if self._uncollected_s > _COLLECT_AFTER_S:
+            self._uncollected_s = 0.0
+            gc.collect()
         spec = importlib.util.spec_from_file_location(name, self.path, loader=self._loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -138,6 +138,7 @@ class AgentFile:
         started = time.perf_counter()
         self._loader.exec_module(module)
         seconds = time.perf_counter() - started
+        self._uncollected_s += seconds
         self._slow_runs = self._slow_runs + 1 if seconds > _SLOW_S else 0
         if self._slow_runs == _SLOW_RUNS:
             logger.warning(

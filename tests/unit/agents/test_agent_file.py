@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,3 +246,24 @@ def test_a_file_that_is_slow_to_run_is_told_once(
     assert [record.message.split(" takes ")[0] for record in caplog.records] == [
         f"actor.agent_func_path: running {tmp_path}/agent_func.py"
     ]
+
+
+def test_what_a_file_makes_is_freed_by_the_time_that_running_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector is off: only the one that the beginning of an episode calls frees the module of an earlier one."""
+    file = AgentFile(write(tmp_path, "class Large: ...\n\nlarge = Large()\n\ndef step(state, action, label): ...\n"))
+    gc.collect()
+    gc.disable()
+    try:
+        freed = []
+        for limit_s in (1e9, -1.0):
+            monkeypatch.setattr(agent_file, "_COLLECT_AFTER_S", limit_s)
+            with file.episode() as step:
+                large = weakref.ref(step.__globals__["large"])
+            del step
+            file.check()
+            freed.append(large() is None)
+        assert freed == [False, True]
+    finally:
+        gc.enable()
