@@ -60,7 +60,7 @@ async def generate_agent_rollout(
     started = time.monotonic()
     file = agent_file(str(cfg.actor.agent_func_path))
     with file.episode() as step:
-        played = await _play(file, step, llm, problem, int(cfg.agent.max_steps), session)
+        played = await _play(file, step, cfg, llm, problem, session)
     total = played.rewards[-1] if cfg.agent.reward == "last" else math.fsum(played.rewards)
     success = bool(played.extra.pop("success", total > 0))
     named = {f"extra_{name}" if name in _RESERVED else name: value for name, value in played.extra.items()}
@@ -76,9 +76,9 @@ async def generate_agent_rollout(
 async def _play(
     file: AgentFile,
     step: Step,
+    cfg: Any,
     llm: TrainableLLM,
     problem: dict[str, Any],
-    max_steps: int,
     session: aiohttp.ClientSession,
 ) -> _Played:
     options = _accepted(step, {"sampling_params": dict(llm.parameters)})
@@ -87,7 +87,7 @@ async def _play(
     ids = renderer.encode(state)
     temperature = float(llm.parameters.get("temperature", 1.0))
     played = _Played([Transcript(temperature)])
-    for _ in range(max_steps):
+    for _ in range(cfg.agent.max_steps):
         try:
             call = await answer_of(llm, Prompt(token_ids=ids), state, ids, session)
         except RolloutError as error:
@@ -95,6 +95,8 @@ async def _play(
                 raise
             played.context_full = True
             break
+        if cfg.agent.action_special_tokens:
+            call.output_text = renderer.decode(call.output_token_ids, skip_special_tokens=False)
         action = call.output_text
         played.transcripts[-1].add(call, state + action)
         answer = await file.call(step, state, action, label, **options)
@@ -104,8 +106,12 @@ async def _play(
         if done:
             break
         if next_state.startswith(state + action):
-            rest = without_sampled_stop(llm, call, next_state[len(state) + len(action) :])
-            ids = [*played.transcripts[-1].ids, *continue_ids(renderer, call, action, rest)]
+            rest = next_state[len(state) + len(action) :]
+            if cfg.agent.action_special_tokens:  # the action is all that was sampled
+                more_ids = renderer.encode_after(action, rest)
+            else:
+                more_ids = continue_ids(renderer, call, action, without_sampled_stop(llm, call, rest))
+            ids = [*played.transcripts[-1].ids, *more_ids]
         else:
             played.transcripts.append(Transcript(temperature))
             ids = renderer.encode(next_state)

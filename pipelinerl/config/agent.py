@@ -38,6 +38,7 @@ class AgentConfig(Section):
     max_epochs: int | None = Field(default=None, ge=1, description="passes over the prompts; null: no such end")
     max_steps: int = Field(default=64, ge=1, description="calls of the agent function in one rollout")
     reward: Literal["sum", "last"] = "sum"
+    action_special_tokens: bool = False
 
 
 def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:

@@ -103,6 +103,7 @@ HONOURED: dict[str, str] = {
     "agent.max_samples": "rows taken from the beginning of the data, of all data sets together; null: all",
     "agent.max_epochs": "passes over the prompts after which the run ends; null: finetune.max_train_steps alone",
     "agent.max_steps": "calls of the agent function in one rollout",
+    "agent.action_special_tokens": "the action has special tokens, its end token and its stop string",
     "agent.reward": "sum of the steps' rewards, or the last one",
     "actor.system_prompt": "words for tasks that ask for them (cfg.actor.system_prompt)",
     "actor.task_template": "words for tasks that ask for them (cfg.actor.task_template)",

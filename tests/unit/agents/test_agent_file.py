@@ -83,7 +83,10 @@ def write(folder: Path, source: str, name: str = "agent_func.py") -> str:
 
 
 async def play_at_once(server: FakeServer, tokenizer: Any, path: str, rollouts: int) -> list[RolloutResult]:
-    cfg = SimpleNamespace(actor=SimpleNamespace(agent_func_path=path), agent=SimpleNamespace(max_steps=8, reward="sum"))
+    cfg = SimpleNamespace(
+        actor=SimpleNamespace(agent_func_path=path),
+        agent=SimpleNamespace(max_steps=8, reward="sum", action_special_tokens=False),
+    )
     async with open_session() as session:
         llms = [
             TrainableLLM(server.url, "actor", tokenizer, {"max_tokens": 9}, token=server.token) for _ in range(rollouts)

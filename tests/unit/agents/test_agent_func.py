@@ -57,7 +57,7 @@ async def play(
     file.write_text(source)
     cfg = SimpleNamespace(
         actor=SimpleNamespace(agent_func_path=str(file)),
-        agent=SimpleNamespace(**{"max_steps": 8, "reward": "sum", **agent}),
+        agent=SimpleNamespace(**{"max_steps": 8, "reward": "sum", "action_special_tokens": False, **agent}),
     )
     llm = TrainableLLM(server.url, "actor", tokenizer, {"max_tokens": 9, "temperature": 1.0}, token=server.token)
     llm.max_model_len = max_model_len
@@ -125,6 +125,23 @@ async def test_the_prompt_is_what_the_function_wrote(
     assert server.requests[1]["token_ids"] == tokenizer.encode("go") + answer + between
     assert text.input_ids == tokenizer.encode("go") + answer + between + answer
     assert text.labels == [-100] * len(tokenizer.encode("go")) + answer + [-100] * len(between) + answer
+
+
+async def test_an_action_with_special_tokens_is_all_that_was_sampled(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """What follows it is added as it is, also the same token again."""
+    source = (
+        "async def step(state, action, label):\n"
+        "    return action == '12<|end|>', state + action + '<|end|><|user|>7', state != 'go'\n"
+    )
+    result = await play(server, tokenizer, source, tmp_path, action_special_tokens=True)
+    (text,) = result.training_texts
+    between = tokenizer.encode("<|end|><|user|>7")
+    answer = tokenizer.convert_tokens_to_ids(["1", "2", "<|end|>"])
+    assert text.input_ids == tokenizer.encode("go") + answer + between + answer
+    assert (text.reward, text.output_text) == (2.0, "12<|end|>")
+    assert text.text == tokenizer.decode(text.input_ids)
 
 
 async def test_an_end_token_behind_an_answer_without_one_is_kept(
