@@ -55,6 +55,8 @@ class RLConfig(Section):
     overlong_limit_tokens: int | None = Field(default=None, ge=1)
     overlong_penalty: float = Field(default=1.0, ge=0)
     filter_zero_advantage_groups: bool = False
+    filter_reward_low: float | None = None
+    filter_reward_high: float | None = None
     importance_correction: Literal["none", "truncate", "mask", "icepop", "geometric_mask"] = "none"
     importance_level: Literal["token", "sequence"] = "token"
     importance_low: float = Field(default=0.5, ge=0)

@@ -13,6 +13,7 @@ Every rejection has a fate and a short reason; the loop writes it to the stream 
 | filtered | longer_than_seq_length   | more tokens than `finetune.seq_length`                                   |
 | filtered | overlong                 | it was cut at the token limit and `rl.overlong_filtering` is on          |
 | filtered | zero_advantage           | its whole group has advantage 0 and `rl.filter_zero_advantage_groups` is on |
+| filtered | reward_range             | its group's mean reward is outside `rl.filter_reward_low` .. `..._high`  |
 | stale    | max_version_lag          | a token would be older than `finetune.max_version_lag` when trained      |
 | stale    | rolled_back              | it was sampled by a version that no longer exists after a resume         |
 | stale    | dropped_oldest           | training is slower than generation and the ring was full                 |
@@ -20,10 +21,11 @@ Every rejection has a fate and a short reason; the loop writes it to the stream 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.config.finetune import FinetuneConfig, RLConfig
 from pipelinerl.records import Fate, Sample, ScoredSample
 from pipelinerl.rl.sample_check import find_fault
 
@@ -55,10 +57,17 @@ def fits(sample: Sample, config: FinetuneConfig) -> bool:
 
 
 def reject_untrainable(
-    scored: Sequence[ScoredSample], config: FinetuneConfig
+    scored: Sequence[ScoredSample], config: FinetuneConfig, rewards: Sequence[float] = ()
 ) -> tuple[list[ScoredSample], list[Rejection]]:
-    """Split off the samples of one group that the configuration does not train. Their rewards stay in the baseline."""
+    """Split off the samples of one group that the configuration does not train. Their rewards stay in the baseline.
+
+    Args:
+        scored: the group's samples, with the advantages of `score_group`: KL in the reward is not yet in them.
+        config: of the trainer.
+        rewards: of the group's rollouts, as the task gave them.
+    """
     zero_group = config.rl.filter_zero_advantage_groups and not any(a for s in scored for a in s.advantages)
+    out_of_range = bool(rewards) and not _is_in_range(math.fsum(rewards) / len(rewards), config.rl)
 
     def reason(item: ScoredSample) -> str | None:
         if not item.sample.num_trained_tokens:
@@ -67,9 +76,17 @@ def reject_untrainable(
             return "longer_than_seq_length"
         if config.rl.overlong_filtering and not item.sample.finished:
             return "overlong"
+        if out_of_range:
+            return "reward_range"
         return "zero_advantage" if zero_group else None
 
     return _split(scored, "filtered", reason)
+
+
+def _is_in_range(mean_reward: float, rl: RLConfig) -> bool:
+    """low < mean < high: bounds that the rewards reach (0 and 1) leave out groups that are all wrong or all right."""
+    low, high = rl.filter_reward_low, rl.filter_reward_high
+    return (low is None or mean_reward > low) and (high is None or mean_reward < high)
 
 
 def reject_stale(

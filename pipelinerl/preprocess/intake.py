@@ -76,7 +76,8 @@ class Intake:
         group = entry.record
         without_samples = [rollout.reward for rollout in group.rollouts if rollout.num_samples == 0]
         scored = score_group(good, without_samples, self._config.rl) if good else []
-        kept, untrainable = reject_untrainable(scored, self._config)
+        rewards = [rollout.reward for rollout in group.rollouts]
+        kept, untrainable = reject_untrainable(scored, self._config, rewards)
         gone = [Rejection(item.sample, "stale", "rolled_back") for item in kept if self._is_rolled_back(item.sample)]
         settled = self._settled_samples
         new = [r for r in [*rejections, *untrainable, *gone] if r.sample.id not in settled]
@@ -87,12 +88,8 @@ class Intake:
     def _with_reference(
         self, checked: list[tuple[list[Sample], list[Rejection]]], add_reference: ReferenceScorer
     ) -> list[tuple[list[Sample], list[Rejection]]]:
-        """Reference log-probs for all samples of all groups in one go. Those too long to train are spared, unless KL
-        is part of the reward: theirs stays in the baseline."""
-        all_lengths = self._config.rl.reward_minus_kl_coef > 0
-        wanted = [
-            s for good, _ in checked for s in good if s.num_trained_tokens and (all_lengths or fits(s, self._config))
-        ]
+        """Reference log-probs for all samples of all groups in one go; those too long to train are spared."""
+        wanted = [s for good, _ in checked for s in good if s.num_trained_tokens and fits(s, self._config)]
         scored = {old.id: new for old, new in zip(wanted, add_reference(wanted), strict=True)}
         result = []
         for good, rejections in checked:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.batcher import ClosedStep
 from pipelinerl.preprocess.filters import Rejection
-from pipelinerl.preprocess.scoring import normalize_step
+from pipelinerl.preprocess.scoring import finish_step
 from pipelinerl.records import FateRecord, MetricRecord, TrainingBatch
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINING_DATA_TOPIC
@@ -76,7 +76,7 @@ class Outputs:
         Raises:
             NoRoom: the stream is full, and after `stop_waiting` nobody takes a batch any more.
         """
-        samples = normalize_step(closed.samples, self._config.rl)
+        samples = finish_step(closed.samples, self._config.rl)
         plan = make_plan(
             [len(item.sample.input_ids) for item in samples],
             self._num_ranks,

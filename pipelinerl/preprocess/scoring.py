@@ -1,23 +1,26 @@
 """A group -> its samples with advantages. Pure; called by the intake for every group, and again when a step closes.
 
 The baseline of a group is over its rollouts: a rollout counts once however many samples it has, and its advantage is
-credited once to every trained token of each of its samples.
+credited once to every trained token of each of its samples. KL in the reward comes behind baseline and filters, when
+the step closes: inside a baseline it would be the only difference between rollouts with equal rewards, and a division
+by the group's standard deviation would blow it up to the size of a reward.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+import msgspec
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.records import Sample, ScoredSample
-from pipelinerl.rl.advantages import discounted_returns, group_advantages, normalize_batch
+from pipelinerl.rl.advantages import discounted_returns, group_advantages, kl_rewards, normalize_batch, rewards_to_go
 
 STEP_REWARD_KEY = "step_reward"
 
 
 def score_group(samples: Sequence[Sample], extra_rewards: Sequence[float], rl: RLConfig) -> list[ScoredSample]:
-    """Advantages of one group's samples, in their order.
+    """Advantages of one group's samples, in their order: one value each, without KL and normalisation (`finish_step`).
 
     Args:
         samples: all usable samples of the group.
@@ -37,8 +40,7 @@ def score_group(samples: Sequence[Sample], extra_rewards: Sequence[float], rl: R
     for positions, of_rollout in zip(rollouts.values(), values, strict=False):
         for position, value in zip(positions, of_rollout, strict=True):
             advantages[position] = value
-    # With a value head these are rewards: the trainer cuts what it makes of them.
-    if rl.relu_log_p_weights and not is_batch_normalized(rl) and rl.advantage_estimator != "gae":
+    if _cuts_negative(rl) and not _is_unfinished(rl):
         advantages = [max(value, 0.0) for value in advantages]
     return [ScoredSample(sample=s, advantages=[a]) for s, a in zip(samples, advantages, strict=True)]
 
@@ -50,19 +52,51 @@ def is_batch_normalized(rl: RLConfig) -> bool:
     return rl.normalize_reward or rl.advantage_estimator == "reinforce_baseline"
 
 
-def normalize_step(scored: Sequence[ScoredSample], rl: RLConfig) -> list[ScoredSample]:
-    """Normalise the advantages of a closed step if the algorithm asks for it (see `rl/advantages/batch_norm.py`)."""
-    if not is_batch_normalized(rl):
-        return list(scored)
-    values = normalize_batch([s.advantages[0] for s in scored], [s.sample.num_trained_tokens for s in scored])
-    if rl.relu_log_p_weights:
-        # Here and not before: subtracting the mean would make negative ones again.
-        values = [max(value, 0.0) for value in values]
-    return [ScoredSample(sample=s.sample, advantages=[value]) for s, value in zip(scored, values, strict=True)]
+def finish_step(scored: Sequence[ScoredSample], rl: RLConfig) -> list[ScoredSample]:
+    """What the algorithm does to the advantages of a closed step: KL in the reward, normalisation, no negative ones.
+
+    With A_i the value that sample i has by now and KL_t = log mu - log ref of its trained token t (k1), token t gets
+
+        A_i,t = A_i - reward_minus_kl_coef * sum over t' >= t of KL_t'
+
+    (REINFORCE++, arXiv 2501.03262: a token pays for itself and for what it leads to, within its sample), and the
+    normalisation is over the tokens of the step (see `rl/advantages/batch_norm.py`). With `gae` each token's share of
+    the reward, -reward_minus_kl_coef * KL_t, goes into `token_rewards` and the trainer's recursion adds it up.
+
+    Raises:
+        ValueError: KL is part of the reward and a sample has not one reference log-prob for each trained token.
+    """
+    if rl.reward_minus_kl_coef:
+        scored = [_with_kl(item, rl) for item in scored]
+    values = [item.advantages for item in scored]
+    if is_batch_normalized(rl):
+        values = normalize_batch(values, [item.sample.num_trained_tokens for item in scored])
+    if _cuts_negative(rl) and _is_unfinished(rl):
+        # Here and not before: what is subtracted above would make negative ones again.
+        values = [[max(value, 0.0) for value in of_sample] for of_sample in values]
+    return [msgspec.structs.replace(item, advantages=value) for item, value in zip(scored, values, strict=True)]
+
+
+def _with_kl(item: ScoredSample, rl: RLConfig) -> ScoredSample:
+    rewards = kl_rewards(item.sample.logprobs, item.sample.ref_logprobs, rl.reward_minus_kl_coef)
+    if rl.advantage_estimator == "gae":
+        return msgspec.structs.replace(item, token_rewards=rewards)
+    (advantage,) = item.advantages
+    return msgspec.structs.replace(item, advantages=[advantage + value for value in rewards_to_go(rewards)])
+
+
+def _cuts_negative(rl: RLConfig) -> bool:
+    # With a value head these are rewards: the trainer cuts what it makes of them.
+    return rl.relu_log_p_weights and rl.advantage_estimator != "gae"
+
+
+def _is_unfinished(rl: RLConfig) -> bool:
+    """Whether `finish_step` still moves the advantages of `score_group`."""
+    return rl.reward_minus_kl_coef > 0 or is_batch_normalized(rl)
 
 
 def _rollout_rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
-    rewards = [sample.reward - _kl_penalty(sample, rl) - length_penalty(sample.output_tokens, rl) for sample in samples]
+    rewards = [sample.reward - length_penalty(sample.output_tokens, rl) for sample in samples]
     if all(sample.metadata.get(STEP_REWARD_KEY) for sample in samples):
         return discounted_returns(rewards, rl.gamma)
     return rewards
@@ -79,10 +113,3 @@ def length_penalty(output_tokens: int, rl: RLConfig) -> float:
         return 0.0
     over = output_tokens - (limit - buffer_tokens)
     return rl.overlong_penalty * min(max(over / buffer_tokens, 0.0), 1.0)
-
-
-def _kl_penalty(sample: Sample, rl: RLConfig) -> float:
-    """KL in the reward (k1): coefficient * sum over trained tokens of log mu - log ref."""
-    if not rl.reward_minus_kl_coef:
-        return 0.0
-    return rl.reward_minus_kl_coef * (math.fsum(sample.logprobs) - math.fsum(sample.ref_logprobs))

@@ -94,11 +94,16 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
-class ScoredSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample with its advantages: one value for the whole sample (length 1) or one per trained token."""
+class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A sample with its advantages: one value for the whole sample (length 1) or one per trained token.
+
+    With `gae` the one value is the sample's reward, which the trainer gives to the last trained token, and
+    `token_rewards` are what each trained token earns besides (KL in the reward); empty: nothing.
+    """
 
     sample: Sample
     advantages: list[float]
+    token_rewards: list[float] = []
 
 
 class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.intake import Intake
 from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.preprocess.scoring import normalize_step
+from pipelinerl.preprocess.scoring import finish_step
 from pipelinerl.records import Group, Sample, ScoredSample, TrainingBatch
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
@@ -37,7 +37,7 @@ class BatchReplay:
                 return f"group {group_id} is not in the stream actor"
             scored = self._score(group, recorded)
             rebuilt += [item for item in scored if item.sample.id in recorded]
-        rebuilt = normalize_step(rebuilt, self._config.rl)
+        rebuilt = finish_step(rebuilt, self._config.rl)
         if [item.sample.id for item in rebuilt] != list(recorded):
             return "other samples"
         for mine, theirs in zip(rebuilt, batch.samples, strict=True):

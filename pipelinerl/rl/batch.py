@@ -47,6 +47,7 @@ class MicroBatch:
         num_segments: samples in this micro-batch; 0 for a sentinel.
         step_tokens: trained tokens of the whole step (over all micro-batches and ranks).
         indices: which samples of the step these are.
+        token_rewards: [R, T] float32, what a token earns besides the reward of its sample; None: nothing.
     """
 
     input_ids: torch.Tensor
@@ -66,6 +67,7 @@ class MicroBatch:
     num_segments: int
     step_tokens: int
     indices: tuple[int, ...]
+    token_rewards: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +92,7 @@ class _Row:
     old_logprobs: np.ndarray
     ref_logprobs: np.ndarray
     advantages: np.ndarray
+    token_rewards: np.ndarray
     versions: np.ndarray
     oldest_versions: np.ndarray
     weight: float
@@ -128,6 +131,7 @@ def collate(
     targets = _tensor(lines, width, lambda row: row.targets, IGNORED_LABEL, np.int64)
     segment_ids = _tensor(lines, width, lambda row: row.filled(row.segment), PADDING_SEGMENT, np.int64)
     ref = _tensor(lines, width, lambda row: row.ref_logprobs, 0.0, np.float32) if with_ref else None
+    earns = any(scored.token_rewards for scored in chosen)
     mask = targets != IGNORED_LABEL
     weights = _tensor(lines, width, lambda row: row.filled(row.weight), 0.0, np.float32)
     return MicroBatch(
@@ -148,6 +152,7 @@ def collate(
         num_segments=len(chosen),
         step_tokens=scale.num_tokens,
         indices=tuple(indices),
+        token_rewards=_tensor(lines, width, lambda row: row.token_rewards, 0.0, np.float32) if earns else None,
     )
 
 
@@ -200,6 +205,10 @@ def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
         raise ValueError(
             f"sample {sample.id}: {len(advantages)} advantages for {len(trained)} trained tokens, expected 1 or as many"
         )
+    if scored.token_rewards and len(scored.token_rewards) != len(trained):
+        raise ValueError(
+            f"sample {sample.id}: {len(scored.token_rewards)} token_rewards for {len(trained)} trained tokens"
+        )
     length = len(sample.input_ids)
     # Position t predicts token t + 1.
     at = np.asarray(trained, dtype=np.int64) - 1
@@ -214,6 +223,7 @@ def _row(scored: ScoredSample, weight: float, segment: int) -> _Row:
         ref_logprobs=_scatter(sample.ref_logprobs, at, length, 0.0) if sample.ref_logprobs else np.zeros(length),
         # One value stands for all trained tokens.
         advantages=_scatter(advantages, at, length, 0.0),
+        token_rewards=_scatter(scored.token_rewards, at, length, 0.0) if scored.token_rewards else np.zeros(length),
         versions=_scatter(versions, at, length, NO_VERSION),
         oldest_versions=_scatter(np.full(len(at), versions.min(initial=_NEWEST)), at, length, NO_VERSION),
         weight=weight,

@@ -8,12 +8,15 @@
 | reinforce          | R_i                                               | if `normalize_reward`   |
 | reinforce_baseline | R_i - mean                                        | always                  |
 | gae                | R_i; the trainer's value head makes it per token  | never                   |
+
+KL in the reward (`kl_reward`) is no part of R: it is subtracted token by token between the two columns.
 """
 
 from pipelinerl.rl.advantages.base import AdvantageFunction, Advantages, GroupRewards, are_equal
 from pipelinerl.rl.advantages.batch_norm import normalize_batch
 from pipelinerl.rl.advantages.dr_grpo import dr_grpo
 from pipelinerl.rl.advantages.grpo import divide_by_std, grpo
+from pipelinerl.rl.advantages.kl_reward import kl_rewards, rewards_to_go
 from pipelinerl.rl.advantages.reinforce import reinforce
 from pipelinerl.rl.advantages.reinforce_baseline import reinforce_baseline
 from pipelinerl.rl.advantages.rloo import rloo
@@ -60,5 +63,7 @@ __all__ = [
     "are_equal",
     "discounted_returns",
     "group_advantages",
+    "kl_rewards",
     "normalize_batch",
+    "rewards_to_go",
 ]

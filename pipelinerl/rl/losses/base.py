@@ -36,6 +36,7 @@ class LossInputs:
         values: output of the value head before each target, needed for `gae`.
         trained: see `MicroBatch`; None: looked for in `mask` when it is needed.
         oldest_versions: see `MicroBatch`; None: those of the tokens themselves.
+        token_rewards: see `MicroBatch`; used by `gae`.
     """
 
     new_logprobs: torch.Tensor
@@ -53,6 +54,7 @@ class LossInputs:
     values: torch.Tensor | None = None
     trained: torch.Tensor | None = None
     oldest_versions: torch.Tensor | None = None
+    token_rewards: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class LossInputs:
             values=kept(values),
             trained=batch.trained,
             oldest_versions=batch.oldest_versions,
+            token_rewards=batch.token_rewards,
         )
 
     def of_trained(self, values: torch.Tensor) -> torch.Tensor:

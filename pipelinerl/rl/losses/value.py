@@ -1,7 +1,8 @@
 """Advantages and loss of a value head (`advantage_estimator: gae`). Called by `compute_loss`.
 
 The preprocessor sends the reward of each sample as its "advantage"; here it becomes the reward of the last trained
-token, and GAE over the values of the head (no gradient) gives every token its advantage and its return.
+token, on top of what tokens earn by themselves (KL in the reward: `token_rewards`). GAE over the values of the head
+(no gradient) gives every token its advantage and its return.
 
     value loss_t = (V_t - return_t)^2 / 2
 """
@@ -30,12 +31,14 @@ def with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInput
         )
     values = inputs.values.detach().double().cpu()
     rewards, mask, segments = inputs.advantages.double().cpu(), inputs.mask.cpu(), inputs.segment_ids.cpu()
+    earned = torch.zeros_like(values) if inputs.token_rewards is None else inputs.token_rewards.double().cpu()
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     for segment in range(inputs.num_segments):
         place = mask & (segments == segment)
         count = int(place.sum())
         if count:
-            steps = [0.0] * (count - 1) + [rewards[place][-1].item()]
+            steps = earned[place].tolist()
+            steps[-1] += rewards[place][-1].item()
             found, targets = gae(steps, values[place].tolist(), config.gamma, config.gae_lambda)
             advantages[place] = torch.tensor(found, dtype=torch.float64)
             returns[place] = torch.tensor(targets, dtype=torch.float64)

@@ -152,8 +152,8 @@ def test_intake_scores_before_the_advantages_and_fails_what_could_not_be_scored(
     assert [item.advantages[0] for item in ready.samples] == [1.0, -0.5]
 
 
-def test_a_sample_too_long_to_train_is_scored_if_kl_is_part_of_the_reward():
-    """Its reward stays in the baseline: without reference log-probs its penalty would be its whole log-likelihood."""
+def test_a_sample_too_long_to_train_is_spared_though_kl_is_part_of_the_reward():
+    """Its reward stays in the baseline, which knows no KL."""
     seen = []
 
     def scorer(samples):
@@ -163,5 +163,5 @@ def test_a_sample_too_long_to_train_is_scored_if_kl_is_part_of_the_reward():
     config = FinetuneConfig(seq_length=16, rl={"reward_minus_kl_coef": 0.1})
     items = [sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0, output=60)]
     ((ready, _),) = Intake(config, ResumePoint(), scorer).digest([Entry(0, group("g", samples=items))])
-    assert seen == ["g/r0/s0", "g/r1/s0"]
+    assert seen == ["g/r0/s0"]
     assert [item.advantages[0] for item in ready.samples] == [1.0]

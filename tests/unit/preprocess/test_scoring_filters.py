@@ -7,7 +7,7 @@ from preprocess_groups import sample
 
 from pipelinerl.config.finetune import FinetuneConfig, RLConfig
 from pipelinerl.preprocess.filters import reject_faulty, reject_stale, reject_untrainable
-from pipelinerl.preprocess.scoring import normalize_step, score_group
+from pipelinerl.preprocess.scoring import finish_step, score_group
 from pipelinerl.records import ScoredSample, VersionSpan
 
 
@@ -34,12 +34,6 @@ def test_step_rewards_become_returns():
     assert advantages(samples, RLConfig(gamma=0.5)) == pytest.approx([0.5, 1.0, -0.75])
 
 
-def test_kl_in_the_reward():
-    # log mu - log ref = 3 * (-0.5) - 3 * (-0.75) = 0.75; coefficient 0.2: rewards 0.85 and 0.
-    samples = [sample("g/r0/s0", 1.0, ref_logprobs=[-0.75] * 3), sample("g/r1/s0", 0.0, ref_logprobs=[-0.5] * 3)]
-    assert advantages(samples, RLConfig(reward_minus_kl_coef=0.2)) == pytest.approx([0.85, -0.85])
-
-
 def test_a_soft_length_penalty_by_hand():
     rl = RLConfig(overlong_buffer_tokens=4, overlong_limit_tokens=10, overlong_penalty=0.5, use_advantages=False)
     samples = [sample(f"g/r{k}/s0", 1.0, output=tokens) for k, tokens in enumerate((5, 6, 7, 8, 10, 12))]
@@ -64,15 +58,16 @@ def test_negative_weights_are_cut_behind_the_normalisation():
     # Advantages 0.5 and -0.5 of equal length: normalised 1 and -1. Cut before, they would come out as 1 and -1 again.
     rl = RLConfig(advantage_estimator="reinforce_baseline", relu_log_p_weights=True)
     scored = score_group([sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0)], [], rl)
-    assert [s.advantages[0] for s in normalize_step(scored, rl)] == pytest.approx([1.0, 0.0])
+    assert [s.advantages[0] for s in finish_step(scored, rl)] == pytest.approx([1.0, 0.0])
 
 
 def test_batch_normalisation_only_where_asked():
     scored = score_group([sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0)], [], RLConfig())
-    assert normalize_step(scored, RLConfig()) == scored
+    assert finish_step(scored, RLConfig()) == scored
     rl = RLConfig(advantage_estimator="reinforce_baseline")
-    assert [s.advantages[0] for s in normalize_step(scored, rl)] == pytest.approx([1.0, -1.0])
-    assert normalize_step(scored, RLConfig(advantage_estimator="gae", normalize_reward=True)) == scored
+    assert [s.advantages[0] for s in finish_step(scored, rl)] == pytest.approx([1.0, -1.0])
+    # The configuration refuses this one.
+    assert finish_step(scored, RLConfig(advantage_estimator="gae", normalize_reward=True)) == scored
 
 
 @pytest.mark.parametrize(
@@ -123,6 +118,22 @@ def test_zero_advantage_groups():
     assert [r.reason for r in reject_untrainable(items, on)[1]] == ["zero_advantage"] * 2
     mixed = scored(sample("g/r0/s0"), value=0.0) + scored(sample("g/r1/s0"), value=1.0)
     assert len(reject_untrainable(mixed, on)[0]) == 2
+
+
+def test_groups_outside_the_range_of_mean_rewards():
+    items = scored(sample("g/r0/s0"), sample("g/r1/s0"))
+
+    def reasons(rewards, **bounds):
+        return [r.reason for r in reject_untrainable(items, FinetuneConfig(rl=RLConfig(**bounds)), rewards)[1]]
+
+    both = {"filter_reward_low": 0.0, "filter_reward_high": 1.0}
+    assert reasons([1.0, 1.0]) == []
+    assert reasons([1.0, 1.0], **both) == ["reward_range"] * 2
+    assert reasons([0.0, 0.0], **both) == ["reward_range"] * 2
+    assert reasons([1.0, 0.0], **both) == []
+    # Rollouts that left no sample count: (1 + 1 - 4) / 3 < 0.
+    assert reasons([1.0, 1.0, -4.0], filter_reward_low=0.0) == ["reward_range"] * 2
+    assert reasons([1.0, 1.0, -4.0], filter_reward_high=1.0) == []
 
 
 def test_staleness_looks_at_the_oldest_token():

@@ -179,13 +179,24 @@ def test_a_packed_union_and_a_packed_batch() -> None:
     batch = TrainingBatch(
         id="b",
         step=1,
-        samples=[ScoredSample(sample=arrays(), advantages=[0.1])],
+        samples=[
+            ScoredSample(sample=arrays(), advantages=[0.1]),
+            ScoredSample(sample=arrays(), advantages=[0.1], token_rewards=[-0.25, 0.1]),
+        ],
         group_ids=["0-1"],
-        plan=[[[0]]],
+        plan=[[[0, 1]]],
         actor_offset=3,
     )
     batches = RecordCodec[TrainingBatch](TrainingBatch, packed=True)
     assert batches.decode(batches.encode(batch)) == batch
+    assert decode(encode(batch), TrainingBatch) == batch
+
+
+def test_scored_samples_without_rewards_of_tokens_are_those_of_older_files() -> None:
+    (sample,) = group().samples
+    line = msgspec.json.encode(ScoredSample(sample=sample, advantages=[0.5]))
+    assert set(msgspec.json.decode(line)) == {"sample", "advantages"}
+    assert msgspec.json.decode(line, type=ScoredSample).token_rewards == []
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -9,7 +9,7 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.batcher import ClosedStep
 from pipelinerl.preprocess.intake import Intake
 from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.preprocess.scoring import normalize_step
+from pipelinerl.preprocess.scoring import finish_step
 from pipelinerl.records import Group, RolloutSummary, Sample, TrainingBatch, VersionSpan
 from pipelinerl.replay.batches import BatchReplay
 from pipelinerl.rl.packing import make_plan
@@ -58,7 +58,7 @@ def recorded(step: int, chosen: list[Group]) -> TrainingBatch:
     """The batch as the preprocessor makes it."""
     intake = Intake(CONFIG, ResumePoint())
     ready = [found for found, _ in intake.digest([Entry(n, item) for n, item in enumerate(chosen)])]
-    samples = normalize_step(ClosedStep(step, tuple(ready)).samples, CONFIG.rl)
+    samples = finish_step(ClosedStep(step, tuple(ready)).samples, CONFIG.rl)
     plan = make_plan([len(s.sample.input_ids) for s in samples], 1, 16, True, 1)
     names = [item.group_id for item in ready]
     return TrainingBatch(id=f"0-{step}", step=step, samples=samples, group_ids=names, plan=plan, actor_offset=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, VersionSpan
 
 
@@ -35,5 +37,6 @@ def make_sample(
     )
 
 
-def scored(sample: Sample, advantages: list[float] | float = 1.0) -> ScoredSample:
-    return ScoredSample(sample=sample, advantages=advantages if isinstance(advantages, list) else [advantages])
+def scored(sample: Sample, advantages: list[float] | float = 1.0, token_rewards: Sequence[float] = ()) -> ScoredSample:
+    values = advantages if isinstance(advantages, list) else [advantages]
+    return ScoredSample(sample=sample, advantages=values, token_rewards=list(token_rewards))

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.rl.advantages import ADVANTAGES, discounted_returns, group_advantages, normalize_batch
+from pipelinerl.rl.advantages import (
+    ADVANTAGES,
+    discounted_returns,
+    group_advantages,
+    kl_rewards,
+    normalize_batch,
+    rewards_to_go,
+)
 from pipelinerl.rl.advantages.gae import gae
 
 BASELINED = ["rloo", "grpo", "dr_grpo", "reinforce_baseline"]
@@ -95,11 +102,28 @@ def test_discounted_returns():
 
 def test_normalize_batch_weighs_tokens():
     # Values 3 (1 token) and 1 (3 tokens): mean 1.5, variance (2.25 + 3 * 0.25) / 4 = 0.75.
-    got = normalize_batch([3.0, 1.0], [1, 3])
-    assert got == pytest.approx([1.5 / math.sqrt(0.75), -0.5 / math.sqrt(0.75)])
-    assert normalize_batch([0.1 + 0.2, 0.3], [5, 5]) == [0.0, 0.0]
+    got = normalize_batch([[3.0], [1.0]], [1, 3])
+    assert got == [pytest.approx([1.5 / math.sqrt(0.75)]), pytest.approx([-0.5 / math.sqrt(0.75)])]
+    assert normalize_batch([[0.1 + 0.2], [0.3]], [5, 5]) == [[0.0], [0.0]]
     assert normalize_batch([], []) == []
-    assert normalize_batch([1.0, 2.0], [0, 0]) == [0.0, 0.0]
+    assert normalize_batch([[1.0], [2.0]], [0, 0]) == [[0.0], [0.0]]
+
+
+def test_normalize_batch_takes_a_value_for_each_token():
+    # Values 1 (2 tokens), 0 and 4: mean 1.5, variance (2 * 0.25 + 2.25 + 6.25) / 4 = 2.25.
+    got = normalize_batch([[1.0], [0.0, 4.0], []], [2, 2, 0])
+    assert [value for values in got for value in values] == pytest.approx([-1 / 3, -1.0, 5 / 3])
+    assert [len(values) for values in got] == [1, 2, 0]
+    with pytest.raises(ValueError, match="2 advantages for 3 tokens"):
+        normalize_batch([[1.0, 2.0]], [3])
+
+
+def test_kl_as_a_reward_by_hand():
+    assert kl_rewards([-1.0, -2.0], [-1.5, -1.0], 0.1) == pytest.approx([-0.05, 0.1])
+    assert rewards_to_go([1.0, -2.0, 4.0]) == [3.0, 2.0, 4.0]
+    assert rewards_to_go([]) == []
+    with pytest.raises(ValueError, match="1 ref_logprobs for 2 trained tokens"):
+        kl_rewards([-1.0, -2.0], [-1.5], 0.1)
 
 
 def test_gae_by_hand():

@@ -48,6 +48,16 @@ def test_per_token_advantages():
     assert mb.advantages.tolist() == [[0.25, -4.0, 0]]
 
 
+def test_rewards_of_tokens_stand_where_their_targets_are():
+    earning = msgspec.structs.replace(A, token_rewards=[-0.5, 0.25])
+    mb = collate([earning, B], [0, 1], scale=step_scale([A, B]), packed=True, pad_id=0)
+    assert mb.token_rewards is not None and mb.token_rewards.tolist() == [[0, -0.5, 0.25, 0, 0, 0]]
+    assert collate([earning, B], [1], scale=step_scale([A, B]), packed=True, pad_id=0).token_rewards is None
+    wrong = msgspec.structs.replace(A, token_rewards=[0.5])
+    with pytest.raises(ValueError, match="1 token_rewards for 2 trained tokens"):
+        collate([wrong], [0], scale=step_scale([wrong]), packed=True, pad_id=0)
+
+
 def test_sentinel_trains_nothing():
     mb = sentinel(pad_id=0, step_tokens=7)
     assert not mb.mask.any() and not mb.weights.any() and mb.num_segments == 0

@@ -9,6 +9,7 @@ import torch
 from rl_samples import make_sample, scored
 
 from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.advantages import rewards_to_go
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.batch import collate
 from pipelinerl.rl.kl import token_kl
@@ -18,14 +19,14 @@ NONE = Coefficients(kl=0.0, entropy=0.0)
 LOG2 = math.log(2)
 
 
-def run(log_ratios, advantages, *, versions=None, trainer_version=0, values=None, **rl):
+def run(log_ratios, advantages, *, versions=None, trainer_version=0, values=None, token_rewards=None, **rl):
     """Loss and gradient of samples whose log-prob ratios new - old are given, one list per sample (B samples)."""
     samples = []
     for k, ratios in enumerate(log_ratios):
         n = len(ratios)
         spans = [(v, i, i + 1) for i, v in enumerate(versions[k])] if versions else None
         sample = make_sample([1], [2] * n, logprobs=[-2.0] * n, sample_id=f"0-{k}/r0/s0", spans=spans)
-        samples.append(scored(sample, advantages[k]))
+        samples.append(scored(sample, advantages[k], token_rewards[k] if token_rewards else ()))
     batch = collate(samples, range(len(samples)), scale=step_scale(samples), packed=True, pad_id=0)
     flat = torch.tensor([-2.0 + r for ratios in log_ratios for r in ratios], dtype=torch.float64, requires_grad=True)
     new = torch.zeros(batch.mask.shape, dtype=torch.float64).masked_scatter(batch.mask, flat)
@@ -172,6 +173,31 @@ def test_value_head_gives_advantages_per_token():
     assert metrics["rl/value_loss"] == pytest.approx((0.25 + 0.36) / 4)
     with pytest.raises(ValueError, match="gae"):
         run([[0.0]], [1.0], advantage_estimator="gae")
+
+
+def test_what_tokens_earn_goes_into_the_recursion():
+    # gamma 0.9, lambda 0.5; rewards -0.1 and 1 - 0.2. delta_1 = 0.8 - 0.4; delta_0 = -0.1 + 0.36 - 0.5 = -0.24;
+    # A_0 = -0.24 + 0.45 * 0.4. The second sample earns nothing besides its reward: A = 2.
+    _, grad, _, _ = run(
+        [[0.0, 0.0], [0.0]],
+        [1.0, 2.0],
+        values=[0.5, 0.4, 0.0],
+        token_rewards=[[-0.1, -0.2], []],
+        advantage_estimator="gae",
+        value_loss_coef=0.1,
+        gamma=0.9,
+        gae_lambda=0.5,
+    )
+    # B = 2.
+    assert grad == pytest.approx([0.06 / 2, -0.4 / 2, -2.0 / 2])
+
+
+def test_without_values_and_discount_the_recursion_is_the_sum_to_go():
+    earned = [-0.3, 0.1, -0.2, 0.05]
+    _, grad, _, _ = run(
+        [[0.0] * 4], [1.5], values=[0.0] * 4, token_rewards=[earned], advantage_estimator="gae", value_loss_coef=0.1
+    )
+    assert grad == pytest.approx([-1.5 - to_go for to_go in rewards_to_go(earned)])
 
 
 def test_negative_weights_of_a_value_head_are_cut_and_its_targets_are_not():
