@@ -72,6 +72,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     from pipelinerl.supervise.plan_text import plan_of, print_plan
 
     preflight.check_servers(config)
+    preflight.check_tracking(config)
     with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
         world = build_world_map(config, cluster, ports)
     commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))
@@ -113,6 +114,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     preflight.check_streams(config, os.environ)
     preflight.check_model(config.model_path)
     preflight.check_servers(config)
+    preflight.check_tracking(config)
     problems = "no rollouts"
     if has_stage(config, "actor"):
         problems = preflight.check_domain(config, os.environ, composed.search_dirs)

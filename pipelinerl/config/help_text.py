@@ -41,6 +41,7 @@ keys that most runs set:
   vllm_config.vllm_kwargs.max_model_len
   world.actor_fraction, world.finetune_fraction, world.preprocessor_fraction
   wandb.mode                            online, offline or disabled
+  tensorboard.enabled                   true: event files in output_dir/tensorboard
 
 examples:
   python -m pipelinerl.launch --config-name quickstart output_dir=results/quickstart

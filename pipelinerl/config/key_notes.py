@@ -279,7 +279,7 @@ HONOURED: dict[str, str] = {
     "use_fsdp": "train with FSDP2",
     "fsdp.param_dtype": "precision of FSDP2",
     "fsdp.reduce_dtype": "precision of FSDP2",
-    "wandb.use_wandb": "false: no tracking",
+    "wandb.use_wandb": "false: nothing goes to W&B",
     "wandb.mode": "online, offline or disabled",
     "wandb.wandb_id": "id of the tracked run",
     "wandb.wandb_name": "name of the tracked run",
@@ -291,4 +291,6 @@ HONOURED: dict[str, str] = {
     "wandb.wandb_group": "group of runs",
     "wandb.wandb_dir": "folder of W&B's files",
     "wandb.tags": "tags of the tracked run",
+    "tensorboard.enabled": "write TensorBoard event files; needs the extra `tensorboard`",
+    "tensorboard.folder": "for many runs, each in a folder of its own; null: `tensorboard` in output_dir",
 }

@@ -19,6 +19,7 @@ from pipelinerl.config.sections import (
     RewardsConfig,
     StreamsConfig,
     SuperviseConfig,
+    TensorBoardConfig,
     VerifierConfig,
     VLLMConfig,
     WandbConfig,
@@ -66,6 +67,7 @@ class RunConfig(Section):
     use_fsdp: bool = False
     fsdp: FSDPConfig = FSDPConfig()
     wandb: WandbConfig = WandbConfig()
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
     debug: DebugConfig = DebugConfig()
     dry_run: bool = False
 

@@ -158,6 +158,11 @@ class WandbConfig(Section):
     tags: list[str] = []
 
 
+class TensorBoardConfig(Section):
+    enabled: bool = False
+    folder: str | None = None
+
+
 class DebugConfig(Section):
     mode: Literal["", "actor", "preprocessor", "finetune", "open_loop", "finetune+preprocessor"] = ""
     streams_from: str | None = None

@@ -136,6 +136,15 @@ def check_servers(config: RunConfig) -> None:
     check_parallel_size(config)
 
 
+def check_tracking(config: RunConfig) -> None:
+    """Refuse a tracker whose package is not installed: in mid run it would only be a warning."""
+    # A mere folder of that name beside the user's files counts as a package, but has no file of its own.
+    if config.tensorboard.enabled and getattr(importlib.util.find_spec("tensorboard"), "origin", None) is None:
+        raise ConfigError(
+            "tensorboard.enabled", True, "the package tensorboard", "Install it: pip install pipelinerl[tensorboard]."
+        )
+
+
 def check_parallel_size(config: RunConfig) -> None:
     """Refuse servers whose workers cannot share the model's attention heads evenly: vLLM would say so a minute later.
 

@@ -28,6 +28,8 @@ from pipelinerl.world import WorldMap
 
 logger = logging.getLogger(__name__)
 
+#: A sink that takes a resumed run's records from the first one on gets them all at once.
+QUEUE_RECORDS_OF_HISTORY = 1_000_000
 RECORDING_KINDS = ("actor", "preprocessor", "finetune")
 
 
@@ -172,10 +174,10 @@ class Collector:
 
 
 def make_sinks(config: RunConfig, run_dir: RunDir) -> list[Sink]:
-    """`metrics.jsonl`, and W&B if the configuration asks for it. None of them can end a run."""
+    """`metrics.jsonl`, and W&B and TensorBoard if the configuration asks for them. None of them can end a run."""
     sinks: list[Sink] = [SafeSink("metrics.jsonl", lambda: JsonlSink(run_dir.metrics_file))]
+    since = time.time()
     if config.wandb.use_wandb and config.wandb.mode != "disabled":
-        since = time.time()
 
         def make_wandb() -> Sink:
             from pipelinerl.tracking.wandb_sink import WandbSink
@@ -183,6 +185,14 @@ def make_sinks(config: RunConfig, run_dir: RunDir) -> list[Sink]:
             return WandbSink(config, run_dir.root, since)
 
         sinks.append(BackgroundSink("W&B", make_wandb))
+    if config.tensorboard.enabled:
+
+        def make_tensorboard() -> Sink:
+            from pipelinerl.tracking.tensorboard_sink import TensorBoardSink, events_folder
+
+            return TensorBoardSink(config, events_folder(config, run_dir), since)
+
+        sinks.append(BackgroundSink("TensorBoard", make_tensorboard, QUEUE_RECORDS_OF_HISTORY))
     return sinks
 
 

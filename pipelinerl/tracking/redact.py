@@ -1,4 +1,4 @@
-"""Hides secrets in a configuration before it leaves the machine. Called by the W&B sink; pure."""
+"""Hides secrets in a configuration before it leaves the machine. Called by the sinks; pure."""
 
 from __future__ import annotations
 

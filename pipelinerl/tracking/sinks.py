@@ -1,4 +1,5 @@
-"""Where a run's numbers go besides the terminal: `metrics.jsonl` and, if asked for, W&B. Never fatal.
+"""Where a run's numbers go besides the terminal: `metrics.jsonl` and, if asked for, W&B
+and TensorBoard. Never fatal.
 
 Called by the collector. `SafeSink` turns the first exception of a sink into one warning and ends it; `BackgroundSink`
 does the same for one that may block (network), in a thread that waits on a bounded queue.

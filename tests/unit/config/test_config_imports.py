@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-HEAVY = ("torch", "vllm", "transformers", "accelerate", "deepspeed", "wandb", "matplotlib")
+HEAVY = ("torch", "vllm", "transformers", "accelerate", "deepspeed", "wandb", "matplotlib", "tensorboard")
 LIGHT = (
     *(
         "pipelinerl.launch",

@@ -145,6 +145,25 @@ def test_options_that_servers_would_refuse_are_refused_where_there_are_servers(m
         preflight.check_servers(run)
 
 
+@pytest.mark.parametrize("what_is_there", ["nothing", "a folder", "the package"])
+def test_a_tracker_that_is_not_installed_is_refused(
+    what_is_there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder with event files that is called like the package is not the package."""
+    if what_is_there != "nothing":
+        (tmp_path / "tensorboard").mkdir()
+    if what_is_there == "the package":
+        (tmp_path / "tensorboard" / "__init__.py").touch()
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    preflight.check_tracking(config())
+    if what_is_there == "the package":
+        preflight.check_tracking(config(tensorboard={"enabled": True}))
+        return
+    with pytest.raises(ConfigError, match=r"tensorboard.enabled: got True.*pip install pipelinerl\[tensorboard\]"):
+        preflight.check_tracking(config(tensorboard={"enabled": True}))
+
+
 @pytest.mark.parametrize(
     ("heads", "key_value_heads", "fitting"), [(12, 4, [1, 2, 4, 12]), (8, 1, [1, 2, 4, 8]), (9, 3, [1, 3, 9])]
 )
