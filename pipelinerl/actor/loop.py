@@ -195,7 +195,7 @@ async def _evaluation_turn(parts: ActorParts) -> AsyncIterator[None]:
 
 
 async def _report(parts: ActorParts) -> None:
-    """Write metrics at every new version, and every few seconds between them."""
+    """Write metrics at every new version from the first one on, and every few seconds between them."""
     interval_s = parts.report_interval_s or _REPORT_INTERVAL_S
     reported: int | None = None
     with parts.trainer.subscribe() as changed:
@@ -208,7 +208,9 @@ async def _report(parts: ActorParts) -> None:
             except TimeoutError:
                 pass
             reported = parts.trainer.version
-            await parts.report()
+            # While the servers wait for weights there is no version to write it for: in a resumed run it is not 0.
+            if reported is not None:
+                await parts.report()
 
 
 async def _raise_when_broken(broken: asyncio.Future[None]) -> None:

@@ -34,9 +34,9 @@ Rows = dict[int, tuple[float, dict[str, float]]]
 class TensorBoardSink:
     """Writes the scalars of one run; the step is the policy version, as in W&B.
 
-    The collector hands over the run's records from the first one on. Those of a source that were recorded before this
-    start are held back until its first new one says at which step it goes on; what it did behind that step before
-    is left out. The older files stay until then.
+    The collector hands over the run's records from the first one on. What a source made before this start is held back
+    until it is past that step: what it makes again takes its place, and what was rolled back and not made again is
+    left out. The older files stay until every source goes on.
 
     Args:
         config: the whole configuration; it is written as text, without its secrets.
@@ -57,7 +57,7 @@ class TensorBoardSink:
         self._event, self._summary, self._text = Event, Summary, text_pb
         self._since = since
         self._held: dict[str, Rows] = {}
-        self._live: set[str] = set(NEVER_REPEATED)
+        self._live: set[str] = set()
         folder.mkdir(parents=True, exist_ok=True)
         self._old_files = sorted(folder.glob(f"{FILE_PREFIX}*"))
         self._writer = RecordWriter(open_events(folder))
@@ -67,28 +67,37 @@ class TensorBoardSink:
         self._writer.flush()
 
     def log(self, record: MetricRecord) -> None:
-        if record.source in self._live:
+        if record.source in NEVER_REPEATED:
             self._put_values(record.step, record.time, record.values)
-            self._writer.flush()
-            return
-        add_row(self._held.setdefault(record.source, {}), record)
-        if record.time >= self._since:
-            self._live.add(record.source)
-            self._release(record.source)
-            if not self._held:
-                self._clear_old_files()
+        elif record.time < self._since:
+            add_row(self._held.setdefault(record.source, {}), record)
+        else:
+            self._go_on(record)
+        self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        for source in list(self._held):
-            self._release(source)
-        self._put_text("run/summary", summary.get("steps") or 0, time.time(), dict(summary))
+        for source in self._held.keys() - self._live:
+            self._release(source, None)
+        self._put_text("run/summary", summary.get("steps") or 0, time.time(), summary)
         self._writer.close()
         self._clear_old_files()
 
-    def _release(self, source: str) -> None:
-        for step, (time_s, values) in self._held.pop(source).items():
-            self._put_values(step, time_s, values)
-        self._writer.flush()
+    def _go_on(self, record: MetricRecord) -> None:
+        rows = self._held.get(record.source)
+        if rows:
+            add_row(rows, record)
+            self._release(record.source, record.step)
+        else:
+            self._put_values(record.step, record.time, record.values)
+        self._live.add(record.source)
+        if self._held.keys() <= self._live:
+            self._clear_old_files()
+
+    def _release(self, source: str, up_to_step: int | None) -> None:
+        """Write held rows in the order of their steps."""
+        rows = self._held[source]
+        for step in sorted(step for step in rows if up_to_step is None or step <= up_to_step):
+            self._put_values(step, *rows.pop(step))
 
     def _clear_old_files(self) -> None:
         """Empty them, and remove those that were emptied before: a reader never gets past a file that is gone."""
@@ -114,13 +123,7 @@ class TensorBoardSink:
 
 
 def add_row(rows: Rows, record: MetricRecord) -> None:
-    """Take the next record of one source into `rows`, whose steps ascend.
-
-    A step behind the last one means that the source was sent back: its rows from there on were rolled back. Of several
-    values at one step the newest counts.
-    """
-    while rows and next(reversed(rows)) > record.step:
-        rows.popitem()
+    """Take the next record of one source into `rows`. Of several values of a metric at one step the newest counts."""
     _, values = rows.get(record.step, (0.0, {}))
     rows[record.step] = (record.time, {**values, **record.values})
 

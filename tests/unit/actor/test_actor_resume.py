@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.loop import _report
 from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config.sections import StreamsConfig
@@ -176,3 +178,44 @@ async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
     assert budget.charged_samples == 2 and not waiter.done()
     state.apply_message(StepDone(step=1, time=0, group_ids=["0-1"], num_samples=2, samples_processed=2))
     await asyncio.wait_for(waiter, 1)
+
+
+class WatchedState(TrainerState):
+    """Sets `looked` when the loop of reports has asked for the version a few times."""
+
+    def __init__(self, budget: SampleBudget, incarnation: int) -> None:
+        self.looked = asyncio.Event()
+        self._looks, self._version = 0, None
+        super().__init__(budget, incarnation)
+
+    @property
+    def version(self) -> int | None:
+        self._looks += 1
+        if self._looks == 10:
+            self.looked.set()
+        return self._version
+
+    @version.setter
+    def version(self, value: int | None) -> None:
+        self._version = value
+
+
+def test_nothing_is_reported_before_the_servers_have_a_version() -> None:
+    """A resumed actor would report it as of version 0."""
+
+    async def reported_versions() -> list[int]:
+        state, versions = WatchedState(SampleBudget(4, 0, 2), incarnation=1), asyncio.Queue[int]()
+
+        async def report() -> None:
+            versions.put_nowait(state.current_version)
+
+        # The part of an actor that the loop of reports needs.
+        parts: Any = SimpleNamespace(trainer=state, report=report, report_interval_s=0.001)
+        reports = asyncio.create_task(_report(parts))
+        await asyncio.wait_for(state.looked.wait(), 60)
+        state.serve(7)
+        found = [await asyncio.wait_for(versions.get(), 60) for _ in range(2)]
+        reports.cancel()
+        return found
+
+    assert asyncio.run(reported_versions()) == [7, 7]

@@ -17,7 +17,7 @@ from pipelinerl.supervise.identity import RunIdentity, write_identity
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking import tensorboard_sink
 from pipelinerl.tracking.collector import Collector
-from pipelinerl.tracking.tensorboard_sink import TensorBoardSink, add_row, events_folder
+from pipelinerl.tracking.tensorboard_sink import TensorBoardSink, events_folder
 from pipelinerl.world import Job, WorldMap
 
 pytest.importorskip("tensorboard", reason="pip install pipelinerl[tensorboard]")
@@ -98,15 +98,15 @@ def test_o5_the_configuration_is_text_without_secrets(tmp_path: Path) -> None:
         assert b"of-mine" not in file.read_bytes()
 
 
-def test_the_rows_of_a_source_that_was_sent_back() -> None:
-    rows: dict[int, tuple[float, dict[str, float]]] = {}
-    for step in (1, 2, 3, 4):
-        add_row(rows, row(step, float(step), float(step)))
-    add_row(rows, row(2, 20.0, 10.0, tag="finetune/other"))
-    assert rows == {
-        1: (1.0, {"finetune/loss": 1.0}),
-        2: (10.0, {"finetune/loss": 2.0, "finetune/other": 20.0}),
-    }
+def test_what_is_not_made_again_stays(tmp_path: Path) -> None:
+    """An early record at a low step voids nothing behind it, and of one step each metric's newest value counts."""
+    history = [row(step, step / 4, float(step)) for step in (0, 1, 2, 3)]
+    history += [row(1, 9.0, 1.5, tag="finetune/other"), row(0, 7.0, 50.0), row(2, 8.0, 51.0)]
+    resumed = sink(tmp_path, START, [*history, row(0, 6.0, START + 1)])
+    assert points(tmp_path, "finetune/loss") == [(0, 6.0)]
+    resumed.log(row(5, 5.0, START + 2))
+    assert points(tmp_path, "finetune/loss") == [(0, 6.0), (1, 0.25), (2, 8.0), (3, 0.75), (5, 5.0)]
+    assert points(tmp_path, "finetune/other") == [(1, 9.0)]
 
 
 def test_a_resume_goes_on_without_a_step_twice(tmp_path: Path) -> None:
@@ -125,6 +125,7 @@ def test_a_resume_goes_on_without_a_step_twice(tmp_path: Path) -> None:
     assert points(tmp_path, "finetune/loss") == [(step, single(value)) for step, value in expected]
     assert written(tmp_path, "finetune/loss") == [1, 2, 3, 4, 5]
     last.finish({"status": "interrupted", "steps": 5})
+    assert written(tmp_path, "finetune/loss") == [1, 2, 3, 4, 5]  # 6 was rolled back
     assert num_files(tmp_path) == (1, 1)  # the first start's file is gone
 
 
