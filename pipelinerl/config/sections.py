@@ -150,7 +150,7 @@ class WandbConfig(Section):
     wandb_name: str | None = None
     wandb_entity_name: str | None = None
     wandb_project_name: str = "pipelinerl"
-    wandb_resume: str = "allow"
+    wandb_resume: Literal["allow", "must", "never", "auto"] = "allow"
     wandb_use_basename: bool = True
     wandb_workspace_root: str = "results"
     wandb_group: str | None = None

@@ -37,6 +37,7 @@ from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
 from pipelinerl.supervise.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
+from pipelinerl.tracking.wandb_sink import first_line
 from pipelinerl.world import SERVER_KINDS, WorldMap
 
 logger = logging.getLogger(__name__)
@@ -199,3 +200,5 @@ def _greet(session: RunSession, moved_to: Path | None) -> None:
     text = f"{verb} run {identity.run_id} in {session.run_dir.root}: {len(session.commands)} processes"
     sys.stderr.write(f"{text} (each has its logs in {session.run_dir.root}/<job>/)\n")
     logger.info(text)
+    if (tracking := first_line(session.config, session.run_dir.root)) is not None:
+        sys.stderr.write(f"{tracking}\n")

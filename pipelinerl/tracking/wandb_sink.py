@@ -5,15 +5,20 @@ Made by `make_sinks` and run by a `BackgroundSink`: its start may wait for the n
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import WandbConfig
 from pipelinerl.records import MetricRecord
+from pipelinerl.supervise.identity import RunIdentity, read_identity
+from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.redact import redact
 
 INIT_TIMEOUT_S = 30.0
@@ -21,10 +26,14 @@ CONNECT_TIMEOUT_S = 5.0
 LOGIN_TIMEOUT_S = 5
 FINISH_TIMEOUT_S = 12.0
 STEP_NAME = "version"
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_-]")
+_MAX_ID_CHARACTERS = 100
 
 
 class WandbSink:
     """One W&B run. The x axis of every chart is the policy version, since processes log at their own pace.
+
+    Says on standard error where the numbers can be seen, or why they cannot.
 
     Args:
         config: the whole configuration; it is uploaded without its secrets.
@@ -37,41 +46,15 @@ class WandbSink:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, since: float) -> None:
-        import wandb
-
-        section = config.wandb
-        if section.mode == "online":
-            try:
-                _check_reachable(wandb.setup().settings.base_url)
-            except OSError:
-                wandb.teardown()
-                raise
-        folder = Path(section.wandb_dir) if section.wandb_dir else run_dir
-        folder.mkdir(parents=True, exist_ok=True)
-        resume: Any = section.wandb_resume if section.wandb_id else None
         self._since = since
-        self._teardown = wandb.teardown
-        self._run = wandb.init(
-            project=section.wandb_project_name,
-            entity=section.wandb_entity_name,
-            name=section.wandb_name or self._default_name(config, run_dir),
-            id=section.wandb_id,
-            group=section.wandb_group,
-            tags=list(section.tags),
-            dir=str(folder),
-            mode=section.mode,
-            resume=resume,
-            config=redact(config.model_dump(mode="json")),
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                init_timeout=INIT_TIMEOUT_S,
-                login_timeout=LOGIN_TIMEOUT_S,
-                finish_timeout=FINISH_TIMEOUT_S,
-            ),
-        )
+        try:
+            self._run, self._teardown = _start(config, run_dir)
+        except Exception as error:
+            hint = "" if config.wandb.mode == "offline" else "; wandb.mode=offline keeps them in files for later"
+            _say(f"W&B is off: {type(error).__name__}: {error}. The numbers are in metrics.jsonl{hint}")
+            raise
+        if config.wandb.mode == "online":
+            _say(f"W&B: {self._run.url}")
         self._run.define_metric(STEP_NAME)
         self._run.define_metric("*", step_metric=STEP_NAME)
 
@@ -84,12 +67,97 @@ class WandbSink:
         self._run.finish(exit_code=0 if summary.get("status") == "completed" else 1)
         self._teardown()
 
-    @staticmethod
-    def _default_name(config: RunConfig, run_dir: Path) -> str:
-        root = Path(config.wandb.wandb_workspace_root).absolute()
-        if config.wandb.wandb_use_basename or not run_dir.is_relative_to(root):
-            return run_dir.name
-        return str(run_dir.relative_to(root))
+
+def first_line(config: RunConfig, run_dir: Path) -> str | None:
+    """What can be said of W&B before it is started; None if its address or its failure will be told."""
+    section = config.wandb
+    if not section.use_wandb or section.mode == "disabled":
+        reason = "wandb.mode=disabled" if section.use_wandb else "wandb.use_wandb=false"
+        return f"W&B: off ({reason}); the numbers are in metrics.jsonl"
+    if section.mode == "online":
+        return None
+    run_id, _ = tracked_run(section, _identity(run_dir))
+    runs = f"offline-run-*-{run_id}" if run_id else "offline-run-*"
+    return (
+        f"W&B: offline; to upload, also while the run goes on: wandb sync {_folder(config, run_dir) / 'wandb' / runs}"
+    )
+
+
+def tracked_run(section: WandbConfig, identity: RunIdentity | None) -> tuple[str | None, str | None]:
+    """Return the id of the W&B run, and what to do if W&B knows it already (None: it picks a new id).
+
+    Without `wandb.wandb_id` the id follows from the run's, so that a resumed run goes on in the same W&B run.
+    """
+    if section.wandb_id:
+        return section.wandb_id, section.wandb_resume
+    if identity is None:
+        return None, None
+    run_id = _NOT_IN_IDS.sub("-", identity.run_id)[-_MAX_ID_CHARACTERS:]
+    if section.wandb_resume == "never":
+        return (f"{run_id}-{identity.incarnation}" if identity.incarnation else run_id), "never"
+    # Of a run that is just started W&B knows nothing yet.
+    return run_id, "must" if section.wandb_resume == "must" and identity.incarnation else "allow"
+
+
+def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Callable[[], object]]:
+    """Start W&B's run; return it, and what ends W&B."""
+    import wandb
+
+    section = config.wandb
+    if section.mode == "online":
+        try:
+            _check_reachable(wandb.setup().settings.base_url)
+        except OSError:
+            wandb.teardown()
+            raise
+    folder = _folder(config, run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_id, resume = tracked_run(section, _identity(run_dir))
+    run = wandb.init(
+        project=section.wandb_project_name,
+        entity=section.wandb_entity_name,
+        name=section.wandb_name or _default_name(config, run_dir),
+        id=run_id,
+        group=section.wandb_group,
+        tags=list(section.tags),
+        dir=str(folder),
+        mode=section.mode,
+        resume=cast(Any, resume),
+        config=redact(config.model_dump(mode="json")),
+        # A run may be continued with other values.
+        allow_val_change=True,
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            init_timeout=INIT_TIMEOUT_S,
+            login_timeout=LOGIN_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S,
+        ),
+    )
+    return run, wandb.teardown
+
+
+def _folder(config: RunConfig, run_dir: Path) -> Path:
+    return Path(config.wandb.wandb_dir) if config.wandb.wandb_dir else run_dir
+
+
+def _identity(run_dir: Path) -> RunIdentity | None:
+    file = RunDir(run_dir).identity_file
+    return read_identity(file) if file.exists() else None
+
+
+def _default_name(config: RunConfig, run_dir: Path) -> str:
+    root = Path(config.wandb.wandb_workspace_root).absolute()
+    if config.wandb.wandb_use_basename or not run_dir.is_relative_to(root):
+        return run_dir.name
+    return str(run_dir.relative_to(root))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _check_reachable(url: str) -> None:

@@ -177,6 +177,7 @@ class FakeWandb(types.ModuleType):
         self.base_url = ""
         self.calls: list[Any] = []
         self.summary: dict[str, Any] = {}
+        self.url = "https://wandb.example/p/runs/1"
 
     def Settings(self, **settings: Any) -> dict[str, Any]:
         return settings
@@ -219,7 +220,10 @@ def test_wandb_gets_config_numbers_and_summary(tmp_path: Path, monkeypatch: pyte
 
 
 def test_o1_wandb_that_raises_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(TimeoutError("no answer from the server")))
     run = Run(tmp_path, mode="online")
@@ -228,6 +232,8 @@ def test_o1_wandb_that_raises_is_one_warning(
         run.play()
         assert run.collector.write_summary("completed", None)["steps"] == 1
     assert caplog.text.count("W&B is off from now on: TimeoutError: no answer from the server") == 1
+    said = capsys.readouterr().err
+    assert said.count("W&B is off: TimeoutError: no answer from the server. ") == 1 and "wandb.mode=offline" in said
 
 
 def test_o1_an_unreachable_wandb_is_never_started(

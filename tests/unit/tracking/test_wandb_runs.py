@@ -1,0 +1,98 @@
+"""Which W&B run a start belongs to, and the line that says where its numbers are."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.compose import compose
+from pipelinerl.config.sections import WandbConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.records import MetricRecord
+from pipelinerl.supervise.identity import RunIdentity, write_identity
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
+
+
+def identity(start: int, run_id: str = "math-0a1b2c3d") -> RunIdentity:
+    return RunIdentity(run_id=run_id, incarnation=start, config_hash="h")
+
+
+def config(root: Path, **wandb: Any) -> RunConfig:
+    return RunConfig.model_validate({"output_dir": str(root), "wandb": wandb})
+
+
+@pytest.mark.parametrize(
+    ("section", "starts"),
+    [
+        ({}, [("math-0a1b2c3d", "allow"), ("math-0a1b2c3d", "allow")]),
+        ({"wandb_resume": "auto"}, [("math-0a1b2c3d", "allow"), ("math-0a1b2c3d", "allow")]),
+        ({"wandb_resume": "must"}, [("math-0a1b2c3d", "allow"), ("math-0a1b2c3d", "must")]),
+        ({"wandb_resume": "never"}, [("math-0a1b2c3d", "never"), ("math-0a1b2c3d-1", "never")]),
+        ({"wandb_id": "mine"}, [("mine", "allow"), ("mine", "allow")]),
+        ({"wandb_id": "mine", "wandb_resume": "must"}, [("mine", "must"), ("mine", "must")]),
+    ],
+)
+def test_a_resumed_run_goes_on_in_its_wandb_run(section: dict[str, Any], starts: list[tuple[str, str]]) -> None:
+    assert [tracked_run(WandbConfig(**section), identity(start)) for start in (0, 1)] == starts
+
+
+def test_ids_are_such_that_wandb_takes_them() -> None:
+    run_id, _ = tracked_run(WandbConfig(), identity(0, "a b:c/d#?%é" + "x" * 200 + "-0a1b2c3d"))
+    assert run_id is not None and len(run_id) == 100 and run_id.endswith("-0a1b2c3d")
+    assert tracked_run(WandbConfig(), identity(0, "a b:é-1"))[0] == "a-b---1"
+    assert tracked_run(WandbConfig(), None) == (None, None)
+
+
+def test_an_unknown_way_to_resume_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wandb\.wandb_resume"):
+        compose(["output_dir=x", "wandb.wandb_resume=sometimes"])
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        ({"mode": "disabled"}, "W&B: off (wandb.mode=disabled); the numbers are in metrics.jsonl"),
+        ({"use_wandb": False, "mode": "online"}, "W&B: off (wandb.use_wandb=false); the numbers are in metrics.jsonl"),
+        ({"mode": "online"}, None),
+    ],
+)
+def test_the_first_line_says_why_it_is_off(tmp_path: Path, section: dict[str, Any], line: str | None) -> None:
+    assert first_line(config(tmp_path, **section), tmp_path) == line
+
+
+def test_the_address_of_an_online_run_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = types.SimpleNamespace(url="https://wandb.example/p/runs/1", define_metric=lambda *a, **k: None)
+    fake = types.SimpleNamespace(
+        Settings=dict,
+        setup=lambda: types.SimpleNamespace(settings=types.SimpleNamespace(base_url="")),
+        init=lambda **arguments: run,
+        teardown=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    WandbSink(config(tmp_path, mode="online"), tmp_path, 0.0)
+    assert capsys.readouterr().err == "W&B: https://wandb.example/p/runs/1\n"
+
+
+@pytest.mark.timeout(300)
+def test_two_starts_of_a_run_with_the_real_wandb(tmp_path: Path) -> None:
+    """The files of both starts are of one W&B run, and the first line names them all."""
+    run = config(tmp_path, mode="offline")
+    for start in (0, 1):
+        write_identity(RunDir(tmp_path).identity_file, identity(start))
+        sink = WandbSink(run, tmp_path, 0.0)
+        sink.log(MetricRecord(source="finetune_0", step=start, time=1.0, values={"finetune/loss": 0.5}))
+        sink.finish({"status": "completed", "steps": 1})
+    line = first_line(run, tmp_path)
+    assert line is not None and line.startswith("W&B: offline; ")
+    pattern = Path(line.partition("wandb sync ")[2])
+    folders = sorted(pattern.parent.glob(pattern.name))
+    assert len(folders) == 2 and all(folder.name.endswith("-math-0a1b2c3d") for folder in folders)
+    assert all(list(folder.glob("run-*.wandb")) for folder in folders)
