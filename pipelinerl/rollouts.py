@@ -18,7 +18,7 @@ class TrainingText:
 
     `labels` repeats `input_ids` where a token is trained and is -100 elsewhere; `logprobs` has one value for each
     trained token; `version_spans` cover the trained tokens. `n_predicted` counts the characters of `text`, from its
-    end, that the model wrote.
+    end, that the model wrote. `reward` is what is trained on, and has no default: a text without one fails its rollout.
 
     A text filled by hand may leave out `version_spans` (see `RolloutResult.model_version`) and `temperature`, which is
     then that of the handle.
@@ -26,7 +26,7 @@ class TrainingText:
 
     text: str = ""
     n_predicted: int = 0
-    reward: float = 0.0
+    reward: float | None = None
     logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
     input_ids: list[int] = field(default_factory=list)

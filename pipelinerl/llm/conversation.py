@@ -107,20 +107,22 @@ class Chat:
         last = self.turns[-1]
         last.reward = reward + (last.reward or 0.0)
 
-    def training_texts(self, reward: float = 0.0, *, by_turn: bool = False) -> list[TrainingText]:
+    def training_texts(self, reward: float | None = None, *, by_turn: bool = False) -> list[TrainingText]:
         """Return the samples of this chat.
 
         One sample for each sequence, with a mask over its turns; or, `by_turn` or with rewards of turns, one for each
         turn. In either form every sampled token is trained once. With rewards of turns, `reward` is added to the
-        last turn's, and the samples are marked for `finetune.rl.gamma`.
+        last turn's, and the samples are marked for `finetune.rl.gamma`. Without either, the texts have no reward yet
+        and it has to be set.
         """
         turns = self.turns
         if any(turn.reward is not None for turn in turns):
             texts = [make_training_text(self._llm, turn.call) for turn in turns]
-            for text, turn in zip(texts, turns, strict=True):
-                text.reward = turn.reward or 0.0
+            rewards = [turn.reward or 0.0 for turn in turns]
+            rewards[-1] += reward or 0.0
+            for text, own in zip(texts, rewards, strict=True):
+                text.reward = own
                 text.metadata[STEP_REWARD] = True
-            texts[-1].reward += reward
             return texts
         if by_turn:
             texts = [make_training_text(self._llm, turn.call) for turn in turns]

@@ -71,7 +71,7 @@ def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id:
         input_ids=list(text.input_ids),
         labels=list(text.labels),
         logprobs=list(map(float, text.logprobs)),
-        reward=checked_reward(text.reward),
+        reward=_reward_of(text),
         finished=bool(text.finished),
         finish_reason=text.finish_reason or ("stop" if text.finished else "length"),
         prompt_tokens=text.prompt_tokens,
@@ -82,6 +82,18 @@ def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id:
         incarnation=incarnation,
         metadata=_plain_metadata(text.metadata),
     )
+
+
+def _reward_of(text: TrainingText) -> float:
+    """Return the text's reward; one that was forgotten has its own message, or training on it would look like a task
+    in which every attempt is worth the same."""
+    if text.reward is None:
+        raise RolloutError(
+            "bad_reward",
+            "the reward of a training text is None; set text.reward = ... to a number for each text that is returned "
+            "(BaseMetrics.reward goes into the metrics, and nothing is trained on it)",
+        )
+    return checked_reward(text.reward)
 
 
 def _check_lengths(text: TrainingText) -> int:

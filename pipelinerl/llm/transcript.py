@@ -53,8 +53,11 @@ class Transcript:
         self.text = text
         self.turns.append(Turn(start=start, end=len(self.ids), call=call))
 
-    def training_text(self, reward: float = 0.0) -> TrainingText:
-        """Return one sample in which exactly the sampled tokens of all turns are trained."""
+    def training_text(self, reward: float | None = None) -> TrainingText:
+        """Return one sample in which exactly the sampled tokens of all turns are trained.
+
+        Without `reward` it has none yet.
+        """
         from pipelinerl.rollouts import TrainingText
 
         labels = [IGNORED_LABEL] * len(self.ids)

@@ -96,6 +96,15 @@ def test_a_rollout_without_samples_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "returned no training text" in capsys.readouterr().err
 
 
+def test_a_forgotten_reward_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = write_task(tmp_path, "own_task_without_reward", "4")
+    file = tmp_path / "own_task_without_reward.py"
+    file.write_text(file.read_text().replace("    text.reward = found.score\n", ""))
+    assert "text.reward" not in file.read_text()
+    assert main(command) == 2
+    assert "bad_reward" in (said := capsys.readouterr().err) and "set text.reward = ..." in said
+
+
 BY_HAND = """
         ids = call.prompt_token_ids + call.output_token_ids
         labels = [-100] * len(call.prompt_token_ids) + call.output_token_ids

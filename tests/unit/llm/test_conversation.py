@@ -174,6 +174,7 @@ async def test_a_template_that_drops_thoughts_starts_a_new_sample(tokenizer: Pre
         rewritten + script.answers[1] + encode("<|user|>c<|end|><|assistant|>"),
     ]
     texts = chat.training_texts()
+    assert [text.reward for text in texts] == [None] * len(texts)
     assert [text.metadata["turns"] for text in texts] == [1, 2]
     assert [label for text in texts for label in text.labels if label != -100] == [
         token for answer in script.answers for token in answer

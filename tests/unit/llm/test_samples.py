@@ -35,7 +35,7 @@ def make_call(**changes: Any) -> LLMCall:
 
 
 def make_text(**changes: Any) -> TrainingText:
-    return replace(make_training_text(LLM, make_call()), **changes)
+    return replace(make_training_text(LLM, make_call()), **{"reward": 1.0, **changes})
 
 
 def test_prompt_is_masked_and_output_trained() -> None:
@@ -83,6 +83,14 @@ def test_t2_texts_that_do_not_fit_together_fail_with_a_reason(changes: dict[str,
     with pytest.raises(RolloutError) as refused:
         build_samples([make_text(), make_text(**changes)], group_id="g", rollout_id="r")
     assert refused.value.reason == reason
+
+
+def test_a_reward_that_was_never_set_is_not_taken_for_0() -> None:
+    text = make_training_text(LLM, make_call())
+    assert text.reward is None and TrainingText().reward is None
+    with pytest.raises(RolloutError, match=r"bad_reward.*set text\.reward = \.\.\.") as refused:
+        build_samples([text], group_id="g", rollout_id="r")
+    assert refused.value.reason == "bad_reward"
 
 
 def test_rewards_of_other_number_types() -> None:
