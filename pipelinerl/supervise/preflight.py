@@ -25,6 +25,7 @@ from pipelinerl.inference.arguments import check_options
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
+from pipelinerl.supervise.model_limits import check_context
 from pipelinerl.world import Cluster, WorldMap
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
@@ -134,6 +135,7 @@ def check_servers(config: RunConfig) -> None:
         return
     check_options(config.vllm_config.vllm_kwargs)
     check_parallel_size(config)
+    check_context(config, _config_file(config.model_path), os.environ)
 
 
 def check_tracking(config: RunConfig) -> None:
@@ -240,7 +242,10 @@ def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Seq
 
 
 def _model_help() -> str:
-    return "Correct model_path; `python -m pipelinerl tiny-model` makes a tiny one for CPUs."
+    return (
+        "Correct model_path; `python -m pipelinerl tiny-model` makes a tiny one for CPUs, which needs a configuration "
+        "that starts from base_cpu (or quickstart)."
+    )
 
 
 def _missing_on_hub(name: str) -> str | None:

@@ -27,7 +27,8 @@ def test_the_thirty_lines(document: str, module: str, test_problems: int, tmp_pa
     text = (ROOT / document).read_text(encoding="utf-8")
     source, settings = block(text, "python"), yaml.safe_load(block(text, "yaml"))
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
-    assert settings.pop("defaults") == ["base", "_self_"]
+    assert settings.pop("defaults") == ["base_cpu", "_self_"]
+    assert settings["max_lag"] == 64
     # ActorRun samples 5 tokens unless the document's own settings say otherwise.
     max_tokens = settings.get("llm", {}).get("parameters", {}).get("max_tokens", 5)
     model = save_random_model(tmp_path / "model")

@@ -52,6 +52,7 @@ def test_the_shipped_names() -> None:
         "arithmetic_2gpu",
         "base",
         "base_4gpu",
+        "base_cpu",
         "guessing",
         "guessing_2gpu",
         "quickstart",
@@ -80,6 +81,18 @@ def test_base_has_exactly_the_keys_of_the_schema_with_their_defaults() -> None:
 def test_four_gpus_are_two_and_two() -> None:
     world = run_config("--config-name", "base_4gpu").world
     assert (world.actor_fraction, world.finetune_fraction, world.preprocessor_fraction) == (2, 2, 0)
+
+
+def test_base_cpu_has_sizes_and_no_task() -> None:
+    config = run_config("--config-name", "base_cpu")
+    assert config.dataset_loader is None and config.dataset_loader_params == {} and config.train_dataset_names == []
+    assert (config.world.device, config.use_deepspeed, config.max_lag) == ("cpu", False, 64)
+    assert config.finetune.samples_per_step == 64
+
+
+def test_the_quickstart_takes_its_device_from_the_world_file() -> None:
+    assert run_config("--config-name", "quickstart").world.device == "auto"
+    assert run_config("--config-name", "quickstart", "world=two_gpus").world.device == "cuda"
 
 
 def test_guessing_names_the_domain() -> None:

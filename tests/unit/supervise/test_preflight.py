@@ -15,6 +15,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.supervise import preflight
 from pipelinerl.supervise.machine import usable_cores
+from pipelinerl.supervise.model_limits import check_context
 from pipelinerl.world import Cluster, Job, WorldMap
 
 
@@ -131,6 +132,46 @@ def test_workers_of_a_server_share_the_heads_evenly(tmp_path: Path, model: dict[
     for other in ("{}", "no json"):
         (tmp_path / "config.json").write_text(other)
         check(2)
+
+
+CONTEXTS: dict[str, tuple[dict[str, Any], int, bool]] = {
+    "short": ({"max_position_embeddings": 1024}, 1025, True),
+    "long enough": ({"max_position_embeddings": 1024}, 1024, False),
+    "inside": ({"text_config": {"max_position_embeddings": 64}}, 65, True),
+    "older name": ({"n_positions": 64}, 65, True),
+    "plain rotation": ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default"}}, 65, True),
+    "stretched": ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4}}, 256, False),
+    "stretched, old form": ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear"}}, 256, False),
+    "by layers": ({"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "yarn"}}}, 65, False),
+    "a length of its own": ({"max_position_embeddings": 64, "model_max_length": 128}, 128, False),
+    "unknown": ({}, 10**6, False),
+}
+
+
+@pytest.mark.parametrize(("model", "asked", "is_refused"), CONTEXTS.values(), ids=CONTEXTS)
+def test_a_context_longer_than_the_models_is_refused(
+    model: dict[str, Any], asked: int, is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    kwargs: dict[str, Any] = {"max_model_len": asked}
+    file = tmp_path / "config.json"
+
+    def check(environ: dict[str, str] | None = None, config_file: Path | None = file) -> None:
+        run = config(model_path=str(tmp_path), vllm_config={"vllm_kwargs": kwargs})
+        check_context(run, config_file, environ or {})
+
+    if is_refused:
+        longest = asked - 1
+        with pytest.raises(ConfigError, match=rf"max_model_len: got {asked}, expected at most {longest}, .*base_cpu"):
+            check()
+        with pytest.raises(ConfigError, match="max_model_len"):
+            preflight.check_servers(config(model_path=str(tmp_path), vllm_config={"vllm_kwargs": kwargs}))
+    else:
+        check()
+    check(config_file=None)
+    check({"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    kwargs["hf_overrides"] = '{"max_position_embeddings": 1000000}'
+    check()
 
 
 @pytest.mark.parametrize("mode", ["", "open_loop", "actor", "preprocessor", "finetune"])
