@@ -7,6 +7,7 @@ the other one run anything.
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ from pipelinerl.records import RolloutSummary, Sample
 # Exit codes of a worker. faulthandler leaves with 1 when the event loop stood still for too long.
 BLOCKED_EXIT_CODE = 1
 CRASHED_EXIT_CODE = 3
+#: Makes a worker write the stacks of its threads to its stderr and end.
+STACKS_SIGNAL = signal.SIGUSR1
 _LENGTH_BYTES = 4
 _MAX_FRAME_BYTES = 1 << 31
 _READ_BYTES = 1 << 20

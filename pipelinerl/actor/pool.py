@@ -2,8 +2,8 @@
 
 Called by the scheduler; waits for workers' answers. A worker that dies ends the run with its exit code (its last words
 are in the actor's `stderr.log`, which the workers share). A worker in which user code holds the event loop is replaced,
-and its rollouts are tried again: it ends by itself after `BLOCK_LIMIT_S`, or is killed when it does not even answer the
-cancellation of a rollout.
+and its rollouts are tried again: it ends by itself after `BLOCK_LIMIT_S`, or is ended when it does not even answer the
+cancellation of a rollout. Either way it writes the stacks of its threads to its stderr.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 from pipelinerl.actor.deadlines import Deadlines
 from pipelinerl.actor.frames import (
     BLOCKED_EXIT_CODE,
+    STACKS_SIGNAL,
     CancelRollout,
     Fatal,
     FrameReader,
@@ -41,6 +42,8 @@ CANCEL_GRACE_S = 10.0
 BLOCK_LIMIT_S = 60.0
 START_TIMEOUT_S = 300.0
 _STOP_GRACE_S = 5.0
+# How long a stuck worker may take to write its stacks.
+_STACKS_S = 5.0
 
 Answer = RolloutEnded | RolloutFailed
 #: Why a rollout has failed whose server went away: it is run again elsewhere, and no try of its own is spent.
@@ -231,7 +234,8 @@ class WorkerPool:
         if done or worker.replaced or self._closing:
             return
         logger.warning(
-            "rollout worker %d (pid %d) is stuck in user code and is replaced; %d rollouts are tried again",
+            "rollout worker %d (pid %d) is stuck in user code and is replaced (where: see the stacks of its threads "
+            "below); %d rollouts are tried again",
             worker.index,
             worker.process.pid,
             len(worker.waiting) - 1,
@@ -244,11 +248,12 @@ class WorkerPool:
         # The new one first: there is always a worker to hand rollouts to.
         await self._start_worker(worker.index)
         self._workers.remove(worker)
-        _kill(worker)
         for ticket, answer in worker.waiting.items():
             if not answer.done():
                 answer.set_result(RolloutFailed(ticket, "blocked_worker", "user code held the worker", transient=True))
         worker.waiting.clear()
+        # Before its connection is closed, which it may take for the end and leave the place where it hangs.
+        await _end_with_stacks(worker)
         worker.writer.close()
 
 
@@ -270,6 +275,17 @@ def _take(worker: _Worker, message: FromWorker) -> None:
             raise DomainError(message.message)
         case Fatal():
             raise WorkerError(f"rollout worker {worker.index}: {message.message}")
+
+
+async def _end_with_stacks(worker: _Worker) -> None:
+    """End a stuck worker: the signal makes it write where its threads are and end, if the user's code lets it."""
+    with contextlib.suppress(ProcessLookupError):
+        worker.process.send_signal(STACKS_SIGNAL)
+    try:
+        async with asyncio.timeout(_STACKS_S):
+            await worker.process.wait()
+    except TimeoutError:
+        _kill(worker)
 
 
 def _kill(worker: _Worker) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import uvloop
 
-    from pipelinerl.actor.frames import CRASHED_EXIT_CODE
+    from pipelinerl.actor.frames import CRASHED_EXIT_CODE, STACKS_SIGNAL
     from pipelinerl.supervise.context import LOG_FORMAT
     from pipelinerl.supervise.death_pipe import watch_death_pipe
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format=LOG_FORMAT.replace("%(name)s", f"{name} %(name)s"), stream=sys.stderr
     )
     watch_launcher(watch_death_pipe)
+    # `chain`: then the signal does what it does by itself, it ends the process.
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
     # What is loaded by now stays; rollouts make many small objects that no cycle holds.
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)

@@ -79,7 +79,8 @@ def test_l4_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(t
         with run.started(), CountingTrainer(run, steps=2, on_version=follow_version(server)) as trainer:
             assert run.wait(120) == 0, run.stderr
     assert flag.exists() and len(trainer.batches) == 2
-    assert "is stuck in user code and is replaced" in run.stderr
+    _, said, below = run.stderr.partition("is stuck in user code and is replaced")
+    assert said and "my_task.py" in below and "in generate_rollout" in below
 
 
 def test_a_rollout_that_returns_nothing_is_a_user_error(tmp_path: Path, model: Path) -> None:
