@@ -1,14 +1,15 @@
 """Rules that compare keys with each other, and advice. Called by the composition after the types are right.
 
 Each rule is a small function from the configuration to its one `ConfigError`, or None. They live by topic in
-`rules_training`, `rules_sampling` and `rules_world`. What needs the machine (GPUs, ports) belongs to the world plan.
+`rules_algorithm`, `rules_training`, `rules_sampling` and `rules_world`. What needs the machine (GPUs, ports) belongs to
+the world plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipelinerl.config import rules_sampling, rules_training, rules_world
+from pipelinerl.config import rules_algorithm, rules_sampling, rules_training, rules_world
 from pipelinerl.config.agent import unused_agent_keys
 from pipelinerl.config.key_notes import NO_EFFECT
 from pipelinerl.config.keys import default_of
@@ -17,7 +18,12 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
 Rule = Callable[[RunConfig], ConfigError | None]
-RULES: tuple[Rule, ...] = (*rules_training.RULES, *rules_sampling.RULES, *rules_world.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_algorithm.RULES,
+    *rules_training.RULES,
+    *rules_sampling.RULES,
+    *rules_world.RULES,
+)
 
 
 def validate(config: RunConfig) -> None:
@@ -31,7 +37,7 @@ def validate(config: RunConfig) -> None:
 
 def advice(config: RunConfig) -> list[str]:
     """Return remarks on settings that work but are probably not meant."""
-    remarks = []
+    remarks = rules_algorithm.remarks(config)
     finetune = config.finetune
     if finetune.lr_scheduler_type != "constant" and finetune.num_warmup_steps >= finetune.max_train_steps:
         remarks.append(

@@ -1,25 +1,9 @@
-"""Rules of the trainer and the algorithm. Called through `rules.validate`."""
+"""Rules of the trainer. Called through `rules.validate`."""
 
 from __future__ import annotations
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-
-_GROUP_ESTIMATORS = ("rloo", "grpo", "dr_grpo")
-_VALUE_HEAD = "causal-language-modeling-with-value-head"
-
-
-def group_size(config: RunConfig) -> ConfigError | None:
-    """A baseline from the group needs another rollout in it."""
-    estimator = config.finetune.rl.advantage_estimator
-    if estimator in _GROUP_ESTIMATORS and config.attempts < 2:
-        return ConfigError(
-            "attempts",
-            config.attempts,
-            f"at least 2 with finetune.rl.advantage_estimator={estimator}, which compares rollouts of one problem",
-            "Set attempts=8, or finetune.rl.advantage_estimator=reinforce.",
-        )
-    return None
 
 
 def linked_keys(config: RunConfig) -> ConfigError | None:
@@ -32,108 +16,6 @@ def linked_keys(config: RunConfig) -> ConfigError | None:
             return ConfigError(
                 f"finetune.{root}", second, f"the value of {root}, which is {first!r}", f"Set {root} alone."
             )
-    return None
-
-
-def reference_servers(config: RunConfig) -> ConfigError | None:
-    """KL in the reward is taken before the advantages, so servers must have scored the samples by then."""
-    rl = config.finetune.rl
-    if rl.reward_minus_kl_coef > 0 and (rl.reference == "local" or not config.has_reference_pool):
-        return ConfigError(
-            "finetune.rl.reward_minus_kl_coef",
-            rl.reward_minus_kl_coef,
-            "0, or servers of the reference model",
-            "Set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1) and finetune.rl.reference=auto, or "
-            "use finetune.rl.kl_coef, which needs none.",
-        )
-    if rl.reference == "servers" and (rl.kl_coef or rl.final_kl_coef) and not config.has_reference_pool:
-        return ConfigError(
-            "finetune.rl.reference",
-            "servers",
-            "auto or local in a world without servers of the reference model",
-            "Leave it at auto, or set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1).",
-        )
-    return None
-
-
-def value_head(config: RunConfig) -> ConfigError | None:
-    """Generalised advantages need a value head; a value loss has nothing to train without one."""
-    rl, model_class = config.finetune.rl, config.finetune.model_class
-    if model_class == _VALUE_HEAD:
-        return None
-    for key, value, used in (
-        ("finetune.rl.advantage_estimator", rl.advantage_estimator, rl.advantage_estimator == "gae"),
-        ("finetune.rl.value_loss_coef", rl.value_loss_coef, rl.value_loss_coef > 0),
-    ):
-        if used:
-            return ConfigError(
-                key, value, f"finetune.model_class={_VALUE_HEAD} with it", "Start from finetune=ppo, or set both."
-            )
-    return None
-
-
-def constant_length(config: RunConfig) -> ConfigError | None:
-    """A loss divided by a constant needs the constant."""
-    rl = config.finetune.rl
-    if rl.aggregation == "constant_length" and rl.constant_length_tokens is None:
-        return ConfigError(
-            "finetune.rl.constant_length_tokens",
-            None,
-            "a number of tokens with finetune.rl.aggregation=constant_length",
-            f"Set it to llm.parameters.max_tokens, which is {config.llm.parameters.max_tokens}.",
-        )
-    return None
-
-
-def group_options(config: RunConfig) -> ConfigError | None:
-    """What looks at the spread of a group needs a baseline from it."""
-    rl = config.finetune.rl
-    if rl.advantage_estimator in (*_GROUP_ESTIMATORS, "reinforce_baseline"):
-        return None
-    for key, is_set, reason in (
-        ("divide_advantage_by_std", rl.divide_advantage_by_std, "a group of equal rewards has no spread to divide by"),
-        ("filter_zero_advantage_groups", rl.filter_zero_advantage_groups, "its groups of reward 0 teach something"),
-    ):
-        if is_set:
-            return ConfigError(
-                f"finetune.rl.{key}",
-                True,
-                f"false with finetune.rl.advantage_estimator={rl.advantage_estimator}: {reason}",
-                "Set it to false, or use an estimator with a baseline from the group, such as rloo.",
-            )
-    return None
-
-
-def overlong_limit(config: RunConfig) -> ConfigError | None:
-    """A length penalty needs the length at which it is full, and a buffer that lies below it."""
-    rl, longest = config.finetune.rl, config.llm.parameters.max_tokens
-    if rl.overlong_buffer_tokens and rl.overlong_limit_tokens is None:
-        return ConfigError(
-            "finetune.rl.overlong_limit_tokens",
-            None,
-            "a number of tokens with finetune.rl.overlong_buffer_tokens above 0",
-            f"Set it to llm.parameters.max_tokens, which is {longest}, or to the sum over turns if there are several.",
-        )
-    if rl.overlong_limit_tokens is not None and rl.overlong_buffer_tokens > rl.overlong_limit_tokens:
-        return ConfigError(
-            "finetune.rl.overlong_buffer_tokens",
-            rl.overlong_buffer_tokens,
-            f"at most finetune.rl.overlong_limit_tokens={rl.overlong_limit_tokens}",
-            "Lower it.",
-        )
-    return None
-
-
-def importance_bounds(config: RunConfig) -> ConfigError | None:
-    """The lower bound of an interval lies below the upper one."""
-    rl = config.finetune.rl
-    if rl.importance_low >= rl.importance_high:
-        return ConfigError(
-            "finetune.rl.importance_low",
-            rl.importance_low,
-            f"less than finetune.rl.importance_high={rl.importance_high}",
-            "Exchange the two.",
-        )
     return None
 
 
@@ -283,14 +165,7 @@ def on_policy_updates(config: RunConfig) -> ConfigError | None:
 
 
 RULES = (
-    group_size,
     linked_keys,
-    reference_servers,
-    value_head,
-    constant_length,
-    group_options,
-    overlong_limit,
-    importance_bounds,
     unpacked_batch,
     seq_parallel,
     quantised_base,

@@ -15,7 +15,19 @@ CASES = {
         ["finetune.rl.reward_minus_kl_coef=0.1"],
         "finetune.rl.reward_minus_kl_coef: got 0.1, expected 0, or servers of the reference",
     ),
+    "reference_temperature": (
+        ["finetune.rl.reward_minus_kl_coef=0.1", "world.preprocessor_fraction=1", "llm.parameters.temperature=0.7"],
+        "llm.parameters.temperature: got 0.7, expected 1.0 with log-probs of reference servers",
+    ),
     "value_head": (["finetune.rl.value_loss_coef=0.1"], "finetune.rl.value_loss_coef: got 0.1"),
+    "batch_normalisation": (
+        ["finetune=ppo", "finetune.rl.normalize_reward=true"],
+        "finetune.rl.normalize_reward: got True, expected false with finetune.rl.advantage_estimator=gae",
+    ),
+    "reward_range": (
+        ["finetune.rl.filter_reward_low=1", "finetune.rl.filter_reward_high=0.5"],
+        "finetune.rl.filter_reward_low: got 1.0, expected less than finetune.rl.filter_reward_high=0.5",
+    ),
     "constant_length": (
         ["finetune.rl.aggregation=constant_length"],
         "Set it to llm.parameters.max_tokens, which is 8192.",
@@ -151,6 +163,15 @@ def test_the_rule_refuses(name: str) -> None:
     "overrides",
     [
         ["attempts=1", "finetune.rl.advantage_estimator=reinforce"],
+        ["attempts=1", "finetune.rl.advantage_estimator=reinforce", "finetune.rl.normalize_reward=true"],
+        ["finetune.rl.filter_reward_low=0", "finetune.rl.filter_reward_high=1"],
+        ["finetune.rl.kl_coef=0.1", "llm.parameters.temperature=0.7"],
+        [
+            "finetune.rl.kl_coef=0.1",
+            "world.preprocessor_fraction=1",
+            "finetune.rl.reference=local",
+            "llm.parameters.temperature=0.7",
+        ],
         ["finetune.rl.kl_coef=0.1"],
         ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1"],
         ["finetune.rl.final_kl_coef=0.1", "world.num_preprocessor_llms=1"],
@@ -183,6 +204,66 @@ def test_the_rule_refuses(name: str) -> None:
 )
 def test_the_neighbour_of_a_mistake_is_accepted(overrides: list[str]) -> None:
     assert compose([*KEEP, *overrides]).config is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["attempts=1", "finetune.rl.advantage_estimator=reinforce_baseline"],
+            "attempts: got 1, expected at least 2 with finetune.rl.advantage_estimator=reinforce_baseline",
+        ),
+        (
+            ["finetune=ppo", "finetune.rl.value_loss_coef=0"],
+            "finetune.rl.value_loss_coef: got 0.0, expected more than 0 with finetune.rl.advantage_estimator=gae",
+        ),
+        (["finetune=ppo", "finetune.rl.value_loss_coef=0"], "Start from finetune=ppo"),
+        (
+            ["finetune.rl.advantage_estimator=reinforce_baseline", "finetune.rl.use_advantages=false"],
+            "finetune.rl.use_advantages: got False, expected true with finetune.rl.normalize_reward=true",
+        ),
+        (
+            ["attempts=1", "finetune.rl.advantage_estimator=reinforce", "finetune.rl.filter_reward_low=0"],
+            "attempts: got 1, expected at least 2 with finetune.rl.filter_reward_low",
+        ),
+        (
+            ["finetune.rl.kl_coef=0.1", "world.preprocessor_fraction=1", "llm.parameters.temperature=0.7"],
+            "Set it to 1.0, or finetune.rl.reference=local.",
+        ),
+    ],
+)
+def test_settings_of_the_algorithm_that_would_train_something_else(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([*KEEP, *overrides])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [[], ["world.preprocessor_fraction=1"]])
+def test_kl_in_the_reward_names_the_way_out_when_devices_are_shared(pool: list[str]) -> None:
+    shared = ["world.placement=colocated", "schedule=conventional", "use_deepspeed=false"]
+    with pytest.raises(ConfigError) as caught:
+        compose([*KEEP, *shared, *pool, "finetune.rl.reward_minus_kl_coef=0.1"])
+    assert "expected 0 with world.placement=colocated" in str(caught.value).splitlines()[0]
+    ways = (
+        [*shared, "finetune.rl.kl_coef=0.1", "finetune.rl.kl_estimator=k2"],
+        ["finetune.rl.reward_minus_kl_coef=0.1", "world.placement=disaggregated", "world.preprocessor_fraction=1"],
+    )
+    for way in ways:
+        assert compose([*KEEP, *way]).config is not None
+
+
+def test_k1_as_a_loss_gets_a_note() -> None:
+    notes = compose([*KEEP, "finetune.rl.kl_coef=0.1", "finetune.rl.kl_estimator=k1"]).notes
+    assert [note for note in notes if note.startswith("finetune.rl.kl_estimator=k1")]
+    assert compose([*KEEP, "finetune.rl.kl_estimator=k1"]).notes == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "aggregation"), [("base", "sample"), ("grpo", "sample_mean"), ("gspo", "sample_mean"), ("ppo", "sample")]
+)
+def test_the_divisor_of_a_preset_is_that_of_its_paper(preset: str, aggregation: str) -> None:
+    config = compose([*KEEP, f"finetune={preset}"]).config
+    assert config is not None and config.finetune.rl.aggregation == aggregation
 
 
 @pytest.mark.parametrize(
