@@ -49,6 +49,15 @@ def test_the_page_is_up_to_date() -> None:
     assert renew(text) == text, "run python -m pipelinerl.config.document docs/configuration.md"
 
 
+def test_the_page_names_every_file_of_the_package() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    shipped = {path.stem for path in (ROOT / "conf").glob("*.yaml")}
+    assert {name for name in shipped if f"| `{name}` |" not in text} == set()
+    for group in ("finetune", "rewards", "streams", "world"):
+        (row,) = re.findall(rf"\| `{group}` \| (`.*`) \|", text)
+        assert set(re.findall(r"`(\w+)`", row)) == {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+
+
 def test_every_key_has_one_note() -> None:
     noted = [*HONOURED, *NO_EFFECT, *REFUSED]
     assert sorted(noted) == sorted(known_keys())

@@ -54,14 +54,28 @@ def group(number: int, rewards: tuple[float, ...]) -> Group:
 GROUPS = [group(0, (1, 0)), group(1, (1, 1)), group(2, (0, 3)), group(3, (2, 0))]
 
 
-def recorded(step: int, chosen: list[Group]) -> TrainingBatch:
+def recorded(step: int, chosen: list[Group], config: FinetuneConfig = CONFIG) -> TrainingBatch:
     """The batch as the preprocessor makes it."""
-    intake = Intake(CONFIG, ResumePoint())
+    intake = Intake(config, ResumePoint(), lambda samples: [_with_kl(s) for s in samples])
     ready = [found for found, _ in intake.digest([Entry(n, item) for n, item in enumerate(chosen)])]
-    samples = finish_step(ClosedStep(step, tuple(ready)).samples, CONFIG.rl)
+    samples = finish_step(ClosedStep(step, tuple(ready)).samples, config.rl)
     plan = make_plan([len(s.sample.input_ids) for s in samples], 1, 16, True, 1)
     names = [item.group_id for item in ready]
     return TrainingBatch(id=f"0-{step}", step=step, samples=samples, group_ids=names, plan=plan, actor_offset=0)
+
+
+def _with_kl(sample: Sample) -> Sample:
+    return msgspec.structs.replace(sample, ref_logprobs=[-0.5 - 0.1 * sample.reward * k for k in range(3)])
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_baseline", "gae"])
+def test_kl_in_the_reward_is_rebuilt_from_the_recorded_reference(estimator: str) -> None:
+    rl = {"advantage_estimator": estimator, "reward_minus_kl_coef": 0.1}
+    config = FinetuneConfig(gradient_accumulation_passes=4, seq_length=16, rl=rl)
+    batch = recorded(1, [GROUPS[0], GROUPS[2]], config)
+    per_token = [s.token_rewards if estimator == "gae" else s.advantages for s in batch.samples]
+    assert [len(values) for values in per_token] == [3] * 4
+    assert BatchReplay(config, iter(GROUPS)).difference(batch) is None
 
 
 def test_batches_are_rebuilt_equal_in_any_order_of_groups() -> None:
