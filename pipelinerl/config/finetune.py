@@ -65,6 +65,11 @@ class RLConfig(Section):
     gamma: float = Field(default=1.0, gt=0, le=1)
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of the reference model are part of the algorithm."""
+        return self.kl_coef > 0 or (self.final_kl_coef or 0.0) > 0 or self.reward_minus_kl_coef > 0
+
 
 class FinetuneConfig(Section):
     model_class: Literal["causal-language-modeling", "causal-language-modeling-with-value-head"] = (

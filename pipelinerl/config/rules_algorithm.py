@@ -24,26 +24,9 @@ def group_size(config: RunConfig) -> ConfigError | None:
 
 
 def reference_servers(config: RunConfig) -> ConfigError | None:
-    """KL in the reward is a part of the advantages, so servers must have scored the samples before they are trained."""
+    """Who asks for servers of the reference model needs a pool of them."""
     rl = config.finetune.rl
-    if rl.reward_minus_kl_coef > 0 and config.world.placement == "colocated":
-        return ConfigError(
-            "finetune.rl.reward_minus_kl_coef",
-            rl.reward_minus_kl_coef,
-            "0 with world.placement=colocated: it needs servers of the reference model, which are not there",
-            "Use finetune.rl.kl_coef with finetune.rl.kl_estimator=k2, whose gradient is that of the KL and whose "
-            "reference model is beside the trainer; or set world.placement=disaggregated and "
-            "world.preprocessor_fraction=1.",
-        )
-    if rl.reward_minus_kl_coef > 0 and (rl.reference == "local" or not config.has_reference_pool):
-        return ConfigError(
-            "finetune.rl.reward_minus_kl_coef",
-            rl.reward_minus_kl_coef,
-            "0, or servers of the reference model",
-            "Set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1) and finetune.rl.reference=auto, or "
-            "use finetune.rl.kl_coef, which needs none.",
-        )
-    if rl.reference == "servers" and (rl.kl_coef or rl.final_kl_coef) and not config.has_reference_pool:
+    if rl.reference == "servers" and rl.needs_reference and not config.has_reference_pool:
         return ConfigError(
             "finetune.rl.reference",
             "servers",
@@ -55,20 +38,15 @@ def reference_servers(config: RunConfig) -> ConfigError | None:
 
 def reference_temperature(config: RunConfig) -> ConfigError | None:
     """Servers of the reference model give log-probs at temperature 1 only."""
-    rl, temperature = config.finetune.rl, config.sampling_temperature
-    has_loss_term = rl.kl_coef > 0 or (rl.final_kl_coef or 0.0) > 0
-    asks_servers = config.has_reference_pool and has_loss_term and not config.uses_local_reference(True)
-    if temperature == 1 or not (asks_servers or rl.reward_minus_kl_coef > 0):
+    temperature = config.sampling_temperature
+    asks_servers = config.finetune.rl.needs_reference and not config.uses_local_reference(config.has_reference_pool)
+    if temperature == 1 or not asks_servers:
         return None
-    if rl.reward_minus_kl_coef > 0:
-        way = "or use finetune.rl.kl_coef (kl_estimator=k2) with finetune.rl.reference=local in its place"
-    else:
-        way = "or finetune.rl.reference=local"
     return ConfigError(
         "llm.parameters.temperature",
         temperature,
         "1.0 with log-probs of reference servers, which ignore the temperature",
-        f"Set it to 1.0, {way}.",
+        "Set it to 1.0, or finetune.rl.reference=local.",
     )
 
 

@@ -84,14 +84,18 @@ class RunConfig(Section):
         return self.world.preprocessor_fraction > 0 if servers is None else servers > 0
 
     def uses_local_reference(self, has_servers: bool) -> bool:
-        """Whether the KL term of the loss compares with a frozen model beside the trainer.
+        """Whether KL, in the loss or in the reward, compares with a frozen model beside the trainer.
 
         Args:
             has_servers: the world has servers of the reference model.
         """
         rl = self.finetune.rl
         wanted = rl.reference == "local" or (rl.reference == "auto" and not has_servers)
-        return wanted and (rl.kl_coef > 0 or (rl.final_kl_coef or 0.0) > 0)
+        return wanted and rl.needs_reference
+
+    def finishes_advantages_in_trainer(self, has_servers: bool) -> bool:
+        """Whether KL in the reward, and what comes behind it, waits for the reference model beside the trainer."""
+        return self.finetune.rl.reward_minus_kl_coef > 0 and self.uses_local_reference(has_servers)
 
     @property
     def sampling_temperature(self) -> float:

@@ -21,6 +21,7 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.optimizer import Schedule
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reductions import reduce_diagnostics, reduce_metrics
+from pipelinerl.finetune.step_advantages import finish_advantages
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.batch import MicroBatch, collate, sentinel
@@ -126,10 +127,13 @@ class StepRunner:
         own += [sentinel(pad_id=self._pad_id, step_tokens=scale.num_tokens) for _ in range(missing)]
         has_reference = any(scored.sample.ref_logprobs for scored in batch.samples)
         own = [_with_reference(micro_batch, has_reference) for micro_batch in own]
-        if self._reference is None:
-            return own
-        scored = self._reference.logprobs(own)
-        return [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, scored, strict=True)]
+        if self._reference is not None:
+            scored = self._reference.logprobs(own)
+            own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, scored, strict=True)]
+        # What reference servers scored has the KL in its advantages already.
+        if config.rl.reward_minus_kl_coef and not has_reference:
+            own = finish_advantages(own, config.rl, self._ranks)
+        return own
 
     def _plan(self, batch: TrainingBatch) -> list[list[list[int]]]:
         if len(batch.plan) == self._ranks.world_size:

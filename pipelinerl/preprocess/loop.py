@@ -81,6 +81,7 @@ class PreprocessLoop:
             config.finetune,
             max(trainer_ranks, 1),
             has_trainer=trainer_ranks > 0,
+            finish_in_trainer=config.finishes_advantages_in_trainer(bool(context.world.jobs_of("preprocessor_llm"))),
         )
         recorded = recorded_streams(config)
         # The groups of another run are all there; when they are used up, so is the work.
@@ -170,11 +171,8 @@ class PreprocessLoop:
 def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
     """The scorer over the run's reference servers, or None if the algorithm needs no reference log-probs or the
     trainer computes them beside itself."""
-    rl = context.config.finetune.rl
-    if not (rl.kl_coef or rl.final_kl_coef or rl.reward_minus_kl_coef):
-        return None
     servers = context.world.jobs_of("preprocessor_llm")
-    if context.config.uses_local_reference(bool(servers)) and not rl.reward_minus_kl_coef:
+    if not context.config.finetune.rl.needs_reference or context.config.uses_local_reference(bool(servers)):
         return None
     from pipelinerl.preprocess.reference import ReferenceServers
 

@@ -33,12 +33,14 @@ class Outputs:
         config: FinetuneConfig,
         num_ranks: int,
         has_trainer: bool = True,
+        finish_in_trainer: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._job_name = job_name
         self._incarnation = incarnation
         self._config = config
         self._num_ranks = num_ranks
+        self._finish_in_trainer = finish_in_trainer
         self._clock = clock
         self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch, is_consumed=has_trainer)
         self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
@@ -71,12 +73,12 @@ class Outputs:
             self._fates.flush()
 
     def write_batch(self, closed: ClosedStep, actor_offset: int, statistics: dict[str, float]) -> None:
-        """Normalise, plan and publish one optimizer step.
+        """Finish the advantages, plan and publish one optimizer step.
 
         Raises:
             NoRoom: the stream is full, and after `stop_waiting` nobody takes a batch any more.
         """
-        samples = finish_step(closed.samples, self._config.rl)
+        samples = finish_step(closed.samples, self._config.rl, self._finish_in_trainer)
         plan = make_plan(
             [len(item.sample.input_ids) for item in samples],
             self._num_ranks,

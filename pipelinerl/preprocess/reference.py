@@ -43,7 +43,7 @@ def check_temperature(temperature: float) -> None:
             "llm.parameters.temperature",
             temperature,
             "1.0 with a KL term and reference servers, because a server's prompt log-probs ignore the temperature",
-            "Set the temperature to 1.0, or set kl_coef and reward_minus_kl_coef to 0.",
+            "Set the temperature to 1.0, or finetune.rl.reference=local.",
         )
 
 
@@ -79,7 +79,7 @@ class ReferenceServers:
                 "world.preprocessor_fraction",
                 0,
                 "a pool of reference servers for the KL term",
-                "Give the world a preprocessor pool, or set kl_coef and reward_minus_kl_coef to 0.",
+                "Give the world a preprocessor pool, or set finetune.rl.reference=local.",
             )
         self._urls = [url.rstrip("/") for url in urls]
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}

@@ -15,6 +15,7 @@ import msgspec
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.records import Sample, ScoredSample
 from pipelinerl.rl.advantages import discounted_returns, group_advantages, kl_rewards, normalize_batch, rewards_to_go
+from pipelinerl.rl.advantages.stages import cuts_negative, is_batch_normalized, is_finished_by_step
 
 STEP_REWARD_KEY = "step_reward"
 
@@ -40,19 +41,12 @@ def score_group(samples: Sequence[Sample], extra_rewards: Sequence[float], rl: R
     for positions, of_rollout in zip(rollouts.values(), values, strict=False):
         for position, value in zip(positions, of_rollout, strict=True):
             advantages[position] = value
-    if _cuts_negative(rl) and not _is_unfinished(rl):
+    if cuts_negative(rl) and not is_finished_by_step(rl):
         advantages = [max(value, 0.0) for value in advantages]
     return [ScoredSample(sample=s, advantages=[a]) for s, a in zip(samples, advantages, strict=True)]
 
 
-def is_batch_normalized(rl: RLConfig) -> bool:
-    """True if advantages are normalised over the whole step on top of their group."""
-    if rl.advantage_estimator == "gae" or not rl.use_advantages:
-        return False
-    return rl.normalize_reward or rl.advantage_estimator == "reinforce_baseline"
-
-
-def finish_step(scored: Sequence[ScoredSample], rl: RLConfig) -> list[ScoredSample]:
+def finish_step(scored: Sequence[ScoredSample], rl: RLConfig, in_trainer: bool = False) -> list[ScoredSample]:
     """What the algorithm does to the advantages of a closed step: KL in the reward, normalisation, no negative ones.
 
     With A_i the value that sample i has by now and KL_t = log mu - log ref of its trained token t (k1), token t gets
@@ -63,15 +57,21 @@ def finish_step(scored: Sequence[ScoredSample], rl: RLConfig) -> list[ScoredSamp
     normalisation is over the tokens of the step (see `rl/advantages/batch_norm.py`). With `gae` each token's share of
     the reward, -reward_minus_kl_coef * KL_t, goes into `token_rewards` and the trainer's recursion adds it up.
 
+    Args:
+        in_trainer: the reference model is beside the trainer, which does all this in its place
+            (`finetune/step_advantages.py`).
+
     Raises:
         ValueError: KL is part of the reward and a sample has not one reference log-prob for each trained token.
     """
+    if in_trainer:
+        return list(scored)
     if rl.reward_minus_kl_coef:
         scored = [_with_kl(item, rl) for item in scored]
     values = [item.advantages for item in scored]
     if is_batch_normalized(rl):
         values = normalize_batch(values, [item.sample.num_trained_tokens for item in scored])
-    if _cuts_negative(rl) and _is_unfinished(rl):
+    if cuts_negative(rl) and is_finished_by_step(rl):
         # Here and not before: what is subtracted above would make negative ones again.
         values = [[max(value, 0.0) for value in of_sample] for of_sample in values]
     return [msgspec.structs.replace(item, advantages=value) for item, value in zip(scored, values, strict=True)]
@@ -83,16 +83,6 @@ def _with_kl(item: ScoredSample, rl: RLConfig) -> ScoredSample:
         return msgspec.structs.replace(item, token_rewards=rewards)
     (advantage,) = item.advantages
     return msgspec.structs.replace(item, advantages=[advantage + value for value in rewards_to_go(rewards)])
-
-
-def _cuts_negative(rl: RLConfig) -> bool:
-    # With a value head these are rewards: the trainer cuts what it makes of them.
-    return rl.relu_log_p_weights and rl.advantage_estimator != "gae"
-
-
-def _is_unfinished(rl: RLConfig) -> bool:
-    """Whether `finish_step` still moves the advantages of `score_group`."""
-    return rl.reward_minus_kl_coef > 0 or is_batch_normalized(rl)
 
 
 def _rollout_rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:

@@ -20,10 +20,14 @@ from pipelinerl.streams.base import Entry
 
 
 class BatchReplay:
-    """Rebuilds batches one after the other. `groups` are read as far as they are needed and dropped when used."""
+    """Rebuilds batches one after the other. `groups` are read as far as they are needed and dropped when used.
 
-    def __init__(self, config: FinetuneConfig, groups: Iterator[Group]) -> None:
+    `finish_in_trainer`: the trainer finished the advantages (`RunConfig.finishes_advantages_in_trainer`).
+    """
+
+    def __init__(self, config: FinetuneConfig, groups: Iterator[Group], finish_in_trainer: bool = False) -> None:
         self._config = config
+        self._finish_in_trainer = finish_in_trainer
         self._groups = groups
         self._read: dict[str, Group] = {}
 
@@ -37,7 +41,7 @@ class BatchReplay:
                 return f"group {group_id} is not in the stream actor"
             scored = self._score(group, recorded)
             rebuilt += [item for item in scored if item.sample.id in recorded]
-        rebuilt = finish_step(rebuilt, self._config.rl)
+        rebuilt = finish_step(rebuilt, self._config.rl, self._finish_in_trainer)
         if [item.sample.id for item in rebuilt] != list(recorded):
             return "other samples"
         for mine, theirs in zip(rebuilt, batch.samples, strict=True):

@@ -38,12 +38,13 @@ def assert_kl_starts_at_0_and_moves(steps: list[dict[str, Any]], at_start: float
 
 
 def test_m4_w1_t3_adapters_with_a_frozen_model_beside_the_trainer(tmp_path: Path) -> None:
-    """LoRA and a KL term at temperature 0.6, the reference being the policy without its adapters."""
+    """LoRA with KL in loss and reward at temperature 0.6, the reference being the policy without its adapters."""
     run, steps = finished(
         tmp_path,
         "finetune.lora.enabled=true",
         "finetune.learning_rate=0.001",
         "finetune.rl.kl_coef=0.05",
+        "finetune.rl.reward_minus_kl_coef=0.001",
         "llm.parameters.temperature=0.6",
         "test_llm.parameters.temperature=0.6",
     )

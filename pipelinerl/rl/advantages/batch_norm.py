@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pipelinerl.rl.advantages.base import are_equal
 
-_EPSILON = 1e-8
+NORM_EPSILON = 1e-8
 
 
 def normalize_batch(advantages: Sequence[Sequence[float]], tokens: Sequence[int]) -> list[list[float]]:
@@ -39,5 +39,5 @@ def normalize_batch(advantages: Sequence[Sequence[float]], tokens: Sequence[int]
         return [[0.0] * len(values) for values in advantages]
     middle = math.fsum(value * weight for value, weight in weighted) / total
     variance = math.fsum(weight * (value - middle) ** 2 for value, weight in weighted) / total
-    scale = math.sqrt(variance) + _EPSILON
+    scale = math.sqrt(variance) + NORM_EPSILON
     return [[(value - middle) / scale for value in values] for values in advantages]

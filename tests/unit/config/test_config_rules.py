@@ -12,8 +12,8 @@ KEEP = ["output_dir=x"]
 CASES = {
     "group_size": (["attempts=1"], "attempts: got 1, expected at least 2"),
     "reference_servers": (
-        ["finetune.rl.reward_minus_kl_coef=0.1"],
-        "finetune.rl.reward_minus_kl_coef: got 0.1, expected 0, or servers of the reference",
+        ["finetune.rl.reward_minus_kl_coef=0.1", "finetune.rl.reference=servers"],
+        "finetune.rl.reference: got 'servers', expected auto or local in a world without servers of the reference",
     ),
     "reference_temperature": (
         ["finetune.rl.reward_minus_kl_coef=0.1", "world.preprocessor_fraction=1", "llm.parameters.temperature=0.7"],
@@ -166,6 +166,15 @@ def test_the_rule_refuses(name: str) -> None:
         ["attempts=1", "finetune.rl.advantage_estimator=reinforce", "finetune.rl.normalize_reward=true"],
         ["finetune.rl.filter_reward_low=0", "finetune.rl.filter_reward_high=1"],
         ["finetune.rl.kl_coef=0.1", "llm.parameters.temperature=0.7"],
+        # KL in the reward, beside the trainer: at any temperature, also where devices are shared.
+        ["finetune.rl.reward_minus_kl_coef=0.1", "llm.parameters.temperature=0.7"],
+        ["finetune.rl.reward_minus_kl_coef=0.1", "world.preprocessor_fraction=1", "finetune.rl.reference=local"],
+        [
+            "finetune.rl.reward_minus_kl_coef=0.1",
+            "world.placement=colocated",
+            "schedule=conventional",
+            "use_deepspeed=false",
+        ],
         [
             "finetune.rl.kl_coef=0.1",
             "world.preprocessor_fraction=1",
@@ -238,20 +247,6 @@ def test_settings_of_the_algorithm_that_would_train_something_else(overrides: li
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("pool", [[], ["world.preprocessor_fraction=1"]])
-def test_kl_in_the_reward_names_the_way_out_when_devices_are_shared(pool: list[str]) -> None:
-    shared = ["world.placement=colocated", "schedule=conventional", "use_deepspeed=false"]
-    with pytest.raises(ConfigError) as caught:
-        compose([*KEEP, *shared, *pool, "finetune.rl.reward_minus_kl_coef=0.1"])
-    assert "expected 0 with world.placement=colocated" in str(caught.value).splitlines()[0]
-    ways = (
-        [*shared, "finetune.rl.kl_coef=0.1", "finetune.rl.kl_estimator=k2"],
-        ["finetune.rl.reward_minus_kl_coef=0.1", "world.placement=disaggregated", "world.preprocessor_fraction=1"],
-    )
-    for way in ways:
-        assert compose([*KEEP, *way]).config is not None
-
-
 def test_k1_as_a_loss_gets_a_note() -> None:
     notes = compose([*KEEP, "finetune.rl.kl_coef=0.1", "finetune.rl.kl_estimator=k1"]).notes
     assert [note for note in notes if note.startswith("finetune.rl.kl_estimator=k1")]
@@ -270,7 +265,6 @@ def test_the_divisor_of_a_preset_is_that_of_its_paper(preset: str, aggregation: 
     "overrides",
     [
         ["finetune.rl.final_kl_coef=0.1", "finetune.rl.reference=servers"],
-        ["finetune.rl.reward_minus_kl_coef=0.1", "world.preprocessor_fraction=1", "finetune.rl.reference=local"],
         [
             "finetune.rl.kl_coef=0.1",
             "finetune.rl.reference=servers",

@@ -112,6 +112,8 @@ def test_who_scores(load):
     assert load(rl={"reference": "servers"})[2] is None
     assert load(rl={"kl_coef": 0.0})[2] is None
     assert load(rl={"kl_coef": 0.0, "final_kl_coef": 0.1})[2] is not None
+    assert load(rl={"kl_coef": 0.0, "reward_minus_kl_coef": 0.1})[2] is not None
+    assert load(has_servers=True, rl={"kl_coef": 0.0, "reward_minus_kl_coef": 0.1})[2] is None
 
 
 def test_a_batch_without_trained_tokens_has_a_reference_too(kit, load):

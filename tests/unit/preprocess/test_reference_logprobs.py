@@ -53,7 +53,8 @@ def test_temperature_and_missing_pool_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"temperature: got 0\.6"):
         ReferenceServers(["http://127.0.0.1:1"], "", 0.6)
     with pytest.raises(ConfigError, match="preprocessor_fraction"):
-        reference_scorer(context(tmp_path, finetune={"rl": {"reward_minus_kl_coef": 0.1}}))
+        reference_scorer(context(tmp_path, finetune={"rl": {"reward_minus_kl_coef": 0.1, "reference": "servers"}}))
+    assert reference_scorer(context(tmp_path, finetune={"rl": {"reward_minus_kl_coef": 0.1}})) is None
 
 
 class Server:

@@ -76,6 +76,7 @@ def test_kl_in_the_reward_is_rebuilt_from_the_recorded_reference(estimator: str)
     per_token = [s.token_rewards if estimator == "gae" else s.advantages for s in batch.samples]
     assert [len(values) for values in per_token] == [3] * 4
     assert BatchReplay(config, iter(GROUPS)).difference(batch) is None
+    assert BatchReplay(config, iter(GROUPS), finish_in_trainer=True).difference(batch) is not None
 
 
 def test_batches_are_rebuilt_equal_in_any_order_of_groups() -> None:
