@@ -107,6 +107,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
         cluster: where.
         restarts: why this launcher had to start the run again so far.
     """
+    preflight.check_task(config)
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
     preflight.check_supported(config, cluster, os.environ)
     preflight.check_vllm(config)

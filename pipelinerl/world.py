@@ -35,7 +35,7 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: PortSource) -> W
     """Plan the run: how many servers and trainer ranks, on which node, GPUs, cores and ports.
 
     Fractions are shares of all GPUs; servers get whole multiples of `gpus_per_llm` (tensor x pipeline parallel size),
-    at least one server per replica for a share above zero, and the trainer gets the rest. Explicit `world.num_*` keys
+    at least one server for a share above zero, and the trainer gets the rest. Explicit `world.num_*` keys
     win. Without GPUs every job gets cores instead.
 
     Raises:

@@ -76,6 +76,7 @@ class RolloutWorker:
         self._function = function
         self._cfg = cfg
         self._llms = {False: list(training_llms), True: list(evaluation_llms)}
+        self._temperature = float(training_llms[0].parameters.get("temperature", 1.0)) if training_llms else None
         self._incarnation = incarnation
         self._reader = reader
         self._writer = FrameWriter(writer)
@@ -164,6 +165,7 @@ class RolloutWorker:
                 group_id=start.group_id,
                 rollout_id=start.rollout_id,
                 incarnation=self._incarnation,
+                temperature=self._temperature,
             )
         versions = version_range(result.training_texts, llm.counters.versions)
         return RolloutEnded(

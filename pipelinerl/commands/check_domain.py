@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
         ).print_help()
         return 0
     from pipelinerl.config.compose import compose
+    from pipelinerl.supervise.preflight import check_task
 
     words = argv if argv[0].startswith("-") or "=" in argv[0] else ["--config-name", *argv]
     # The check writes nothing, but a configuration is complete only with a run directory.
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
     if composed.config is None:
         print(composed.help_text)
         return 0
+    check_task(composed.config)
     sys.path[:0] = [str(folder) for folder in composed.search_dirs]
     from pipelinerl.commands.dry_rollout import dry_rollout
     from pipelinerl.domains.check import check_answers, checked_problems

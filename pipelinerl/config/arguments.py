@@ -10,7 +10,8 @@ from pathlib import Path
 from pipelinerl.config.messages import did_you_mean
 from pipelinerl.errors import ConfigError
 
-DEFAULT_CONFIG = "base"
+#: The experiment that starts when no configuration is named.
+DEFAULT_CONFIG = "math"
 _CONFIG_NAME = ("--config-name", "-cn")
 _CONFIG_DIR = ("--config-dir", "-cd", "--config-path", "-cp")
 _FLAGS = (*_CONFIG_NAME, *_CONFIG_DIR, "--help", "-h", "--cfg", "-c", "--resolve")
@@ -18,9 +19,10 @@ _FLAGS = (*_CONFIG_NAME, *_CONFIG_DIR, "--help", "-h", "--cfg", "-c", "--resolve
 
 @dataclass
 class Arguments:
-    """What the command line says. `overrides` keeps its order."""
+    """What the command line says. `overrides` keeps its order; `is_named`: the configuration was chosen by name."""
 
     config_name: str = DEFAULT_CONFIG
+    is_named: bool = False
     config_dir: Path | None = None
     help: bool = False
     show_config: bool = False
@@ -50,6 +52,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             continue  # what is shown is resolved anyway
         elif flag in _CONFIG_NAME:
             arguments.config_name = _value(flag, given, value, rest).removesuffix(".yaml")
+            arguments.is_named = True
         elif flag in _CONFIG_DIR:
             arguments.config_dir = _folder(flag, _value(flag, given, value, rest))
         else:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+#: NumPy and vLLM take 32 bits, and each server adds its number.
+LARGEST_SEED = 2**31 - 1
+
 
 class Section(BaseModel):
     """A frozen part of the configuration; unknown keys are refused (`config.load` names the nearest known key)."""

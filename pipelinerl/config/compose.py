@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipelinerl.config.agent import settle_agent
-from pipelinerl.config.arguments import Arguments, parse_arguments
+from pipelinerl.config.arguments import DEFAULT_CONFIG, Arguments, parse_arguments
+from pipelinerl.config.deepspeed_file import read_deepspeed_file
 from pipelinerl.config.help_text import help_text
 from pipelinerl.config.keys import known_keys
 from pipelinerl.config.linked import settle_linked_keys
@@ -61,7 +62,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     if arguments.show_config:
         return ComposedConfig(help_text=composed.to_yaml(), search_dirs=search_dirs)
     data = composed.data
-    notes = take_retired_keys(data, composed.origin_of)
+    notes = [*composed.notes, *_default_experiment(arguments), *take_retired_keys(data, composed.origin_of)]
     _require_output_dir(data, arguments)
     settle_linked_keys(data, composed.interpolated, composed.override_keys)
     settle_agent(data, search_dirs)
@@ -82,9 +83,16 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     )
 
 
+def _default_experiment(arguments: Arguments) -> list[str]:
+    """A user with a folder of configurations probably meant one of them."""
+    if arguments.config_dir is None or arguments.is_named:
+        return []
+    return [f"no --config-name is given, so the experiment is {DEFAULT_CONFIG}; for one in your folder add its name"]
+
+
 def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
     if data.get("output_dir") in (None, "", "???"):
-        name = "" if arguments.config_name == "base" else f" --config-name {arguments.config_name}"
+        name = "" if arguments.config_name == DEFAULT_CONFIG else f" --config-name {arguments.config_name}"
         raise ConfigError(
             "output_dir",
             data.get("output_dir"),
@@ -94,7 +102,7 @@ def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
 
 
 def _find_named_files(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
-    """Check that the files named for the trainer's backend exist; one of the user becomes a path, in place."""
+    """Check the files named for the trainer's backend; one of the user becomes a path, in place."""
     for key, group, suffix, wanted in (
         ("deepspeed_config", "deepspeed", ".json", data.get("use_deepspeed")),
         ("accelerate_config", "accelerate", ".yaml", data.get("accelerate_config")),
@@ -102,5 +110,7 @@ def _find_named_files(data: dict[str, Any], search_dirs: Sequence[Path]) -> None
         name = data.get(key)
         if wanted and isinstance(name, str):
             found = group_file(key, group, name, suffix, search_dirs)
+            if group == "deepspeed":
+                read_deepspeed_file(found, name)
             if not found.is_relative_to(conf_dir()):
                 data[key] = str(found)

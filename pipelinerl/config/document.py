@@ -21,7 +21,7 @@ def tables() -> str:
     """Return the tables as Markdown: keys of the schema by section, then retired keys."""
     from pipelinerl.config.arguments import Arguments
 
-    shipped = compose_plain(Arguments()).data
+    shipped = compose_plain(Arguments(config_name="base")).data
     sections: dict[str, list[str]] = {}
     for key in known_keys():
         sections.setdefault(key.rpartition(".")[0] or "top level", []).append(key)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipelinerl.config.base import Section
+from pipelinerl.config.base import LARGEST_SEED, Section
 
 
 class LoraConfig(Section):
@@ -48,7 +48,7 @@ class RLConfig(Section):
     use_advantages: bool = True
     relu_log_p_weights: bool = False
     clamp_log_ratio_ref_new_value: float = Field(default=5.0, gt=0)
-    temperature: float | None = Field(default=None, gt=0, description="null: llm.parameters.temperature")
+    temperature: float | None = Field(default=None, ge=0, description="null: llm.parameters.temperature")
     aggregate_loss: Literal["sum"] = "sum"
     overlong_filtering: bool = False
     overlong_buffer_tokens: int = Field(default=0, ge=0)
@@ -106,7 +106,7 @@ class FinetuneConfig(Section):
     seq_packing: bool = True
     seq_parallel: int = Field(default=1, ge=1)
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, le=LARGEST_SEED)
     save_checkpoint_steps: int = Field(default=100, ge=1)
     also_save_steps: list[int] = []
     keep_intermediate_checkpoints: bool = True

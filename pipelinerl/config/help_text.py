@@ -15,7 +15,8 @@ Train a language model by asynchronous reinforcement learning.
 usage: python -m pipelinerl.launch [--config-name NAME] [--config-dir DIR] output_dir=DIR [key=value ...]
 
   output_dir=DIR       where the run writes everything (required)
-  --config-name NAME   the configuration to start from (default: base)
+  --config-name NAME   the experiment, or a configuration of yours (default: math, small sums that need no data set);
+                       base has every key and no task: files of your own start from it
   --config-dir DIR     a folder of yours with NAME.yaml and your task's code; it may say `defaults: [base, _self_]`
   --cfg                print the resolved configuration and exit
   --help               print this text and exit
@@ -44,6 +45,7 @@ keys that most runs set:
   tensorboard.enabled                   true: event files in output_dir/tensorboard
 
 examples:
+  python -m pipelinerl.launch output_dir=results/math
   python -m pipelinerl.launch --config-name quickstart output_dir=results/quickstart
   python -m pipelinerl.launch --config-name guessing output_dir=results/guessing
   python -m pipelinerl.launch --config-dir my_task --config-name my_task output_dir=results/my_task

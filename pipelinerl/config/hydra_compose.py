@@ -23,12 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pipelinerl.config.agent import DATA_KEYS
 from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.keys import is_known, known_keys
-from pipelinerl.config.messages import did_you_mean, unknown_key
+from pipelinerl.config.messages import COMMAND_LINE, did_you_mean, unknown_key
 from pipelinerl.config.paths import conf_dir, config_names
 from pipelinerl.config.retired import is_retired_key
 from pipelinerl.errors import ConfigError
-
-_COMMAND_LINE = "on the command line"
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,12 @@ class PlainConfig:
     interpolated: frozenset[str]
     override_keys: frozenset[str]
     config_file: Path
+    notes: tuple[str, ...] = ()
 
     def origin_of(self, key: str) -> str:
         """Return the words that say where `key` was set."""
         if any(key == name or key.startswith(name + ".") for name in self.override_keys):
-            return _COMMAND_LINE
+            return COMMAND_LINE
         return f"in {self.config_file} or a file that it includes"
 
     def to_yaml(self) -> str:
@@ -74,9 +73,19 @@ def compose_plain(arguments: Arguments) -> PlainConfig:
             interpolated=frozenset(_interpolated(config)),
             override_keys=frozenset(override.key_or_group for override in overrides),
             config_file=config_file,
+            notes=_hydra_notes(overrides, config_file),
         )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise _translate(error, config_file, search_dirs) from error
+
+
+def _hydra_notes(overrides: Sequence[Override], config_file: Path) -> tuple[str, ...]:
+    """Hydra's own settings are for its `main`, which does not run here."""
+    given = [override.key_or_group for override in overrides if override.key_or_group.partition(".")[0] == "hydra"]
+    if "hydra" in (yaml.safe_load(config_file.read_text(encoding="utf-8")) or {}):
+        given.append(f"hydra (in {config_file})")
+    reason = "the run's files and logs are in output_dir, and files of yours are found by --config-dir"
+    return tuple(f"{key} does nothing here: {reason}" for key in given)
 
 
 def _config_file(name: str, search_dirs: Sequence[Path]) -> Path:
@@ -118,7 +127,7 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
     if is_retired_key(key):
         return "++" + text.lstrip("+")
     if not is_known(key):
-        raise unknown_key(key, override.value(), known_keys(), _COMMAND_LINE)
+        raise unknown_key(key, override.value(), known_keys(), COMMAND_LINE)
     return "++" + text.lstrip("+")
 
 

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 
 from pipelinerl.errors import ConfigError
 
+#: What `origin_of` says of a key that was typed.
+COMMAND_LINE = "on the command line"
 _EXPECTED = {
     "int": "a whole number",
     "float": "a number",
@@ -101,8 +103,12 @@ def faults_of(
     found: dict[str, ConfigError] = {}
     for fault in error.errors(include_url=False):
         key = _dotted(fault["loc"], data)
-        if key in found or _is_echo(key, fault["input"], found.values()):
+        if key in found:
             continue
+        if (echo := _echo(key, fault["input"], found.values())) is not None:
+            if origin_of(key) != COMMAND_LINE or origin_of(echo) == COMMAND_LINE:
+                continue  # of two names the one that was typed is answered
+            del found[echo]
         if fault["type"] == "extra_forbidden":
             found[key] = unknown_key(key, fault["input"], names, origin_of(key))
         elif fault["type"] == "missing":
@@ -112,10 +118,10 @@ def faults_of(
     return list(found.values())
 
 
-def _is_echo(key: str, got: object, earlier: Iterable[ConfigError]) -> bool:
-    """True if an earlier fault is the same value under its other name (`attempts`, `finetune.attempts`)."""
+def _echo(key: str, got: object, earlier: Iterable[ConfigError]) -> str | None:
+    """Return the key of an earlier fault of the same value under its other name (`attempts`, `finetune.attempts`)."""
     leaf = key.rpartition(".")[2]
-    return any(fault.key.rpartition(".")[2] == leaf and fault.got == got for fault in earlier)
+    return next((fault.key for fault in earlier if fault.key.rpartition(".")[2] == leaf and fault.got == got), None)
 
 
 def _dotted(loc: tuple[int | str, ...], data: Any) -> str:

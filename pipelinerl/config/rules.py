@@ -1,19 +1,20 @@
 """Rules that compare keys with each other, and advice. Called by the composition after the types are right.
 
 Each rule is a small function from the configuration to its one `ConfigError`, or None. They live by topic in
-`rules_algorithm`, `rules_training`, `rules_sampling` and `rules_world`. What needs the machine (GPUs, ports) belongs to
-the world plan.
+`rules_algorithm`, `rules_training`, `rules_sampling`, `rules_world` and `rules_run`. What needs the machine (GPUs, ports)
+belongs to the world plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipelinerl.config import rules_algorithm, rules_sampling, rules_training, rules_world
+from pipelinerl.config import rules_algorithm, rules_run, rules_sampling, rules_training, rules_world
 from pipelinerl.config.agent import unused_agent_keys
 from pipelinerl.config.key_notes import NO_EFFECT
 from pipelinerl.config.keys import default_of
 from pipelinerl.config.messages import raise_faults
+from pipelinerl.config.remarks import remarks as remarks_of
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -23,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     *rules_training.RULES,
     *rules_sampling.RULES,
     *rules_world.RULES,
+    *rules_run.RULES,
 )
 
 
@@ -56,6 +58,7 @@ def advice(config: RunConfig) -> list[str]:
             f"steps_per_generation - 1 = {config.steps_per_generation - 1} versions"
         )
     remarks += unused_agent_keys(config)
+    remarks += remarks_of(config)
     for key, reason in NO_EFFECT.items():
         if _value(config, key) != default_of(key):
             remarks.append(f"{key} does nothing here: {reason}")

@@ -73,6 +73,20 @@ def value_head(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def value_loss(config: RunConfig) -> ConfigError | None:
+    """Only generalised advantages have the returns that a value head learns. Without a head, `value_head` answers."""
+    finetune = config.finetune
+    estimator, coefficient = finetune.rl.advantage_estimator, finetune.rl.value_loss_coef
+    if coefficient > 0 and estimator != "gae" and finetune.model_class == _VALUE_HEAD:
+        return ConfigError(
+            "finetune.rl.value_loss_coef",
+            coefficient,
+            f"0 with finetune.rl.advantage_estimator={estimator}, which uses no values",
+            "Set finetune.rl.advantage_estimator=gae, or start from finetune=ppo.",
+        )
+    return None
+
+
 def batch_normalisation(config: RunConfig) -> ConfigError | None:
     """Only advantages that the preprocessor works out can be normalised over the step."""
     rl = config.finetune.rl
@@ -197,6 +211,7 @@ RULES = (
     reference_servers,
     reference_temperature,
     value_head,
+    value_loss,
     batch_normalisation,
     constant_length,
     group_options,

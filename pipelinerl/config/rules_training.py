@@ -19,19 +19,6 @@ def linked_keys(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def unpacked_batch(config: RunConfig) -> ConfigError | None:
-    """Without packing, the passes are shared evenly by the ranks."""
-    finetune, ranks = config.finetune, config.world.num_finetune_ranks
-    if not finetune.seq_packing and ranks and finetune.gradient_accumulation_passes % ranks:
-        return ConfigError(
-            "finetune.gradient_accumulation_passes",
-            finetune.gradient_accumulation_passes,
-            f"a multiple of world.num_finetune_ranks={ranks} with finetune.seq_packing=false",
-            "Change one of them, or use finetune.seq_packing=true.",
-        )
-    return None
-
-
 def seq_parallel(config: RunConfig) -> ConfigError | None:
     """One sequence is never split over ranks."""
     if config.finetune.seq_parallel > 1:
@@ -166,7 +153,6 @@ def on_policy_updates(config: RunConfig) -> ConfigError | None:
 
 RULES = (
     linked_keys,
-    unpacked_batch,
     seq_parallel,
     quantised_base,
     generation_steps,

@@ -203,7 +203,7 @@ def rollout_function(config: RunConfig) -> ConfigError | None:
             "actor.rollout_policy",
             config.actor.rollout_policy,
             f"null with actor.agent_func_path={config.actor.agent_func_path}",
-            "Set one of the two.",
+            "Set one of the two; --config-name agent starts without a task.",
         )
     return None
 

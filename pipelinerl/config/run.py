@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from pipelinerl.config.agent import AgentConfig
-from pipelinerl.config.base import Section
+from pipelinerl.config.base import LARGEST_SEED, Section
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.sections import (
     ActorConfig,
@@ -32,12 +32,12 @@ class RunConfig(Section):
 
     output_dir: str
     model_path: str = "Qwen/Qwen2.5-7B"
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, le=LARGEST_SEED)
     attempts: int = Field(default=8, ge=1)
     max_lag: int | None = Field(default=None, ge=0)
     pop_old_data: bool = True
     force_restart: bool = False
-    eval_every_n_versions: int = Field(default=78000, ge=0, description="0: only before and after training")
+    eval_every_n_versions: int = Field(default=50, ge=0, description="optimizer steps; 0: before and after training")
     train_subset: dict[str, int] | None = None
     schedule: Literal["pipeline", "concurrent", "conventional"] = "pipeline"
     steps_per_generation: int = Field(default=1, ge=1)

@@ -15,7 +15,7 @@ class LLMParameters(Section):
     """Sampling parameters of training (`llm`) or evaluation (`test_llm`)."""
 
     max_tokens: int = Field(default=8192, ge=1)
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=0, description="0: greedy, in evaluation only")
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, ge=-1, description="-1 or 0: all tokens")
     min_tokens: int = Field(default=0, ge=0)

@@ -107,6 +107,8 @@ def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object],
             "Graphs of whole steps that mix prompts with decoding give other tokens and log-probs, also NaN, with "
             "FlashAttention 3 and many requests (vLLM 0.32); FULL_DECODE_ONLY leaves such steps out.",
         )
+    if _OVERRIDES in options:
+        _model_overrides(options[_OVERRIDES])
     return options, notes
 
 
@@ -195,17 +197,21 @@ def _defaults(settings: ServerSettings) -> dict[str, object]:
 
 
 def _with_fp32_head(overrides: object) -> dict[str, object]:
+    return {"head_dtype": "float32", **_model_overrides(overrides)}
+
+
+def _model_overrides(overrides: object) -> dict[str, object]:
+    """The overrides of the model's configuration as a mapping, however they are written."""
     if overrides in (None, ""):
-        merged: dict[str, object] = {}
-    elif isinstance(overrides, Mapping):
-        merged = {str(key): value for key, value in overrides.items()}
-    else:
+        return {}
+    if isinstance(overrides, str):
         try:
-            merged = dict(json.loads(str(overrides)))
+            overrides = json.loads(overrides)
         except ValueError as error:
             raise _error(_OVERRIDES, overrides, "a JSON object", f"It does not parse: {error}.") from error
-    merged.setdefault("head_dtype", "float32")
-    return merged
+    if not isinstance(overrides, Mapping):
+        raise _error(_OVERRIDES, overrides, "a JSON object", "Write for instance hf-overrides: {rope_theta: 1000000}.")
+    return {str(key): value for key, value in overrides.items()}
 
 
 def _option(name: str, value: object) -> list[str]:

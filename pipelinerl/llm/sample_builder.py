@@ -48,16 +48,35 @@ def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
     )
 
 
-def build_samples(texts: list[TrainingText], *, group_id: str, rollout_id: str, incarnation: int = 0) -> list[Sample]:
+def build_samples(
+    texts: list[TrainingText],
+    *,
+    group_id: str,
+    rollout_id: str,
+    incarnation: int = 0,
+    temperature: float | None = None,
+) -> list[Sample]:
     """Turn a rollout's texts into wire samples with ids `{rollout_id}/s{k}`.
+
+    Args:
+        temperature: at which the trainer computes log-probs; texts of another one (greedy ones too) are refused. None:
+            any is taken.
 
     Raises:
         RolloutError: a text cannot be trained on; its reason says why. The whole rollout is then failed.
     """
-    return [
+    samples = [
         _build_sample(text, f"{rollout_id}/s{index}", group_id, rollout_id, incarnation)
         for index, text in enumerate(texts)
     ]
+    for sample in samples:
+        if temperature is not None and sample.temperature != temperature:
+            raise RolloutError(
+                "other_temperature",
+                f"sampled at temperature {sample.temperature:g}, trained at {temperature:g}: old and new log-probs "
+                "would be of different policies. Leave llm.parameters['temperature'] as it is",
+            )
+    return samples
 
 
 def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id: str, incarnation: int) -> Sample:

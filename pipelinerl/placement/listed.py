@@ -47,7 +47,7 @@ def listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> Split:
 
     Raises:
         ConfigError: a GPU that is not there, a server with another number of GPUs than its parallel size, several
-            nodes, replicas that cannot have equally many servers, or a shared GPU without room for both.
+            nodes, or a shared GPU without room for both.
     """
     world = config.world
     if cluster.world_size > 1:
@@ -65,10 +65,6 @@ def listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> Split:
                     f"{per_llm} GPU(s) for each server, its tensor x pipeline parallel size",
                     "Change the list, or vllm_config.vllm_kwargs.tensor-parallel-size.",
                 )
-        if len(servers) % world.replicas:
-            raise ConfigError(
-                f"world.{key}", servers, f"a multiple of world.replicas={world.replicas}", "List a server for each."
-            )
     _are_there("finetune_gpus", world.finetune_gpus or [], cluster)
     if world.placement == "colocated":
         leave_room(config)

@@ -61,7 +61,7 @@ class Placer:
         if self.config.environment is not None:
             servers += self._services("environment", world.env_replicas)
         servers += self._services("verifier", world.verifier_replicas)
-        clients = [self._job(kind, i, i, 0, []) for i in range(world.replicas) for kind in ("actor", "preprocessor")]
+        clients = [self._job(kind, 0, 0, []) for kind in ("actor", "preprocessor")]
         ranks = self._ranks(self._all_gpus() if world.placement == "colocated" else free)
         jobs = [*self._with_group_ports(servers, ranks), *clients, *ranks]
         return self._with_cores([job for job in jobs if has_stage(self.config, job.kind)])
@@ -87,9 +87,8 @@ class Placer:
                         "Lower the number of servers; a server cannot span two nodes.",
                     )
                 node, gpus = place
-            replica = idx * self.config.world.replicas // count
             port = self.ports.take(node, self.config.world.llm_start_port + idx, "world.llm_start_port")
-            jobs.append(self._job(kind, idx, replica, node, gpus, port))
+            jobs.append(self._job(kind, idx, node, gpus, port))
         return jobs
 
     def _listed(self, key: str) -> list[Any] | None:
@@ -102,28 +101,28 @@ class Placer:
             node = idx % self.cluster.world_size
             start = self.config.world.environment_start_port
             port = self.ports.take(node, start + idx, "world.environment_start_port")
-            jobs.append(self._job(kind, idx, idx % self.config.world.replicas, node, [], port))
+            jobs.append(self._job(kind, idx, node, [], port))
         return jobs
 
     def _ranks(self, free: _FreeGpus) -> list[Job]:
         count, nodes = self.split.finetune_ranks, self.cluster.world_size
         if self.split.device == "cpu":
-            return [self._job("finetune", i, 0, i * nodes // count, []) for i in range(count)]
+            return [self._job("finetune", i, i * nodes // count, []) for i in range(count)]
         if listed := self._listed("finetune_gpus"):
-            return [self._job("finetune", i, 0, 0, [self.cluster.gpus[number]]) for i, number in enumerate(listed)]
+            return [self._job("finetune", i, 0, [self.cluster.gpus[number]]) for i, number in enumerate(listed)]
         slots = free.singles()[:count]
         if len(slots) < count:
             raise ConfigError(
                 "world.num_finetune_ranks", count, f"at most {len(slots)} (free GPUs)", "Lower the number of ranks."
             )
-        return [self._job("finetune", i, 0, node, [gpu]) for i, (node, gpu) in enumerate(slots)]
+        return [self._job("finetune", i, node, [gpu]) for i, (node, gpu) in enumerate(slots)]
 
-    def _job(self, kind: str, idx: int, replica: int, node: int, gpus: list[str], port: int | None = None) -> Job:
+    def _job(self, kind: str, idx: int, node: int, gpus: list[str], port: int | None = None) -> Job:
         local_idx = self._counts.get((kind, node), 0)
         self._counts[kind, node] = local_idx + 1
         host = self.cluster.hosts[node]
         url = None if port is None else url_of(host, port)
-        return Job(kind, f"{kind}_{idx}", idx, replica, local_idx, node, host, gpus, port, url, None, cores=1)
+        return Job(kind, f"{kind}_{idx}", idx, 0, local_idx, node, host, gpus, port, url, None, cores=1)
 
     def _with_group_ports(self, servers: list[Job], ranks: list[Job]) -> list[Job]:
         """Give each actor server the port where it meets trainer rank 0; the port is one of rank 0's node."""

@@ -57,16 +57,7 @@ def split_cluster(config: RunConfig, cluster: Cluster) -> Split:
     if world.placement == "colocated":
         leave_room(config)
     split = _colocated_split if world.placement == "colocated" else _disaggregated_split
-    result = split(world, cluster, per_llm)
-    for key, count in (("actor", result.actor_llms), ("preprocessor", result.preprocessor_llms)):
-        if count % world.replicas:
-            raise ConfigError(
-                f"world.num_{key}_llms",
-                count,
-                f"a multiple of world.replicas={world.replicas}",
-                "Every replica needs the same number of servers.",
-            )
-    return result
+    return split(world, cluster, per_llm)
 
 
 def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> Split:
@@ -85,8 +76,8 @@ def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> Split:
     return Split(
         device="cpu",
         gpus_per_llm=0,
-        actor_llms=world.replicas * (world.actor_fraction > 0) if actor is None else actor,
-        preprocessor_llms=world.replicas * (world.preprocessor_fraction > 0) if preprocessor is None else preprocessor,
+        actor_llms=int(world.actor_fraction > 0) if actor is None else actor,
+        preprocessor_llms=int(world.preprocessor_fraction > 0) if preprocessor is None else preprocessor,
         finetune_ranks=int(world.finetune_fraction > 0) if ranks is None else ranks,
     )
 
@@ -95,12 +86,12 @@ def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> Spli
     """Servers and trainer ranks share every GPU: one trainer rank a GPU, as many whole servers as fit."""
     total = cluster.world_size * len(cluster.gpus)
     fitting = _capacity(cluster, per_llm)
-    if fitting < world.replicas:
-        raise _too_few_gpus(world, cluster, per_llm, f"{world.replicas * per_llm} for the actor servers")
+    if not fitting:
+        raise _too_few_gpus(world, cluster, per_llm, f"{per_llm} for the actor servers")
     return Split(
         device="cuda",
         gpus_per_llm=per_llm,
-        actor_llms=world.num_actor_llms or fitting - fitting % world.replicas,
+        actor_llms=world.num_actor_llms or fitting,
         preprocessor_llms=world.num_preprocessor_llms or 0,
         finetune_ranks=world.num_finetune_ranks or total,
     )
@@ -124,7 +115,7 @@ def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> 
         if weights[pool] <= 0:
             return 0
         share = int(total * weights[pool] / whole + _ROUNDING)
-        return max(share // world.replicas // per_llm, 1) * world.replicas
+        return max(share // per_llm, 1)
 
     actor = servers("actor", world.num_actor_llms)
     preprocessor = servers("preprocessor", world.num_preprocessor_llms)
@@ -153,12 +144,12 @@ def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str
     nodes, gpus = cluster.world_size, len(cluster.gpus)
     got = (
         f"actor:preprocessor:finetune = {world.actor_fraction:g}:{world.preprocessor_fraction:g}:"
-        f"{world.finetune_fraction:g}, {world.replicas} replica(s), {per_llm} GPU(s) per server"
+        f"{world.finetune_fraction:g}, {per_llm} GPU(s) per server"
     )
     if nodes * gpus == 1:
         advice = "Use world.placement=colocated to let servers and trainer share the GPU, or world.device=cpu."
     elif per_llm > gpus:
         advice = f"Lower the tensor or pipeline parallel size to {gpus} or less: a server cannot span two nodes."
     else:
-        advice = "Change the fractions, lower the parallel sizes or the replicas, or use world.placement=colocated."
+        advice = "Change the fractions, lower the parallel sizes, or use world.placement=colocated."
     return ConfigError("world", got, f"a split that fits {nodes} node(s) x {gpus} GPU(s); it needs {needs}", advice)

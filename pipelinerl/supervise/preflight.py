@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
+from pipelinerl.config.rules_run import missing_task
 from pipelinerl.config.rules_sampling import vllm_number
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
@@ -69,6 +70,12 @@ def check_entrypoints(world: WorldMap) -> None:
                 f"kinds of jobs that this installation can run, {entrypoint_of(job.kind)} is missing",
                 "Set world.env_replicas=0 and world.verifier_replicas=0: your code then runs inside the rollouts.",
             )
+
+
+def check_task(config: RunConfig) -> None:
+    """Refuse a configuration that others start from: a dry run plans it, but there is nothing to roll out."""
+    if (fault := missing_task(config)) is not None:
+        raise fault
 
 
 def check_device(config: RunConfig, cluster: Cluster, gpu_lister: Callable[[], Sequence[str]]) -> None:

@@ -83,6 +83,23 @@ def test_l4_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(t
     assert said and "my_task.py" in below and "in generate_rollout" in below
 
 
+def test_t4_greedy_evaluations_count_and_greedy_training_rollouts_are_not_trained(tmp_path: Path, model: Path) -> None:
+    task = edited_task(
+        "    if problem['dataset'] == 'train' and llm.seed % 4 == 0:\n        llm.parameters['temperature'] = 0.0\n"
+        "    assert problem['dataset'] == 'train' or llm.parameters['temperature'] == 0\n"
+    )
+    with FakeServer() as server:
+        greedy = {"parameters": {"temperature": 0}}
+        run = ActorRun(tmp_path, model, [server.url], server.token, task, test_llm=greedy)
+        with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)):
+            assert run.wait(120) == 0, run.stderr
+    refused = [fate for fate in run.fates if fate.reason == "other_temperature"]
+    assert refused and all(fate.fate == "failed" for fate in refused)
+    samples = [sample for group in run.groups for sample in group.samples]
+    assert samples and {sample.temperature for sample in samples} == {1.0}
+    assert [result.num_failed for result in run.evaluations] == [0, 0]
+
+
 def test_a_rollout_that_returns_nothing_is_a_user_error(tmp_path: Path, model: Path) -> None:
     with FakeServer() as server:
         run = ActorRun(tmp_path, model, [server.url], server.token, edited_task("    return None\n"))

@@ -105,6 +105,29 @@ def test_a_dry_run_refuses_workers_that_cannot_share_the_heads(tmp_path: Path, t
     assert_refused(done, key, "a divisor of 9")
 
 
+@pytest.mark.parametrize("name", ["base", "agent"])
+def test_a_configuration_without_a_task(tmp_path: Path, name: str) -> None:
+    words = ("actor.rollout_policy: got None", "--config-name math|guessing|quickstart")
+    assert_refused(launch("--config-name", name, "output_dir=out", cwd=tmp_path), *words)
+    planned = launch("--config-name", name, "output_dir=out", "dry_run=true", cwd=tmp_path)
+    assert planned.returncode == 0 and f"note: this cannot be started as it is: {words[0]}" in planned.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_name_the_math_experiment_is_planned(tmp_path: Path) -> None:
+    planned = launch("output_dir=out", "dry_run=true", cwd=tmp_path)
+    assert planned.returncode == 0 and "note:" not in planned.stdout
+    named = launch("--config-name", "math", "output_dir=out", "dry_run=true", cwd=tmp_path)
+    assert planned.stdout == named.stdout
+
+
+def test_a_dry_run_refuses_overrides_of_the_model_that_are_no_mapping(tmp_path: Path) -> None:
+    key = "vllm_config.vllm_kwargs.hf-overrides"
+    assert_refused(
+        launch("output_dir=out", "dry_run=true", f"{key}=xx", cwd=tmp_path), f"{key}: got 'xx'", "JSON object"
+    )
+
+
 def test_an_unknown_key(tmp_path: Path) -> None:
     assert_refused(launch("output_dir=out", "attemps=3", cwd=tmp_path), "attemps", "attempts")
 

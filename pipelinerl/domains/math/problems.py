@@ -63,7 +63,10 @@ def load_problems(
         DomainError: a data set cannot be had, or math-verify is not installed.
     """
     if find_spec("math_verify") is None:
-        raise DomainError("math: the package math-verify grades answers. Install pipelinerl[math].")
+        raise DomainError(
+            "math: the package math-verify, which grades answers, is not installed. Install pipelinerl[math] (in a "
+            "checkout: pip install -e '.[math]'), or start another experiment, for instance --config-name guessing."
+        )
     problems: list[dict[str, Any]] = []
     for name in dataset_names:
         if name in SPLITS:

@@ -6,7 +6,6 @@ are DeepSpeed's own files.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.deepspeed_file import read_deepspeed_file
 from pipelinerl.config.paths import group_file
-from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.lora import has_adapters, merged_value, updates
 from pipelinerl.finetune.optimizer import parameter_groups
@@ -163,15 +162,7 @@ def engine_settings(config: RunConfig, compute_dtype: torch.dtype) -> dict[str, 
         ConfigError: the file is no DeepSpeed configuration with ZeRO stage 1, 2 or 3.
     """
     file = group_file("deepspeed_config", "deepspeed", config.deepspeed_config, ".json")
-    settings: dict[str, Any] = json.loads(file.read_text())
-    stage = settings.get("zero_optimization", {}).get("stage")
-    if stage not in (1, 2, 3):
-        raise ConfigError(
-            "deepspeed_config",
-            config.deepspeed_config,
-            "a file with zero_optimization.stage 1, 2 or 3",
-            f"Edit {file}.",
-        )
+    settings = read_deepspeed_file(file, config.deepspeed_config)
     threshold = config.finetune.gradient_clipping_threshold
     bf16 = compute_dtype == torch.bfloat16
     settings.update(

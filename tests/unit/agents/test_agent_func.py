@@ -343,16 +343,16 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
     def notes(*words: str) -> list[str]:
         return [note for note in compose([*words, "output_dir=x", "model_path=m"]).notes if note.startswith("agent.")]
 
-    function = f"actor.agent_func_path={tmp_path}/f.py"
     (tmp_path / "f.py").touch()
     assert notes("--config-name=guessing", "agent.prompt_data=a", "agent.max_epochs=3") == [
         "agent.prompt_data, agent.max_epochs do nothing without actor.agent_func_path"
     ]
     assert notes("agent.max_steps=3") == ["agent.max_steps does nothing without actor.agent_func_path"]
-    own = [function, "dataset_loader=my.load", "train_dataset_names=[a]", "agent.eval_data=a", "agent.max_steps=3"]
+    function = ["--config-name=base", f"actor.agent_func_path={tmp_path}/f.py"]
+    own = [*function, "dataset_loader=my.load", "train_dataset_names=[a]", "agent.eval_data=a", "agent.max_steps=3"]
     (note,) = notes(*own, "agent.prompt_max_len=5")
     assert note.startswith("agent.eval_data, agent.prompt_max_len do nothing with dataset_loader=my.load, which loads")
-    assert notes(function, "agent.prompt_data=a", "agent.prompt_max_len=5", "agent.max_steps=3") == []
+    assert notes(*function, "agent.prompt_data=a", "agent.prompt_max_len=5", "agent.max_steps=3") == []
     assert notes("--config-name=guessing") == []
 
 

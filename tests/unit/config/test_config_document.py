@@ -38,6 +38,7 @@ REFUSED_WORDS: dict[str, str | None] = {
     "finetune.optim": "lion",
     "finetune.objective": "sft",
     "finetune.rl.aggregate_loss": "mean",
+    "world.replicas": "2",
     "debug.use_existing_llms": None,
 }
 # Required, bound to another key, and merged with what base.yaml says.

@@ -13,6 +13,7 @@ from pipelinerl.config.compose import compose
 from pipelinerl.config.hydra_compose import compose_plain
 from pipelinerl.config.keys import default_of, known_keys
 from pipelinerl.config.paths import conf_dir, config_names, group_file
+from pipelinerl.config.rules_run import EXPERIMENTS, missing_task
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -20,6 +21,8 @@ NAMES = config_names(conf_dir())
 CHOICES = [
     (group, name) for group in ("finetune", "rewards", "streams", "world") for name in config_names(conf_dir() / group)
 ]
+# Files that others start from, and the one that waits for an agent function.
+WITHOUT_TASK = [name for name in NAMES if name in ("agent", "base", "base_cpu")]
 # base.yaml is a run on 8 GPUs; the schema alone is a run without files.
 DIFFERENT_IN_BASE = {
     "output_dir": "???",
@@ -62,7 +65,7 @@ def test_the_shipped_names() -> None:
 
 
 def test_base_has_exactly_the_keys_of_the_schema_with_their_defaults() -> None:
-    shipped = compose_plain(Arguments()).data
+    shipped = compose_plain(Arguments(config_name="base")).data
     found: dict[str, object] = {}
     for key in known_keys():
         value: object = shipped
@@ -78,9 +81,44 @@ def test_base_has_exactly_the_keys_of_the_schema_with_their_defaults() -> None:
         assert value == DIFFERENT_IN_BASE.get(key, default_of(key)), key
 
 
-def test_four_gpus_are_two_and_two() -> None:
-    world = run_config("--config-name", "base_4gpu").world
+def test_four_gpus_are_two_and_two_on_the_default_experiment() -> None:
+    four, default = run_config("--config-name", "base_4gpu"), run_config()
+    world = four.world
     assert (world.actor_fraction, world.finetune_fraction, world.preprocessor_fraction) == (2, 2, 0)
+    task = ("dataset_loader", "dataset_loader_params", "train_dataset_names", "test_dataset_names", "actor")
+    assert all(getattr(four, key) == getattr(default, key) for key in task)
+
+
+def test_the_default_experiment_is_math_and_needs_no_data_set() -> None:
+    config = run_config()
+    assert config == run_config("--config-name=math")
+    assert config.actor.rollout_policy == "pipelinerl.domains.math.generate_math_rollout"
+    # Names of sums that are made on the spot.
+    assert (config.train_dataset_names, config.test_dataset_names) == (["train"], ["test"])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_TASK])
+def test_every_experiment_has_a_task_and_no_remarks(name: str) -> None:
+    composed = compose(["--config-name", name, "output_dir=results/x"])
+    assert composed.config is not None and missing_task(composed.config) is None
+    assert composed.notes == []
+
+
+@pytest.mark.parametrize("name", WITHOUT_TASK)
+def test_what_has_no_task_says_so_and_names_experiments_that_exist(name: str) -> None:
+    composed = compose(["--config-name", name, "output_dir=results/x"])
+    assert composed.config is not None
+    fault = missing_task(composed.config)
+    assert fault is not None and f"(--config-name {'|'.join(EXPERIMENTS)}" in str(fault)
+    assert set(EXPERIMENTS) <= set(NAMES) - set(WITHOUT_TASK)
+    assert f"this cannot be started as it is: {fault}" in composed.notes
+    stage = compose(["--config-name=base", "output_dir=x", "debug.mode=preprocessor", "debug.streams_from=y"])
+    assert stage.config is not None and missing_task(stage.config) is None
+
+
+@pytest.mark.parametrize(("group", "name"), [choice for choice in CHOICES if choice[0] == "finetune"])
+def test_the_shipped_trainers_have_no_remarks(group: str, name: str) -> None:
+    assert compose([f"{group}={name}", "output_dir=x"]).notes == []
 
 
 def test_base_cpu_has_sizes_and_no_task() -> None:

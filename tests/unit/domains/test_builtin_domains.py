@@ -244,3 +244,9 @@ def test_logic_names_near_families() -> None:
 )
 def test_scorers_that_evaluate_see_no_code(family: str, answer: str, harmless: bool) -> None:
     assert is_harmless(family, answer) is harmless
+
+
+def test_math_without_its_package_says_what_to_install_or_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.domains.math.problems.find_spec", lambda name: None)
+    with pytest.raises(DomainError, match=r"pip install -e '\.\[math\]'\), or start another experiment.*guessing"):
+        math.load_problems(["train"])

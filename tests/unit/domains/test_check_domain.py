@@ -73,6 +73,11 @@ def test_built_in_domains_pass(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert "training problems" in out and "each scores 1" in out and "success True" in out
 
 
+def test_a_configuration_without_a_task_names_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-domain", "base"]) == 2
+    assert "--config-name math|guessing|quickstart" in capsys.readouterr().err
+
+
 def test_a_task_of_your_own_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(write_task(tmp_path, "own_task_right", "4")) == 0
     assert "the gold answers of 2 of 2 problems were graded" in capsys.readouterr().out

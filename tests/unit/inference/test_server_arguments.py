@@ -175,8 +175,11 @@ def test_the_fp32_head_joins_other_overrides(given: object) -> None:
 
 
 def test_broken_overrides_are_a_clear_error() -> None:
-    with pytest.raises(ConfigError, match="hf-overrides"):
-        options(fp32_head=True, vllm_kwargs={"hf-overrides": "{"})
+    for given in ("{", "xx", "3", "[1]", 5, True):
+        # Whether or not the head is among them: vLLM would refuse them half a minute later.
+        for fp32_head in (True, False):
+            with pytest.raises(ConfigError, match=r"hf-overrides: got .* expected a JSON object"):
+                options(fp32_head=fp32_head, vllm_kwargs={"hf-overrides": given})
 
 
 def test_no_option_holds_the_token(monkeypatch: pytest.MonkeyPatch) -> None:

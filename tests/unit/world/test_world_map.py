@@ -184,7 +184,6 @@ ROWS = {
         [(0, []), (0, [])],
     ),
     "0 GPUs, a parallel server": ({"vllm_kwargs": {"tensor-parallel-size": 2}}, [(0, [])], [], [(0, [])]),
-    "0 GPUs, 2 replicas": ({"replicas": 2}, [(0, []), (0, [])], [], [(0, [])]),
     "CUDA_VISIBLE_DEVICES out of order": (
         {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "3,1"}},
         [(0, ["3"])],
@@ -233,7 +232,7 @@ def test_o4_who_gets_which_gpus(row: tuple[dict[str, Any], Any, Any, Any]) -> No
     assert gpus_of(world, "finetune") == ranks
     assert world.num_finetune_ranks == len(ranks)
     assert world.device == ("cuda" if any(gpus for _, gpus in ranks) else "cpu")
-    assert len(world.jobs_of("actor")) == len(world.jobs_of("preprocessor")) == arguments.get("replicas", 1)
+    assert len(world.jobs_of("actor")) == len(world.jobs_of("preprocessor")) == 1
     assert WorldMap.from_json(world.to_json()) == world
     addresses = [(job.node_rank, job.port) for job in world.jobs if job.port is not None]
     assert len(set(addresses)) == len(addresses)
@@ -271,11 +270,6 @@ def test_environments_and_verifiers() -> None:
     assert [job.port for job in world.jobs_of("environment")] == [7777, 7778]
     assert [job.port for job in world.jobs_of("verifier")] == [7779]
     assert plan(env_replicas=2).jobs_of("environment") == []
-
-
-def test_replicas_share_the_servers_in_order() -> None:
-    world = plan(gpus=8, replicas=2)
-    assert [job.replica for job in world.jobs_of("actor_llm")] == [0, 0, 1, 1]
 
 
 def test_cores_are_shared_on_a_machine_without_gpus() -> None:
@@ -318,10 +312,6 @@ IMPOSSIBLE = {
         {"gpus": 4, "env": TWO_NODES, "actor_gpus": [[0]], "finetune_gpus": [1]},
         r"world.actor_gpus: got \[\[0\]\], expected null with several nodes",
     ),
-    "listed servers and replicas do not divide": (
-        {"gpus": 4, "replicas": 2, "actor_gpus": [[0]], "finetune_gpus": [1]},
-        "expected a multiple of world.replicas=2",
-    ),
     "one GPU for two pools": ({"gpus": 1}, r"1 node\(s\) x 1 GPU.*world.placement=colocated"),
     "lists of GPUs where there are none": (
         {"actor_gpus": [[0]], "finetune_gpus": [1]},
@@ -345,7 +335,6 @@ IMPOSSIBLE = {
         "pipeline-parallel-size: got 2, expected 1 on CPUs: vLLM's engine",
     ),
     "TP is no number": ({"gpus": 2, "vllm_kwargs": {"tensor-parallel-size": "two"}}, "tensor-parallel-size.*'two'"),
-    "servers and replicas do not divide": ({"gpus": 8, "num_actor_llms": 3, "replicas": 2}, "multiple of.*replicas=2"),
     "one device twice": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "1,1"}}, "second '1'"),
     "no device id": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "cuda:0"}}, "entry 'cuda:0'"),
     "rank beyond the world": ({"env": {"WORLD_SIZE": "2", "RANK": "2"}}, "RANK.*0 to 1"),
