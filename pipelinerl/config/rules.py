@@ -1,8 +1,8 @@
 """Rules that compare keys with each other, and advice. Called by the composition after the types are right.
 
 Each rule is a small function from the configuration to its one `ConfigError`, or None. They live by topic in
-`rules_algorithm`, `rules_training`, `rules_sampling`, `rules_world` and `rules_run`. What needs the machine (GPUs, ports)
-belongs to the world plan.
+`rules_algorithm`, `rules_training`, `rules_sampling`, `rules_world` and `rules_run`. What needs the machine (GPUs,
+ports) belongs to the world plan.
 """
 
 from __future__ import annotations
