@@ -18,8 +18,8 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -70,6 +70,9 @@ class AgentFile:
         self._num_names = 0
         self._uncollected_s = 0.0
         self._slow_runs = 0
+        # What runs in a thread now, by the function that it runs.
+        self._running: dict[int, Future[Any]] = {}
+        self._num_abandoned = 0
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="agent-step")
         folder = str(file.absolute().parent)
         if folder not in sys.path:
@@ -91,19 +94,32 @@ class AgentFile:
         else:
             self._num_names += 1
             name = f"pipelinerl_agent_func_{self._num_names}"
+        step = None
         try:
-            yield self._checked_step(self._run(name))
+            step = self._checked_step(self._run(name))
+            yield step
         finally:
-            sys.modules.pop(name, None)
-            self._names.append(name)
+            running = self._running.get(id(step))
+            if running is None:
+                self._free(name)
+            else:  # the rollout was given up while its step is in a thread, and still looks its module up
+                running.add_done_callback(lambda _: self._free(name))
 
     async def call(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         """Call `step`. A plain function runs in a thread, so that it may block; a coroutine runs on the event loop."""
         if inspect.iscoroutinefunction(step):
             return await step(*args, **kwargs)
-        in_context = functools.partial(contextvars.copy_context().run, step, *args, **kwargs)
         # A pool of its own: the loop's has a few threads only, and each step that blocks needs one.
-        answer = await asyncio.get_running_loop().run_in_executor(self._threads, in_context)
+        running = self._threads.submit(contextvars.copy_context().run, _call_plain, step, args, kwargs)
+        self._running[id(step)] = running
+        # Before anybody hears of the answer: the next call of this step has its own entry.
+        running.add_done_callback(lambda _: self._running.pop(id(step), None))
+        try:
+            answer = await asyncio.wrap_future(running)
+        except asyncio.CancelledError:
+            if running.running():
+                self._tell_abandoned(step)
+            raise
         return await answer if inspect.isawaitable(answer) else answer
 
     def check(self) -> None:
@@ -126,6 +142,20 @@ class AgentFile:
         code = getattr(inspect.unwrap(step), "__code__", None)
         line = f":{code.co_firstlineno}" if code is not None and code.co_filename == self.path else ""
         return f"step of {self.path}{line}"
+
+    def _free(self, name: str) -> None:
+        sys.modules.pop(name, None)
+        self._names.append(name)
+
+    def _tell_abandoned(self, step: Step) -> None:
+        """A thread cannot be ended. Said at the first one, and each time that there were twice as many."""
+        self._num_abandoned += 1
+        if self._num_abandoned & (self._num_abandoned - 1) == 0:
+            logger.warning(
+                "%s: a rollout was ended while %s was running; its thread goes on until the function returns (%d so "
+                "far in this worker). Give what it waits for a time-out shorter than actor.rollout_timeout_s.",
+                AGENT_KEY, self.where(step), self._num_abandoned,
+            )  # fmt: skip
 
     def _run(self, name: str) -> ModuleType:
         if self._uncollected_s > _COLLECT_AFTER_S:
@@ -164,6 +194,14 @@ class AgentFile:
 def agent_file(path: str) -> AgentFile:
     """Return the file of this process; it is read and compiled at the first call. Raises DomainError."""
     return AgentFile(path)
+
+
+def _call_plain(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a plain function as a coroutine would be called: a future cannot hold StopIteration and would never end."""
+    try:
+        return step(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError("step raised StopIteration") from error
 
 
 class _CompiledLoader(importlib.abc.InspectLoader):

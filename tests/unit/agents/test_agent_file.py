@@ -166,6 +166,49 @@ async def test_a_plain_function_may_block(
     assert [result.metrics.reward for result in results] == [3, 3]
 
 
+async def test_a_plain_function_that_raises_stop_iteration_fails_at_once(tmp_path: Path) -> None:
+    """A future cannot hold that exception: the rollout would wait until its time-out."""
+    file = AgentFile(write(tmp_path, "def step(state, action, label):\n    return next(iter([]))\n"))
+    with pytest.raises(RuntimeError, match="step raised StopIteration"), file.episode() as step:
+        async with asyncio.timeout(60):
+            await file.call(step, "", "", None)
+
+
+async def test_a_step_that_outlives_its_rollout_keeps_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next episode gets another name, until the thread has ended."""
+    events = SimpleNamespace(started=threading.Event(), go_on=threading.Event(), modules=[])
+    monkeypatch.setitem(sys.modules, "events_of_steps", events)
+    source = (
+        "import sys\n\nimport events_of_steps as events\n\n"
+        "def step(state, action, label):\n"
+        "    events.started.set()\n"
+        "    events.go_on.wait(60)\n"
+        "    events.modules.append(sys.modules[__name__].step is step)\n"
+    )
+    file = AgentFile(write(tmp_path, source))
+
+    async def play() -> None:
+        with file.episode() as step:
+            await file.call(step, "", "", None)
+
+    given_up = asyncio.create_task(play())
+    assert await asyncio.to_thread(events.started.wait, 60)
+    with caplog.at_level(logging.WARNING):
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+    assert "its thread goes on" in caplog.text and "agent_func.py:5" in caplog.text
+    name = next(iter(our_modules()))
+    with file.episode() as other:
+        assert other.__module__ != name
+        events.go_on.set()
+        await asyncio.to_thread(file._threads.shutdown)
+        assert events.modules == [True] and our_modules() == {other.__module__}
+    assert our_modules() == set()
+
+
 @pytest.mark.parametrize(
     ("source", "in_main"),
     [
