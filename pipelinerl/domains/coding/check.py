@@ -43,7 +43,9 @@ def check_config(config: Any) -> None:
 def _check_server(endpoint: str, key: str) -> None:
     expected = "the address of a SandboxFusion server that runs programs"
     if not is_endpoint(endpoint):
-        raise ConfigError(key, endpoint, expected, "Write it as http://HOST:PORT.")
+        # With a user name there may be a password, which is not for the terminal and the log.
+        shown = "(hidden: it has a user name or a password)" if "@" in endpoint else endpoint
+        raise ConfigError(key, shown, expected, "Write it as http://HOST:PORT.")
     try:
         run = run_remotely(endpoint, "print(6 * 7)", patience=Patience(_PATIENCE_S))
     except (SandboxUnavailableError, RetryableRolloutError) as error:

@@ -107,6 +107,8 @@ def _post(request: urllib.request.Request, limits: Limits) -> dict[str, Any] | N
     try:
         with opener.open(request, timeout=limits.wall_s + MARGIN_S) as response:
             content = response.read(longest + 1)
+            # Of an answer that ends before its announced length, `read` gives what there is.
+            is_cut = len(content) <= longest and bool(response.length)
     except urllib.error.HTTPError as error:
         with error:
             text = f"status {error.code}: {' '.join(error.read(_QUOTED_BYTES).decode(errors='replace').split())}"
@@ -121,6 +123,8 @@ def _post(request: urllib.request.Request, limits: Limits) -> dict[str, Any] | N
         raise SandboxUnavailableError("this is no address") from error
     except (OSError, http.client.HTTPException) as error:
         raise _PassingError(f"{type(error).__name__}: {error}") from error
+    if is_cut:
+        raise _PassingError("the connection was lost in the middle of the answer")
     if len(content) > longest:
         return None
     try:

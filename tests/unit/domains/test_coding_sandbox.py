@@ -9,7 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -117,6 +117,10 @@ def test_programs_are_found() -> None:
     assert find_program("no code") is None
 
 
+class Cut(NamedTuple):
+    status: int
+
+
 class Fusion(http.server.BaseHTTPRequestHandler):
     """Answers like SandboxFusion; the program's text decides how the run ends, `server.faults` what comes before that.
 
@@ -139,6 +143,12 @@ class Fusion(http.server.BaseHTTPRequestHandler):
 
     def fail(self, fault: Any) -> None:
         if fault == "close":
+            self.close_connection = True
+        elif isinstance(fault, Cut):  # the connection is lost in the middle of what was announced
+            self.send_response(fault.status)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b'{"status": "Succ')
             self.close_connection = True
         elif isinstance(fault, int):
             self.send_error(fault)
@@ -210,7 +220,7 @@ def test_a_program_that_prints_too_much_on_the_server_fails_its_test(fusion: Ser
     assert (grade.score, grade.status, grade.details["output_limit"]) == (0.0, "wrong", 1.0)
 
 
-@pytest.mark.parametrize("fault", [429, 500, 503, "close", SANDBOX_ERROR])
+@pytest.mark.parametrize("fault", [429, 500, 503, "close", SANDBOX_ERROR, Cut(200), Cut(503)])
 def test_passing_faults_of_the_server_are_tried_again(fusion: Server, fault: Any) -> None:
     fusion.faults.extend([fault, fault])
     assert coding.verify_coding(UPPER, PROBLEM, endpoint=fusion.url).score == 1.0
@@ -247,8 +257,9 @@ def test_the_server_is_tried_before_the_run(fusion: Server, monkeypatch: pytest.
 
 @pytest.mark.parametrize("endpoint", ["localhost:8080", "ftp://h", "http://", "http://user:pw@h", "http://h:99999"])
 def test_what_is_no_address_of_a_server_is_refused_before_the_run(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"sandbox_endpoint: got .*http://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"sandbox_endpoint: got .*http://HOST:PORT") as caught:
         coding.check_config(config(endpoint))
+    assert "user:pw" not in str(caught.value)
 
 
 def test_a_server_that_is_not_there_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
