@@ -6,6 +6,7 @@ attempts with growing pauses (about half a minute), so that a server that is res
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import redis
@@ -21,6 +22,7 @@ CHECK_RETRIES = 5
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 MIN_VERSION = (6, 2)
+_SCHEME = re.compile(r"[a-z]+", re.I)
 _SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
 
 
@@ -90,5 +92,11 @@ def stream_keys(run_id: str, spec: StreamSpec) -> StreamKeys:
 
 def shown(url: str) -> str:
     """`url` without user name, password and options, also if the password is not written as in a URL."""
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}"
+    scheme, is_there, rest = url.partition("://")
+    if not is_there or _SCHEME.fullmatch(scheme) is None:
+        scheme, rest = "", url
+    before, at, place = rest.rpartition("@")
+    if at and "?" in before and "=" in before.partition("?")[2]:
+        # Either a password with ? and = in it, or an option with @ in it: what is not secret cannot be told.
+        place = "(hidden)"
+    return f"{scheme}://{place.partition('?')[0]}"

@@ -6,6 +6,7 @@ configuration, and a run that goes on with another server would find its streams
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pipelinerl.errors import ConfigError
@@ -15,6 +16,7 @@ from pipelinerl.supervise.run_dir import RunDir
 
 PLACE_FILE = "redis_server"
 _OWN = "the run's own server"
+_DATA_BASE = re.compile(r"[?&]db=(\d+)(?:&|$)")
 
 
 def check_place(run_dir: RunDir, url: str | None) -> None:
@@ -51,4 +53,8 @@ def _file(run_dir: RunDir) -> Path:
 
 
 def _place(url: str | None) -> str:
-    return _OWN if url is None else shown(url)
+    if url is None:
+        return _OWN
+    # The only option that makes it another place.
+    number = _DATA_BASE.search(url)
+    return shown(url) if number is None else f"{shown(url)}?db={number[1]}"

@@ -62,6 +62,11 @@ def test_keys_carry_the_run_and_the_password_stays_out_of_messages() -> None:
     assert shown("redis://user:secret@host:6379/0") == "redis://host:6379/0"
     assert shown("redis://host:6379/0?password=secret") == "redis://host:6379/0"
     assert shown("unix:///run/redis.sock") == "unix:///run/redis.sock"
+    for password in ("top://secret", "top@secret", "top?secret", "top?secret=secret"):
+        for url in (f"redis://:{password}@host:6379/0", f":{password}@host:6379/0"):
+            assert "top" not in shown(url) and "secret" not in shown(url)
+        for url in (f"redis://host:6379/0?password={password}", f"unix:///redis.sock?password={password}&db=0"):
+            assert "top" not in shown(url) and "secret" not in shown(url)
 
 
 @pytest.mark.parametrize("url", ["redis://:top/secret@host:6379/0", "host:6379", "http://:secret@host/0"])

@@ -31,6 +31,14 @@ def test_the_place_is_kept_without_its_password(tmp_path: Path) -> None:
         check_place(run_dir, "redis://i:6379/0")
 
 
+def test_another_data_base_of_the_same_server_is_another_place(tmp_path: Path) -> None:
+    remember_place(RunDir(tmp_path), "redis://h:6379?db=1&password=secret")
+    check_place(RunDir(tmp_path), "redis://h:6379?password=another&db=1")
+    for url in ("redis://h:6379?db=2", "redis://h:6379"):
+        with pytest.raises(ConfigError, match="db=1, which holds the records"):
+            check_place(RunDir(tmp_path), url)
+
+
 def test_a_run_with_a_server_of_its_own_keeps_it(tmp_path: Path) -> None:
     remember_place(RunDir(tmp_path), None)
     check_place(RunDir(tmp_path), None)
