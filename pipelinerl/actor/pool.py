@@ -285,6 +285,9 @@ async def _end_with_stacks(worker: _Worker) -> None:
         async with asyncio.timeout(_STACKS_S):
             await worker.process.wait()
     except TimeoutError:
+        pass
+    finally:
+        # Also if the actor ends meanwhile: nobody else knows this worker any more.
         _kill(worker)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from fakes.actor_run import TASK, ActorRun
 from fakes.random_model import save_random_model
 
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, Servers, StartRollout
-from pipelinerl.actor.pool import WorkerPool, worker_command
+from pipelinerl.actor.pool import WorkerPool, _end_with_stacks, _Worker, worker_command
 from pipelinerl.errors import WorkerError
 
 BLOCKING = TASK.replace(
@@ -53,6 +57,22 @@ async def test_a_worker_held_by_a_regular_expression_is_replaced(
         await pool.close()
     errors = capfd.readouterr().err
     assert "Timeout" in errors and "my_task.py" in errors and "generate_rollout" in errors
+
+
+async def test_a_stuck_worker_does_not_outlive_an_actor_that_ends_meanwhile() -> None:
+    """The user's code took the signal that writes stacks; the actor does not wait for its grace to pass."""
+    code = "import signal, sys; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None and await process.stdout.readline()
+    ending = asyncio.create_task(_end_with_stacks(cast(_Worker, SimpleNamespace(process=process))))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    async with asyncio.timeout(60):
+        assert await process.wait() == -signal.SIGKILL
 
 
 async def test_a_worker_that_cannot_start_is_not_replaced_for_ever(
