@@ -78,8 +78,10 @@ def first_line(config: RunConfig, run_dir: Path) -> str | None:
         return None
     run_id, _ = tracked_run(section, _identity(run_dir))
     runs = f"offline-run-*-{run_id}" if run_id else "offline-run-*"
+    # Without the option W&B skips what was uploaded once, though more was written since.
     return (
-        f"W&B: offline; to upload, also while the run goes on: wandb sync {_folder(config, run_dir) / 'wandb' / runs}"
+        "W&B: offline; to upload, also while the run goes on: wandb sync --include-synced "
+        f"{_folder(config, run_dir) / 'wandb' / runs}"
     )
 
 

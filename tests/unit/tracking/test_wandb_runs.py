@@ -92,7 +92,7 @@ def test_two_starts_of_a_run_with_the_real_wandb(tmp_path: Path) -> None:
         sink.finish({"status": "completed", "steps": 1})
     line = first_line(run, tmp_path)
     assert line is not None and line.startswith("W&B: offline; ")
-    pattern = Path(line.partition("wandb sync ")[2])
+    pattern = Path(line.partition("wandb sync --include-synced ")[2])
     folders = sorted(pattern.parent.glob(pattern.name))
     assert len(folders) == 2 and all(folder.name.endswith("-math-0a1b2c3d") for folder in folders)
     assert all(list(folder.glob("run-*.wandb")) for folder in folders)
