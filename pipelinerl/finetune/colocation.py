@@ -104,6 +104,7 @@ def take_turns(
         free_devices=free_devices,
         take_state=take_state,
         put_state_away=put_state_away,
+        all_away=ranks.barrier,
     )
 
 

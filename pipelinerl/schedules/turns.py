@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pipelinerl.schedules.drain import Drain
 
-#: Rank 0's answer on every rank; waits for all of them.
+#: Rank 0's answer on every rank; they wait for rank 0.
 Agree = Callable[[bool], bool]
 
 
@@ -51,6 +51,7 @@ class SharedDevice:
         free_devices: rank 0 puts the servers to sleep; the next update wakes them.
         take_state: gets what only training needs onto the device, after the servers left it.
         put_state_away: the opposite, before the servers come back.
+        all_away: returns when every rank has put its state away.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class SharedDevice:
         free_devices: Callable[[], None],
         take_state: Callable[[], None] = lambda: None,
         put_state_away: Callable[[], None] = lambda: None,
+        all_away: Callable[[], None] = lambda: None,
     ) -> None:
         self._drain = drain
         self._agree = agree
@@ -68,6 +70,7 @@ class SharedDevice:
         self._free_devices = free_devices
         self._take_state = take_state
         self._put_state_away = put_state_away
+        self._all_away = all_away
         self._is_trainers_turn = False
 
     def before_training(self, steps_done: int) -> bool:
@@ -86,5 +89,7 @@ class SharedDevice:
     def before_update(self, version: int) -> bool:
         if self._is_trainers_turn:
             self._put_state_away()
+            # Rank 0 wakes the servers of all GPUs, of those too whose rank takes longer.
+            self._all_away()
             self._is_trainers_turn = False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,14 @@ class FakeServers:
         self.log.append(f"sleep at level {level}")
 
 
+@dataclass(frozen=True)
+class LoggingRanks(Ranks):
+    log: list[str] = field(default_factory=list)
+
+    def barrier(self):
+        self.log.append("all ranks are here")
+
+
 def test_on_a_cpu_servers_pause_once_in_a_round(kit):
     config = RunConfig(
         output_dir="x",
@@ -70,12 +79,20 @@ def test_on_a_cpu_servers_pause_once_in_a_round(kit):
     drain = SimpleNamespace(wait=lambda version: log.append(f"drain for {version}") or True)
     backend = PlainBackend(kit.policy(), config.finetune, Ranks())
     turns = take_turns(
-        SimpleNamespace(config=config), Ranks(), backend, drain, FakeServers(log), agree=lambda answer: answer
+        SimpleNamespace(config=config),
+        LoggingRanks(log=log),
+        backend,
+        drain,
+        FakeServers(log),
+        agree=lambda answer: answer,
     )
     for step in (1, 2, 3):
         assert turns.before_training(step - 1)
         log.append(f"step {step}")
         if step in (2, 3):
             assert turns.before_update(step)
-    assert log == ["drain for 2", "sleep at level 0", "step 1", "step 2", "drain for 3", "sleep at level 0", "step 3"]
+    # Behind the last step of a round no rank goes on before all have left the devices: the servers wake then.
+    end_of_round = "all ranks are here"
+    first = ["drain for 2", "sleep at level 0", "step 1", "step 2", end_of_round]
+    assert log == [*first, "drain for 3", "sleep at level 0", "step 3", end_of_round]
     assert level_of(config, backend, 1) == 1

@@ -250,6 +250,7 @@ def shared(log: list[str], answer: bool = True) -> SharedDevice:
         free_devices=lambda: log.append("servers sleep"),
         take_state=lambda: log.append("state comes"),
         put_state_away=lambda: log.append("state goes"),
+        all_away=lambda: log.append("all are away"),
     )
 
 
@@ -262,6 +263,7 @@ def test_shared_devices_change_hands_once_a_round() -> None:
         "servers sleep",
         "state comes",
         "state goes",
+        "all are away",
         "drain for 4",
         "servers sleep",
         "state comes",
