@@ -16,10 +16,11 @@ import importlib.util
 import inspect
 import logging
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 AGENT_KEY = "actor.agent_func_path"
 STEP_SHAPE = "async def step(state, action, label, **kwargs) -> (reward, next_state, done, extra_info)"
-_MAX_THREADS = 1024
 # A file that takes longer to run, so many times in a row, holds up the other rollouts of its worker.
 _SLOW_S = 0.1
 _SLOW_RUNS = 3
@@ -73,7 +73,6 @@ class AgentFile:
         # What runs in a thread now, by the function that it runs.
         self._running: dict[int, Future[Any]] = {}
         self._num_abandoned = 0
-        self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="agent-step")
         folder = str(file.absolute().parent)
         if folder not in sys.path:
             sys.path.append(folder)
@@ -109,8 +108,7 @@ class AgentFile:
         """Call `step`. A plain function runs in a thread, so that it may block; a coroutine runs on the event loop."""
         if inspect.iscoroutinefunction(step):
             return await step(*args, **kwargs)
-        # A pool of its own: the loop's has a few threads only, and each step that blocks needs one.
-        running = self._threads.submit(contextvars.copy_context().run, _call_plain, step, args, kwargs)
+        running = _start_thread(contextvars.copy_context().run, _call_plain, step, args, kwargs)
         self._running[id(step)] = running
         # Before anybody hears of the answer: the next call of this step has its own entry.
         running.add_done_callback(lambda _: self._running.pop(id(step), None))
@@ -194,6 +192,24 @@ class AgentFile:
 def agent_file(path: str) -> AgentFile:
     """Return the file of this process; it is read and compiled at the first call. Raises DomainError."""
     return AgentFile(path)
+
+
+def _start_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run `function` in a thread of its own, since it may block. The end of the process does not wait for it, as it
+    would for an executor's: a step that never returns would keep a check or a worker from ending."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = function(*args)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="agent-step", daemon=True).start()
+    return future
 
 
 def _call_plain(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
 import sys
 import threading
 import traceback
@@ -204,9 +205,27 @@ async def test_a_step_that_outlives_its_rollout_keeps_its_module(
     with file.episode() as other:
         assert other.__module__ != name
         events.go_on.set()
-        await asyncio.to_thread(file._threads.shutdown)
+        for thread in threading.enumerate():
+            if thread.name == "agent-step":
+                await asyncio.to_thread(thread.join, 60)
         assert events.modules == [True] and our_modules() == {other.__module__}
     assert our_modules() == set()
+
+
+def test_a_step_that_never_returns_does_not_keep_its_process(tmp_path: Path) -> None:
+    """A check of the file, or a rollout worker, ends all the same."""
+    path = write(tmp_path, "import threading\n\ndef step(state, action, label):\n    threading.Event().wait()\n")
+    program = (
+        "import asyncio, sys\n"
+        "from pipelinerl.agents.agent_file import AgentFile\n\n"
+        "async def main():\n"
+        "    file = AgentFile(sys.argv[1])\n"
+        "    with file.episode() as step:\n"
+        "        await asyncio.wait_for(file.call(step, '', '', None), 0.01)\n\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stderr.rstrip().endswith("TimeoutError"), ended.stderr
 
 
 @pytest.mark.parametrize(
