@@ -132,6 +132,8 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
             sys.stderr.write(f"{problems}\n")
             for change in decision.changes:
                 sys.stderr.write(f"changed since the last start: {change}\n")
+            if decision.changes and decision.kind == "move_aside":
+                sys.stderr.write("the last start trained no step, so this is a new run\n")
             try:
                 return _run(composed, config, world, entered, events, nodes, restarts)
             finally:

@@ -22,6 +22,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.supervise.config_changes import Change, find_changes, refuse_fixed
 from pipelinerl.supervise.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.trained import has_trained
 
 _NOT_IDENTITY = ("output_dir", "force_restart", "dry_run")
 _CHOOSE = "Choose another output_dir, or set force_restart=true to move the old content aside and start anew."
@@ -61,7 +62,8 @@ def inspect(config: RunConfig, new_run_id: str) -> Decision:
     """Decide without writing anything.
 
     A run that ended early is continued from its newest checkpoint, or from the start if it has none yet; a complete one
-    if there are more steps to train now.
+    if there are more steps to train now. One that never trained a step is moved aside if a value is corrected that
+    must not change later: a new run begins.
 
     Raises:
         ConfigError: the directory cannot be used: another launcher runs in it, it holds another run or a finished
@@ -85,8 +87,13 @@ def inspect(config: RunConfig, new_run_id: str) -> Decision:
         )
     old = read_identity(run_dir.identity_file)
     _refuse_finished(run_dir, old, config)
-    # Without the file the last start ended before it came to anything.
-    changes = find_changes(load_config(run_dir.config_file), config) if run_dir.config_file.exists() else []
+    changes: list[Change] = []
+    if run_dir.config_file.exists():  # without it the last start ended before it came to anything
+        started = load_config(run_dir.config_file)
+        changes = find_changes(started, config)
+        if any(change.why_fixed for change in changes) and not has_trained(run_dir, started):
+            # Another run, under a name of its own: nothing that the old one wrote is read by it.
+            return Decision("move_aside", run_dir, fresh, tuple(changes))
     refuse_fixed(changes, str(root))
     identity = RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1, config_hash=digest)
     return Decision("continue", run_dir, identity, tuple(changes))

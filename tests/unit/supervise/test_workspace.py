@@ -10,7 +10,11 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
+from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
+from pipelinerl.streams.base import TRAINER_TOPIC
+from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.identity import read_identity
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.workspace import config_hash, enter, inspect
@@ -28,6 +32,21 @@ def start(root: Path, **changes: Any) -> None:
     started = config(root, **changes)
     enter(inspect(started, "run-a")).close()
     save_config(started, RunDir(root).config_file)
+
+
+def started(step: int) -> TrainerStarted:
+    return TrainerStarted(step=step, data_offset=0, time=1.0)
+
+
+def step_done(step: int) -> StepDone:
+    return StepDone(step=step, time=2.0, group_ids=["g"], num_samples=8, samples_processed=8)
+
+
+def write_trainer_messages(root: Path, *messages: TrainerStarted | StepDone) -> None:
+    writer = StreamHub(StreamsConfig(), RunDir(root), "run-a").writer(TRAINER_TOPIC, "finetune_0", TrainerMessage)
+    for message in messages:
+        writer.write(message)
+    writer.close()
 
 
 def test_a_new_directory(tmp_path: Path) -> None:
@@ -109,11 +128,78 @@ def test_harmless_changes_are_listed(tmp_path: Path) -> None:
 )
 def test_d3_changes_that_would_corrupt_are_refused(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
     start(tmp_path)
+    write_trainer_messages(tmp_path, started(0), step_done(1))
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match=rf"^{key}.*force_restart=true") as refused:
         inspect(config(tmp_path, max_lag=3, **changes), "run-b")
     assert "max_lag" not in str(refused.value)
     assert contents(tmp_path) == before
+
+
+def test_a_start_that_trained_nothing_may_be_corrected_in_the_same_folder(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    start(root, model_path="wrong")
+    write_trainer_messages(root, started(0))
+    (root / "finetune" / ".ranks-run-a-0").mkdir(parents=True)
+    RunDir(root).summary_file.write_text(json.dumps({"status": "failed", "steps": 0}))
+    before = contents(root)
+    decision = inspect(config(root, model_path="right"), "run-b")
+    assert contents(root) == before, "looking changes nothing"
+    assert decision.kind == "move_aside" and decision.identity.run_id == "run-b" and decision.identity.incarnation == 0
+    assert [str(change) for change in decision.changes] == ["model_path: 'wrong' -> 'right'"]
+    workspace = enter(decision, clock=lambda: 0.0)
+    # Nothing of the old try is left for the new one to read, and nothing of it is lost.
+    assert contents(root) == {root / "conf", root / "conf" / "run.json", root / "conf" / "launch.lock"}
+    assert workspace.moved_to is not None
+    assert {path.relative_to(root) for path in before} == {
+        path.relative_to(workspace.moved_to) for path in contents(workspace.moved_to)
+    }
+    workspace.close()
+
+
+def test_without_a_fixed_change_a_start_that_trained_nothing_is_continued(tmp_path: Path) -> None:
+    start(tmp_path)
+    assert inspect(config(tmp_path, max_lag=3), "run-b").kind == "continue"
+
+
+@pytest.mark.parametrize("trace", ["model", "training state", "summary", "step", "damaged stream"])
+def test_every_trace_of_training_keeps_the_fixed_values(trace: str, tmp_path: Path) -> None:
+    start(tmp_path, model_path="right")
+    run_dir = RunDir(tmp_path)
+    if trace == "model":
+        run_dir.current_model.mkdir(parents=True)
+    elif trace == "training state":
+        run_dir.training_state(3).mkdir(parents=True)
+    elif trace == "summary":
+        run_dir.summary_file.write_text(json.dumps({"status": "failed", "steps": 1}))
+    else:
+        write_trainer_messages(tmp_path, started(0), step_done(1))
+    if trace == "damaged stream":
+        (shard,) = (run_dir.streams / "trainer").rglob("*.jsonl")
+        shard.write_text("not a record\n")
+    with pytest.raises(ConfigError, match="^model_path"):
+        inspect(config(tmp_path, model_path="other"), "run-b")
+
+
+@pytest.mark.parametrize(("steps", "is_kept"), [(0, False), (2, True), (None, True)])
+def test_a_run_with_redis_is_judged_by_its_summary(steps: int | None, is_kept: bool, tmp_path: Path) -> None:
+    streams = {"backend": "redis"}
+    start(tmp_path, streams=streams, model_path="right")
+    RunDir(tmp_path).summary_file.write_text(
+        json.dumps({"status": "failed", **({} if steps is None else {"steps": steps})})
+    )
+    changed = config(tmp_path, streams=streams, model_path="other")
+    if is_kept:
+        with pytest.raises(ConfigError, match="^model_path"):
+            inspect(changed, "run-b")
+    else:
+        assert inspect(changed, "run-b").kind == "move_aside"
+
+
+def test_the_records_of_a_stage_alone_are_its_result(tmp_path: Path) -> None:
+    start(tmp_path, debug={"mode": "actor"}, model_path="right")
+    with pytest.raises(ConfigError, match="^model_path"):
+        inspect(config(tmp_path, debug={"mode": "actor"}, model_path="other"), "run-b")
 
 
 def test_force_restart_moves_the_old_run_aside(tmp_path: Path) -> None:
