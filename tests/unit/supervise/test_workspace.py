@@ -177,7 +177,7 @@ def test_every_trace_of_training_keeps_the_fixed_values(trace: str, tmp_path: Pa
     if trace == "damaged stream":
         (shard,) = (run_dir.streams / "trainer").rglob("*.jsonl")
         shard.write_text("not a record\n")
-    with pytest.raises(ConfigError, match="^model_path"):
+    with pytest.raises(ConfigError, match=r"^model_path"):
         inspect(config(tmp_path, model_path="other"), "run-b")
 
 
@@ -190,7 +190,7 @@ def test_a_run_with_redis_is_judged_by_its_summary(steps: int | None, is_kept: b
     )
     changed = config(tmp_path, streams=streams, model_path="other")
     if is_kept:
-        with pytest.raises(ConfigError, match="^model_path"):
+        with pytest.raises(ConfigError, match=r"^model_path"):
             inspect(changed, "run-b")
     else:
         assert inspect(changed, "run-b").kind == "move_aside"
@@ -198,7 +198,7 @@ def test_a_run_with_redis_is_judged_by_its_summary(steps: int | None, is_kept: b
 
 def test_the_records_of_a_stage_alone_are_its_result(tmp_path: Path) -> None:
     start(tmp_path, debug={"mode": "actor"}, model_path="right")
-    with pytest.raises(ConfigError, match="^model_path"):
+    with pytest.raises(ConfigError, match=r"^model_path"):
         inspect(config(tmp_path, debug={"mode": "actor"}, model_path="other"), "run-b")
 
 
