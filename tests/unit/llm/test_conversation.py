@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
 from pipelinerl.records import VersionSpan
+from pipelinerl.rollouts import RolloutResult
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -298,3 +301,29 @@ async def test_t8_many_chats_at_once_share_one_tokenizer(tokenizer: PreTrainedTo
 
             once = [await talk(number) for number in range(16)]
             assert await asyncio.gather(*(talk(number) for number in range(16))) == once
+
+
+def test_the_example_of_the_document_uses_its_tool(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "agents.md"
+    source = page.read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "product.py").write_text(source)
+    task = runpy.run_path(str(tmp_path / "product.py"))
+    train, test = task["load_problems"](["train"]), task["load_problems"](["test"])
+    assert train and test and not {item["question"] for item in train} & {item["question"] for item in test}
+    arguments = json.dumps({"a": 12, "b": 12})
+    script = Script(
+        tokenizer,
+        [f'<tool_call>{{"name": "multiply", "arguments": {arguments}}}</tool_call>', "It is 144."],
+    )
+
+    async def play(llm: TrainableLLM) -> RolloutResult:
+        async with open_session() as session:
+            result: RolloutResult = await task["generate_rollout"](None, llm, train[0], session)
+            return result
+
+    with serving(tokenizer, script) as (_, llm):
+        result = asyncio.run(play(llm))
+    (text,) = result.training_texts
+    assert (text.reward, text.metadata["turns"], result.metrics.success) == (1.0, 2, True)
+    assert "144" in text.prompt_text, "the tool's answer is in the second prompt"
+    assert task["run_tool"]({"function": {"arguments": "[]"}}).startswith("error: ")
