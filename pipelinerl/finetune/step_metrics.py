@@ -66,6 +66,8 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
         "finetune/output_tokens": sum(sample.output_tokens for sample in samples),
         "finetune/trained_tokens": tokens,
         "finetune/reward_mean": sum(sample.reward for sample in samples) / max(len(samples), 1),
+        "finetune/zero_advantage_fraction": sum(not any(scored.advantages) for scored in batch.samples)
+        / max(len(samples), 1),
         "finetune/lag_mean_versions": weighted / max(tokens, 1),
         "finetune/lag_max_versions": max((batch.step - 1 - span.version for span in spans), default=0),
         "finetune/multi_version_samples": sum(len(sample.version_spans) > 1 for sample in samples),

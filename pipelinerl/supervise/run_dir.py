@@ -62,3 +62,10 @@ class RunDir:
 
     def heartbeat_file(self, name: str) -> Path:
         return self.job(name) / "heartbeat.json"
+
+
+def newest_training_state(run_dir: RunDir) -> int | None:
+    """Step of the newest training state; None if there is none."""
+    folder = run_dir.finetune / "training_state"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max((int(name) for name in names if name.isdecimal()), default=None)

@@ -32,7 +32,7 @@ from pipelinerl.supervise.policy import ExitPolicy
 from pipelinerl.supervise.pool_requests import forget_requests, write_state
 from pipelinerl.supervise.process import Event, PoolAnswered, StreamFailed
 from pipelinerl.supervise.result_text import print_result
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.run_dir import RunDir, newest_training_state
 from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
 from pipelinerl.supervise.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
@@ -92,7 +92,8 @@ def _stream_server(session: RunSession) -> Iterator[Mapping[str, str]]:
 def _supervise_and_report(session: RunSession) -> Outcome:
     try:
         hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, session.environ)
-        collector = Collector(hub, session.world, session.run_dir, session.config)
+        incarnation = session.identity.incarnation
+        collector = Collector(hub, session.world, session.run_dir, session.config, incarnation=incarnation)
         collector.start()
     except Exception as error:
         write_json(session.run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
@@ -196,8 +197,10 @@ def _greet(session: RunSession, moved_to: Path | None) -> None:
     identity = session.identity
     if moved_to is not None:
         sys.stderr.write(f"the previous run was moved to {moved_to}\n")
-    verb = "continuing" if identity.incarnation else "starting"
-    text = f"{verb} run {identity.run_id} in {session.run_dir.root}: {len(session.commands)} processes"
+    what = f"starting run {identity.run_id}"
+    if identity.incarnation:
+        what = f"continuing run {identity.run_id} behind step {newest_training_state(session.run_dir) or 0}"
+    text = f"{what} in {session.run_dir.root}: {len(session.commands)} processes"
     sys.stderr.write(f"{text} (each has its logs in {session.run_dir.root}/<job>/)\n")
     logger.info(text)
     if (tracking := first_line(session.config, session.run_dir.root)) is not None:

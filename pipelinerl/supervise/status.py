@@ -17,7 +17,7 @@ from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.streams.base import TRAINER_TOPIC
 from pipelinerl.supervise.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.supervise.open_run import StartedRun, open_streams
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.run_dir import RunDir, newest_training_state
 from pipelinerl.tracking.lineage import Lineage
 
 
@@ -64,16 +64,9 @@ def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
         step=step,
         max_steps=run.config.finetune.last_step,
         step_age_s=None if step_time is None else max(0.0, moment - step_time),
-        checkpoint=newest_checkpoint(run.run_dir),
+        checkpoint=newest_training_state(run.run_dir),
         jobs=[_job_status(run.run_dir, job.name, moment) for job in run.world.jobs],
     )
-
-
-def newest_checkpoint(run_dir: RunDir) -> int | None:
-    """Step of the newest training state, complete or not; None if there is none."""
-    folder = run_dir.finetune / "training_state"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def _state(run: StartedRun) -> tuple[str, str | None]:

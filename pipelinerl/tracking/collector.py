@@ -15,11 +15,19 @@ from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
-from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, StreamReader
+from pipelinerl.streams.base import (
+    ACTOR_TOPIC,
+    EVALUATION_TOPIC,
+    FATES_TOPIC,
+    METRICS_TOPIC,
+    TRAINER_TOPIC,
+    StreamReader,
+)
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.display import Display, make_display
+from pipelinerl.tracking.learning import LearningWatch
 from pipelinerl.tracking.plots import plot_learning_curve
 from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, Sink
 from pipelinerl.tracking.state import RunState
@@ -43,6 +51,7 @@ class Collector:
         config: the resolved configuration.
         sinks: where the numbers go; None: what `make_sinks` gives.
         display: what the terminal shows; None: the table or plain lines on standard output.
+        incarnation: of this start. Steps of earlier ones count, but are not told again.
     """
 
     def __init__(
@@ -53,7 +62,11 @@ class Collector:
         config: RunConfig,
         sinks: Sequence[Sink] | None = None,
         display: Display | None = None,
+        incarnation: int = 0,
     ) -> None:
+        self._incarnation = incarnation
+        self._since = time.time() if incarnation else 0.0
+        self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.streams / ACTOR_TOPIC))
         self._run_dir = run_dir
         self._max_steps = config.finetune.max_train_steps
         self._title = run_dir.root.name
@@ -125,13 +138,16 @@ class Collector:
     def _on_metrics(self, record: MetricRecord) -> None:
         with self._lock:
             self._state.fold_metrics(record)
-            if "finetune/loss" in record.values:
-                self._show(lambda: self._display.step_recorded(self._state))
+            if "finetune/loss" in record.values and record.time >= self._since:
+                self._show(lambda: self._display.step_recorded(self._state, record))
+                self._tell(self._learning.step(record))
         self._log(record)
 
     def _on_fate(self, record: FateRecord) -> None:
         with self._lock:
             self._state.fold_fate(record)
+            if record.incarnation == self._incarnation:
+                self._tell(self._learning.fate(record))
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         values = {
@@ -162,6 +178,11 @@ class Collector:
         with self._sink_lock:
             for sink in self._sinks:
                 sink.log(record)
+
+    def _tell(self, notice: str | None) -> None:
+        if notice is not None:
+            logger.warning("%s", notice)
+            self._show(lambda: self._display.notice(notice))
 
     def _show(self, action: Callable[[], None]) -> None:
         if not self._display_works:

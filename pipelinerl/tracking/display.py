@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from pipelinerl.records import EvaluationResult
+from pipelinerl.records import EvaluationResult, MetricRecord
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.table import evaluation_line, progress_line, render_table
 
@@ -27,8 +27,12 @@ class Display(Protocol):
 
     def start(self, snapshot: Callable[[Callable[[RunState], object]], object]) -> None: ...
 
-    def step_recorded(self, state: RunState) -> None:
+    def step_recorded(self, state: RunState, record: MetricRecord) -> None:
         """The trainer's numbers of a step arrived."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Something that the user should know now."""
         ...
 
     def evaluated(self, state: RunState, result: EvaluationResult) -> None: ...
@@ -53,11 +57,14 @@ class LiveDisplay:
         self._live = Live(console=self._console, get_renderable=render, refresh_per_second=REFRESHES_PER_SECOND)
         self._live.start()
 
-    def step_recorded(self, state: RunState) -> None:
+    def step_recorded(self, state: RunState, record: MetricRecord) -> None:
         """Nothing to do: the next refresh shows it."""
 
     def evaluated(self, state: RunState, result: EvaluationResult) -> None:
         """Nothing to do: the next refresh shows it."""
+
+    def notice(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)  # rich puts it above the table
 
     def stop(self) -> None:
         if self._live is not None:
@@ -66,7 +73,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """One line a step (at most one a second) and one an evaluation."""
+    """One line a step (at most one a second, and the last one) and one an evaluation."""
 
     def __init__(self, stream: TextIO, max_steps: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._max_steps, self._clock = stream, max_steps, clock
@@ -75,14 +82,17 @@ class PlainDisplay:
     def start(self, snapshot: Callable[[Callable[[RunState], object]], object]) -> None:
         """Nothing to do: lines come with the records."""
 
-    def step_recorded(self, state: RunState) -> None:
+    def step_recorded(self, state: RunState, record: MetricRecord) -> None:
         now = self._clock()
-        if now - self._last >= PLAIN_INTERVAL_S:
+        if now - self._last >= PLAIN_INTERVAL_S or record.step == self._max_steps:
             self._last = now
-            self._print(progress_line(state, self._max_steps))
+            self._print(progress_line(state, self._max_steps, record))
 
     def evaluated(self, state: RunState, result: EvaluationResult) -> None:
         self._print(evaluation_line(result))
+
+    def notice(self, text: str) -> None:
+        self._print(text)
 
     def stop(self) -> None:
         """Nothing to do: every line was flushed."""

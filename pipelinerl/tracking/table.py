@@ -9,7 +9,7 @@ import re
 
 from rich.table import Table
 
-from pipelinerl.records import EvaluationResult
+from pipelinerl.records import EvaluationResult, MetricRecord
 from pipelinerl.tracking.state import RunState
 
 _SERVER = re.compile(r"actor/server_busy_(\d+)")
@@ -63,11 +63,22 @@ def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
     return table
 
 
-def progress_line(state: RunState, max_steps: int | None) -> str:
-    """The state as one line."""
+def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) -> str:
+    """One step as one line.
+
+    Args:
+        state: the run so far.
+        max_steps: its end.
+        record: the trainer's numbers of that step. The preprocessor's of the same step are in `state`, if it has them.
+    """
+    step = record.step
+    reward = record.values.get("finetune/reward_mean", state.history.get("preprocessor/reward_mean", {}).get(step))
+    success = state.history.get("preprocessor/success_rate", {}).get(step)
     return (
-        f"step {_step(state, max_steps)} | reward {_number(state, 'preprocessor/reward_mean', 'actor/reward_mean')}"
-        f" | success {_number(state, 'preprocessor/success_rate', 'actor/success_rate')}"
+        f"step {f'{step}/{max_steps}' if max_steps else step}"
+        f" | reward {_NONE if reward is None else f'{reward:.3f}'}"
+        f" | success {_NONE if success is None else f'{success:.3f}'}"
+        f" | grad norm {_number(state, 'finetune/grad_norm', form='.3g')}"
         f" | {_number(state, 'actor/output_tokens_per_s', form='.0f')} tokens/s"
         f" | lag {_number(state, 'finetune/lag_mean_versions', form='.2f')}"
         f" (max {_number(state, 'finetune/lag_max_versions', form='.0f')})"

@@ -131,6 +131,8 @@ def test_metrics_of_a_step(start, batches):
     assert values[3]["finetune/lag_max_versions"] == 3
     assert 2 < values[3]["finetune/lag_mean_versions"] < 3
     assert values[3]["finetune/multi_version_samples"] == sum(len(sample.version_spans) == 2 for sample in samples)
+    zeros = sum(not any(scored.advantages) for scored in batches[3].samples)
+    assert values[3]["finetune/zero_advantage_fraction"] == zeros / 12
     # Linear decay of 0.01 over 4 steps: 1, 3/4, 2/4, 1/4.
     assert [round(v["finetune/learning_rate"], 6) for v in values] == [0.01, 0.0075, 0.005, 0.0025]
 

@@ -27,6 +27,9 @@ EVALUATION = EvaluationResult(
 )
 
 
+STEP = MetricRecord(source="finetune_0", step=1, time=60.0, values={"finetune/reward_mean": 0.5})
+
+
 def running() -> RunState:
     state = RunState()
     state.fold_trainer(WeightUpdateSuccess(version=0, time=40.0, seconds={"total": 0.3}, num_servers=2))
@@ -67,16 +70,51 @@ def test_rows_of_a_run_that_has_not_begun() -> None:
 
 
 def test_the_plain_line() -> None:
-    assert progress_line(running(), 40) == (
-        "step 1/40 | reward 0.500 | success 0.625 | 3100 tokens/s | lag 1.25 (max 3) | ESS 0.930 | update 0.30 s"
+    assert progress_line(running(), 40, STEP) == (
+        "step 1/40 | reward 0.500 | success - | grad norm - | 3100 tokens/s | lag 1.25 (max 3) | ESS 0.930"
+        " | update 0.30 s"
     )
+
+
+def test_the_plain_line_is_about_the_step_of_its_record() -> None:
+    state = running()
+    for step, reward in ((2, 0.25), (3, 0.75)):  # the preprocessor is a batch ahead of the trainer
+        values = {"preprocessor/reward_mean": reward, "preprocessor/success_rate": reward}
+        state.fold_metrics(MetricRecord(source="preprocessor_0", step=step, time=70.0, values=values))
+    state.fold_trainer(StepDone(step=3, time=176.0, group_ids=[], num_samples=8, samples_processed=8))
+    trained = {"finetune/reward_mean": 0.3, "finetune/grad_norm": 0.125}
+    record = MetricRecord(source="finetune_0", step=2, time=71.0, values=trained)
+    state.fold_metrics(record)
+    line = progress_line(state, None, record)
+    assert line.startswith("step 2 | reward 0.300 | success 0.250 | grad norm 0.125 | ")
+    older = MetricRecord(source="finetune_0", step=2, time=71.0, values={})
+    assert progress_line(state, None, older).startswith("step 2 | reward 0.250 | ")
+
+
+def test_the_last_step_always_has_its_line() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, 2, clock=iter((0.0, 0.1)).__next__)
+    for step in (1, 2):
+        display.step_recorded(running(), MetricRecord(source="finetune_0", step=step, time=1.0, values={}))
+    assert [line.partition(" |")[0] for line in stream.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
+
+
+def test_notices_are_lines_and_stand_above_the_table() -> None:
+    stream, table = io.StringIO(), io.StringIO()
+    PlainDisplay(stream, 2).notice("note: look [here]")
+    assert stream.getvalue() == "note: look [here]\n"
+    display = LiveDisplay(table, "quickstart", 40)
+    display.start(lambda read: read(running()))
+    display.notice("note: look [here]")
+    display.stop()
+    assert "note: look [here]" in table.getvalue()
 
 
 def test_plain_lines_come_at_most_once_a_second_and_evaluations_always() -> None:
     stream = io.StringIO()
     display = PlainDisplay(stream, 40, clock=iter((0.0, 0.5, 0.9, 1.0, 1.5)).__next__)
     for _ in range(5):
-        display.step_recorded(running())
+        display.step_recorded(running(), STEP)
     display.evaluated(running(), EVALUATION)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
