@@ -64,14 +64,22 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     data = composed.data
     notes = [*composed.notes, *_default_experiment(arguments), *take_retired_keys(data, composed.origin_of)]
     _require_output_dir(data, arguments)
-    settle_linked_keys(data, composed.interpolated, composed.override_keys)
+    taken = settle_linked_keys(data, composed.interpolated, composed.override_keys)
     settle_agent(data, search_dirs)
     refuse_secrets(data, os.environ)
     _find_named_files(data, search_dirs)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        raise_faults(faults_of(error, data, known_keys(), composed.origin_of))
+        raise_faults(
+            faults_of(
+                error,
+                data,
+                known_keys(),
+                composed.origin_of,
+                lambda key: composed.source_of(taken.get(key, key)),
+            )
+        )
         raise
     validate(config)
     return ComposedConfig(

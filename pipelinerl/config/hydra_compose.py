@@ -7,7 +7,7 @@ Called by the composition. The user's folder is searched before the shipped one,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,15 @@ from pipelinerl.config.paths import conf_dir, config_names
 from pipelinerl.config.retired import is_retired_key
 from pipelinerl.errors import ConfigError
 
+_WHOLE_INTERPOLATION = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
+
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """The composed data. `interpolated` are the keys whose values came from other keys."""
+    """The composed data. `interpolated` are the keys whose values came from other keys: key -> raw text."""
 
     data: dict[str, Any]
-    interpolated: frozenset[str]
+    interpolated: Mapping[str, str]
     override_keys: frozenset[str]
     config_file: Path
     notes: tuple[str, ...] = ()
@@ -44,6 +46,18 @@ class PlainConfig:
         if any(key == name or key.startswith(name + ".") for name in self.override_keys):
             return COMMAND_LINE
         return f"in {self.config_file} or a file that it includes"
+
+    def source_of(self, key: str) -> str:
+        """Return the key that somebody set: `key` itself, or the one whose value it takes as it is."""
+        for _ in range(len(self.interpolated)):
+            found = _WHOLE_INTERPOLATION.fullmatch(self.interpolated.get(key, ""))
+            if found is None:
+                break
+            dots, name = found.groups()
+            # `${name}` is counted from the top, `${.name}` from the section of the key, `${..name}` from the one above.
+            sections = key.split(".")[: -len(dots)] if dots else []
+            key = ".".join([*sections, name])
+        return key
 
     def to_yaml(self) -> str:
         """Return the data as YAML text; what was not given reads `???`."""
@@ -70,7 +84,7 @@ def compose_plain(arguments: Arguments) -> PlainConfig:
             config = compose(config_name=arguments.config_name, overrides=prepared)
         return PlainConfig(
             data=_plain(config),
-            interpolated=frozenset(_interpolated(config)),
+            interpolated=_interpolated(config),
             override_keys=frozenset(override.key_or_group for override in overrides),
             config_file=config_file,
             notes=_hydra_notes(overrides, config_file),
@@ -148,16 +162,18 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in resolved.items()}
 
 
-def _interpolated(config: Container, prefix: str = "") -> list[str]:
-    found: list[str] = []
+def _interpolated(config: Container, prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
     if not isinstance(config, DictConfig) or OmegaConf.is_missing(config, "") or config._is_none():
         return found
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
     for key in (str(key) for key in config):
         name = f"{prefix}{key}"
         if OmegaConf.is_interpolation(config, key):
-            found.append(name)
+            found[name] = str(raw[key])
         elif not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
-            found.extend(_interpolated(config[key], name + "."))
+            found |= _interpolated(config[key], name + ".")
     return found
 
 

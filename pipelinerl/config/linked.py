@@ -25,10 +25,14 @@ _DERIVED = {"attempts"} | {child for root, child in LINKED_KEYS if root != "atte
 _ABSENT = object()
 
 
-def settle_linked_keys(data: dict[str, Any], interpolated: Collection[str], overridden: Collection[str]) -> None:
+def settle_linked_keys(
+    data: dict[str, Any], interpolated: Collection[str], overridden: Collection[str]
+) -> dict[str, str]:
     """Give both names of each pair one value, in place.
 
     A command line wins over files; a value that was set wins over one that was left alone.
+
+    Returns the names that took the value of the other one: name -> other.
 
     Args:
         data: the composed configuration.
@@ -38,6 +42,7 @@ def settle_linked_keys(data: dict[str, Any], interpolated: Collection[str], over
     Raises:
         ConfigError: both names were set, to different values.
     """
+    taken: dict[str, str] = {}
     for root, child in LINKED_KEYS:
         first, second = _get(data, root), _get(data, child)
         if first == second:
@@ -51,8 +56,11 @@ def settle_linked_keys(data: dict[str, Any], interpolated: Collection[str], over
                     f"They are one setting: set {root} alone.",
                 )
             _set(data, child, first)
+            taken[child] = root
         else:
             _set(data, root, second)
+            taken[root] = child
+    return taken
 
 
 def _is_set(key: str, value: Any, interpolated: Collection[str], overridden: Collection[str], other: str) -> bool:

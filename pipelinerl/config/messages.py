@@ -89,7 +89,11 @@ def unknown_key(key: str, got: object, known: Iterable[str], origin: str) -> Con
 
 
 def faults_of(
-    error: ValidationError, data: Mapping[str, Any], known: Iterable[str], origin_of: Callable[[str], str]
+    error: ValidationError,
+    data: Mapping[str, Any],
+    known: Iterable[str],
+    origin_of: Callable[[str], str],
+    source_of: Callable[[str], str] = str,
 ) -> list[ConfigError]:
     """Return one `ConfigError` for each fault that pydantic found.
 
@@ -98,11 +102,12 @@ def faults_of(
         data: the configuration that was validated.
         known: all dotted keys of the schema.
         origin_of: function from a dotted key to the words that say where it was set.
+        source_of: function from a dotted key to the one whose value it has: that is the one to correct.
     """
     names = list(known)
     found: dict[str, ConfigError] = {}
     for fault in error.errors(include_url=False):
-        key = _dotted(fault["loc"], data)
+        key = source_of(_dotted(fault["loc"], data))
         if key in found:
             continue
         if (echo := _echo(key, fault["input"], found.values())) is not None:

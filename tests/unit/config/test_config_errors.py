@@ -83,6 +83,30 @@ def test_wrong_types_are_one_line_each() -> None:
 
 
 @pytest.mark.parametrize(
+    "setting",
+    [
+        "llm.parameters.temperature=0",  # finetune.rl.temperature and test_llm.parameters.temperature follow it
+        "finetune.rl.temperature=0",
+        "attempts=0",
+        "finetune.attempts=0",  # quickstart sets attempts, which takes this value
+        "max_lag=-1",
+        "finetune.max_lag=-1",
+        "actor.llm_max_rollouts=0",
+    ],
+)
+def test_a_bad_value_is_reported_under_the_key_that_was_set(setting: str) -> None:
+    text = message("--config-name=quickstart", "output_dir=x", setting)
+    assert text.startswith(setting.partition("=")[0] + ": got ") and len(text.splitlines()) == 1
+    assert text.endswith("It was set on the command line.")
+
+
+def test_a_value_of_a_file_is_blamed_on_the_key_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nllm: {parameters: {temperature: 0}}\n")
+    text = message("--config-dir", str(tmp_path), "--config-name=mine", "output_dir=x")
+    assert text.startswith("llm.parameters.temperature: got 0, ") and str(tmp_path / "mine.yaml") in text
+
+
+@pytest.mark.parametrize(
     ("argv", "parts"),
     [
         (["a=[1,"], ["override: got 'a=[1,'", "key=value"]),
