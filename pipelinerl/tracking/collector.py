@@ -16,7 +16,6 @@ from typing import Any
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.streams.base import (
-    ACTOR_TOPIC,
     EVALUATION_TOPIC,
     FATES_TOPIC,
     METRICS_TOPIC,
@@ -51,7 +50,7 @@ class Collector:
         config: the resolved configuration.
         sinks: where the numbers go; None: what `make_sinks` gives.
         display: what the terminal shows; None: the table or plain lines on standard output.
-        incarnation: of this start. Steps of earlier ones count, but are not told again.
+        incarnation: of this start. What earlier ones did counts, but is not told again.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Collector:
     ) -> None:
         self._incarnation = incarnation
         self._since = time.time() if incarnation else 0.0
-        self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.streams / ACTOR_TOPIC))
+        self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.job("actor_0") / "stdout.log"))
         self._run_dir = run_dir
         self._max_steps = config.finetune.max_train_steps
         self._title = run_dir.root.name
@@ -160,7 +159,8 @@ class Collector:
         }
         with self._lock:
             self._state.fold_evaluation(result)
-            self._show(lambda: self._display.evaluated(self._state, result))
+            if result.time >= self._since:
+                self._show(lambda: self._display.evaluated(self._state, result))
         self._log(_row("evaluation", result.due_version, result.time, f"evaluation/{result.dataset_name}", values))
 
     def _on_trainer(self, message: TrainerMessage) -> None:

@@ -12,8 +12,8 @@ FIRST_AFTER_STEPS = 5
 AGAIN_AFTER_STEPS = 50
 ZERO_ADVANTAGE = "finetune/zero_advantage_fraction"
 _WHAT_TO_DO = (
-    "Look at some answers and their rewards in {streams}; then mend the reward (`python -m pipelinerl check-domain` "
-    "tries it), or choose easier or harder problems, or more attempts."
+    "Print some answers and their rewards in your rollout function (it writes to {log}); then mend the reward "
+    "(`python -m pipelinerl check-domain` tries it), or choose easier or harder problems, or more attempts."
 )
 
 
@@ -22,12 +22,12 @@ class LearningWatch:
 
     Args:
         samples_per_step: of the configuration.
-        streams: folder where a user finds the samples.
+        log: file that holds what rollout functions print.
     """
 
-    def __init__(self, samples_per_step: int, streams: str) -> None:
+    def __init__(self, samples_per_step: int, log: str) -> None:
         self._samples_per_step = samples_per_step
-        self._advice = _WHAT_TO_DO.format(streams=streams)
+        self._advice = _WHAT_TO_DO.format(log=log)
         self._steps = 0
         self._filtered = 0
 

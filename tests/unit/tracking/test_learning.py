@@ -24,10 +24,10 @@ def said(watch: LearningWatch, first: int, last: int, fraction: float | None) ->
 
 
 def test_five_steps_in_a_row_are_said_once_and_then_every_fifty() -> None:
-    notices = said(LearningWatch(64, "run/streams/actor"), 1, 120, 1.0)
+    notices = said(LearningWatch(64, "run/actor_0/stdout.log"), 1, 120, 1.0)
     assert list(notices) == [5, 55, 105]
     assert "nothing was learned in 5 steps in a row, up to step 5" in notices[5] and "(mean 1.000)" in notices[5]
-    assert "run/streams/actor" in notices[5] and "check-domain" in notices[5]
+    assert "run/actor_0/stdout.log" in notices[5] and "check-domain" in notices[5]
 
 
 def test_one_step_that_teaches_something_starts_the_count_again() -> None:
