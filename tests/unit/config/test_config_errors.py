@@ -85,8 +85,8 @@ def test_wrong_types_are_one_line_each() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "llm.parameters.temperature=0",  # finetune.rl.temperature and test_llm.parameters.temperature follow it
-        "finetune.rl.temperature=0",
+        "llm.parameters.temperature=-1",  # finetune.rl.temperature and test_llm.parameters.temperature follow it
+        "finetune.rl.temperature=-1",
         "attempts=0",
         "finetune.attempts=0",  # quickstart sets attempts, which takes this value
         "max_lag=-1",
@@ -101,9 +101,9 @@ def test_a_bad_value_is_reported_under_the_key_that_was_set(setting: str) -> Non
 
 
 def test_a_value_of_a_file_is_blamed_on_the_key_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nllm: {parameters: {temperature: 0}}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nllm: {parameters: {temperature: -1}}\n")
     text = message("--config-dir", str(tmp_path), "--config-name=mine", "output_dir=x")
-    assert text.startswith("llm.parameters.temperature: got 0, ") and str(tmp_path / "mine.yaml") in text
+    assert text.startswith("llm.parameters.temperature: got -1, ") and str(tmp_path / "mine.yaml") in text
 
 
 @pytest.mark.parametrize(

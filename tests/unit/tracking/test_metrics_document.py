@@ -99,6 +99,7 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for attribute in ("_lock", "_state", "_display"):
         monkeypatch.setattr(collector, attribute, _Anything(), raising=False)
     monkeypatch.setattr(collector, "_display_works", False, raising=False)
+    monkeypatch.setattr(collector, "_since", 0.0, raising=False)
     monkeypatch.setattr(collector, "_log", lambda record: names.update(record.values), raising=False)
     collector._on_evaluation(
         EvaluationResult(
