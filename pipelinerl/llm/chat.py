@@ -84,6 +84,13 @@ class ChatRenderer:
                 )
             )
         except Exception as error:
+            if not getattr(self._tokenizer, "chat_template", True):
+                raise RolloutError(
+                    "bad_prompt",
+                    "the prompt is a list of messages, and the model's tokenizer has no chat template to write them. "
+                    "Use an instruction-tuned model, put its chat_template.jinja into the model's folder, or give the "
+                    "prompt as token ids (Prompt(token_ids=...))",
+                ) from error
             # The template is a program of the model's authors, run on messages of the user: any exception is possible.
             raise RolloutError("bad_prompt", f"the chat template refused the messages: {error}") from error
 

@@ -26,6 +26,7 @@ from pipelinerl.inference.arguments import check_options
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
+from pipelinerl.supervise.model_folder import check_model_folder
 from pipelinerl.supervise.model_limits import check_context
 from pipelinerl.world import Cluster, WorldMap
 
@@ -108,6 +109,7 @@ def check_model(model_path: str) -> None:
             raise ConfigError(
                 "model_path", model_path, f"a folder with a model; {folder / 'config.json'} is missing", _model_help()
             )
+        check_model_folder(folder, model_path)
         return
     expected = "a folder with a Hugging Face model, or the name of one on the hub"
     if folder.exists() or not _HUB_NAME.fullmatch(model_path):
@@ -260,7 +262,10 @@ def _missing_on_hub(name: str) -> str | None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        if HF_HUB_OFFLINE:  # what is missing in the cache stays missing
+            check_model_folder(Path(cached).parent, name)
         return None
     if HF_HUB_OFFLINE:
         return "not in the local cache, and HF_HUB_OFFLINE is set"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fakes.model_folder import save_model_folder
 
 TASK = """
 def load_problems(dataset_names, **kwargs):
@@ -47,10 +48,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    return folder
+    return save_model_folder(tmp_path / "model")
 
 
 @pytest.fixture

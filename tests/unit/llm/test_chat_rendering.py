@@ -69,6 +69,12 @@ def test_a_refused_chat_fails_the_rollout(tokenizer: PreTrainedTokenizerFast) ->
         ChatRenderer(tokenizer).render([{"role": "robot", "content": "a"}])
 
 
+def test_a_tokenizer_without_chat_template_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(RolloutError, match=r"bad_prompt.*no chat template"):
+        ChatRenderer(tokenizer).render(user("a"))
+
+
 def test_many_threads_at_once_while_the_user_changes_settings(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = ChatRenderer(tokenizer)
     stop = threading.Event()

@@ -1,0 +1,95 @@
+"""Model folders that lack something or were cut off are refused with the name of the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.model_folder import WEIGHTS, save_model_folder
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.supervise import preflight
+from pipelinerl.supervise.model_folder import notes_on_model
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_model(str(folder))
+    assert caught.value.key == "model_path"
+    return str(caught.value)
+
+
+def test_a_whole_folder(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path / "model")
+    preflight.check_model(str(folder))
+    assert notes_on_model(folder, "m") == []
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    preflight.check_model(str(folder))  # a slow tokenizer may have settings and a vocabulary of another name
+    (folder / "tokenizer_config.json").unlink()
+    assert "has no tokenizer" in refusal(folder)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "training_args.bin").write_bytes(b"PK")
+    message = refusal(folder)
+    assert "no *.safetensors" in message and "LoRA adapter" in message
+    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    preflight.check_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (WEIGHTS[:-1], "it was cut off"),
+        (WEIGHTS + b"x", "it was cut off"),
+        (WEIGHTS[:40], "its head is cut off"),
+        (b"", "it is empty"),
+        ((9).to_bytes(8, "little") + b"[1, 2, 3]", "its head cannot be read"),
+        ((9).to_bytes(8, "little") + b'{"w": [1}', "its head cannot be read"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
+    ],
+)
+def test_weights_that_are_not_whole(tmp_path: Path, content: bytes, reason: str) -> None:
+    folder = save_model_folder(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    message = refusal(folder)
+    assert reason in message and "model.safetensors" in message
+
+
+def test_an_index_names_files_that_are_missing(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path)
+    names = {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "model.safetensors").rename(folder / names["w1"])
+    message = refusal(folder)
+    assert "2 files, of which 1 are missing: model-00002-of-00002.safetensors" in message
+    (folder / names["w2"]).write_bytes(WEIGHTS[:-4])
+    assert f"{names['w2']}: it has {len(WEIGHTS) - 4} bytes and its head says {len(WEIGHTS)}" in refusal(folder)
+    (folder / names["w2"]).write_bytes(WEIGHTS)
+    preflight.check_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_settings_that_are_cut_off(tmp_path: Path, name: str) -> None:
+    folder = save_model_folder(tmp_path)
+    (folder / name).write_text('{"a": ')
+    message = refusal(folder)
+    assert f"{folder / name}: it is no JSON text" in message
+
+
+def test_a_chat_template_that_is_missing_is_a_note(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text("{}")
+    preflight.check_model(str(folder))
+    (note,) = notes_on_model(folder, "m")
+    assert "m has no chat template" in note
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert notes_on_model(folder, "m") == []
+    assert notes_on_model(folder / "no", "a/b") == []
