@@ -16,15 +16,15 @@ import importlib.util
 import inspect
 import logging
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from pipelinerl.agents.threads import start_thread
 from pipelinerl.errors import DomainError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class AgentFile:
         """Call `step`. A plain function runs in a thread, so that it may block; a coroutine runs on the event loop."""
         if inspect.iscoroutinefunction(step):
             return await step(*args, **kwargs)
-        running = _start_thread(contextvars.copy_context().run, _call_plain, step, args, kwargs)
+        running = start_thread(functools.partial(contextvars.copy_context().run, step, *args, **kwargs))
         self._running[id(step)] = running
         # Before anybody hears of the answer: the next call of this step has its own entry.
         running.add_done_callback(lambda _: self._running.pop(id(step), None))
@@ -192,32 +192,6 @@ class AgentFile:
 def agent_file(path: str) -> AgentFile:
     """Return the file of this process; it is read and compiled at the first call. Raises DomainError."""
     return AgentFile(path)
-
-
-def _start_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `function` in a thread of its own, since it may block. The end of the process does not wait for it, as it
-    would for an executor's: a step that never returns would keep a check or a worker from ending."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = function(*args)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="agent-step", daemon=True).start()
-    return future
-
-
-def _call_plain(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a plain function as a coroutine would be called: a future cannot hold StopIteration and would never end."""
-    try:
-        return step(*args, **kwargs)
-    except StopIteration as error:
-        raise RuntimeError("step raised StopIteration") from error
 
 
 class _CompiledLoader(importlib.abc.InspectLoader):

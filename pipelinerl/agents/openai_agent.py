@@ -11,13 +11,13 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
 
 from pipelinerl.agents.proxy import Proxy
 from pipelinerl.agents.recording import Recording
+from pipelinerl.agents.threads import start_thread
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.retry import EndRunError
@@ -25,8 +25,6 @@ from pipelinerl.llm.sample_builder import checked_reward
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 _SHAPE = "rollout(base_url, api_key, problem) -> reward, or (reward, dict of metrics)"
-
-_MAX_THREADS = 1024
 
 Agent = Callable[[str, str, dict[str, Any]], Any]
 
@@ -39,7 +37,6 @@ class BlackBox:
         # Checks of the signature are about this object, not about the agent.
         self.__signature__ = inspect.signature(self.__call__)  # type: ignore[operator]
         self._agent = agent
-        self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="agent")
         self._proxy: Proxy | None = None
         self._starting = asyncio.Lock()
 
@@ -79,7 +76,6 @@ class BlackBox:
         if self._proxy is not None:
             await self._proxy.close()
             self._proxy = None
-        self._threads.shutdown(wait=False)
 
     async def _started_proxy(self) -> Proxy:
         async with self._starting:
@@ -92,8 +88,7 @@ class BlackBox:
     async def _run(self, base_url: str, key: str, problem: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._agent):
             return await self._agent(base_url, key, problem)
-        # A pool of its own: the loop's has a few threads only, and each blocking agent needs one.
-        answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._agent, base_url, key, problem)
+        answer = await asyncio.wrap_future(start_thread(functools.partial(self._agent, base_url, key, problem)))
         return await answer if inspect.isawaitable(answer) else answer
 
 

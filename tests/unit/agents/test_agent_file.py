@@ -170,7 +170,7 @@ async def test_a_plain_function_may_block(
 async def test_a_plain_function_that_raises_stop_iteration_fails_at_once(tmp_path: Path) -> None:
     """A future cannot hold that exception: the rollout would wait until its time-out."""
     file = AgentFile(write(tmp_path, "def step(state, action, label):\n    return next(iter([]))\n"))
-    with pytest.raises(RuntimeError, match="step raised StopIteration"), file.episode() as step:
+    with pytest.raises(RuntimeError, match="raised StopIteration"), file.episode() as step:
         async with asyncio.timeout(60):
             await file.call(step, "", "", None)
 
@@ -206,7 +206,7 @@ async def test_a_step_that_outlives_its_rollout_keeps_its_module(
         assert other.__module__ != name
         events.go_on.set()
         for thread in threading.enumerate():
-            if thread.name == "agent-step":
+            if thread.name == "agent":
                 await asyncio.to_thread(thread.join, 60)
         assert events.modules == [True] and our_modules() == {other.__module__}
     assert our_modules() == set()

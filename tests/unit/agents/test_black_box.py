@@ -90,6 +90,17 @@ async def test_an_openai_client_with_a_tool_is_one_token_exact_sample(
     build_samples(result.training_texts, group_id="g", rollout_id="r")
 
 
+async def test_a_blocking_agent_that_raises_stop_iteration_fails_at_once(
+    server: FakeServer, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        return float(next(iter([])))
+
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        async with asyncio.timeout(60):
+            await run(black_box(agent), server, tokenizer)
+
+
 async def test_a_blocking_agent_and_streams(
     server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
