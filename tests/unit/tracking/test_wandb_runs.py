@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ def test_two_starts_of_a_run_with_the_real_wandb(tmp_path: Path) -> None:
         sink = WandbSink(run, tmp_path, 0.0)
         sink.log(MetricRecord(source="finetune_0", step=start, time=1.0, values={"finetune/loss": 0.5}))
         sink.finish({"status": "completed", "steps": 1})
+        # W&B names its folders by the second.
+        ended = int(time.time())
+        while int(time.time()) == ended:
+            time.sleep(0.05)
     line = first_line(run, tmp_path)
     assert line is not None and line.startswith("W&B: offline; ")
     pattern = Path(line.partition("wandb sync --include-synced ")[2])
