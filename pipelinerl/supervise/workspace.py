@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,6 +71,11 @@ def inspect(config: RunConfig, new_run_id: str) -> Decision:
             one, or the run in it was started with a value that must not change.
     """
     run_dir = RunDir(Path(config.output_dir).absolute())
+    with _usable(run_dir.root):
+        return _inspect(config, run_dir, new_run_id)
+
+
+def _inspect(config: RunConfig, run_dir: RunDir, new_run_id: str) -> Decision:
     root, digest = run_dir.root, config_hash(config)
     fresh = RunIdentity(run_id=new_run_id, incarnation=0, config_hash=digest)
     if root.exists() and not root.is_dir():
@@ -100,7 +106,16 @@ def inspect(config: RunConfig, new_run_id: str) -> Decision:
 
 
 def enter(decision: Decision, clock: Callable[[], float] = time.time) -> Workspace:
-    """Do what was decided: move the old run aside or create the directory, lock it, write the identity."""
+    """Do what was decided: move the old run aside or create the directory, lock it, write the identity.
+
+    Raises:
+        ConfigError: the system refuses it, or another launcher was quicker.
+    """
+    with _usable(decision.run_dir.root):
+        return _enter(decision, clock)
+
+
+def _enter(decision: Decision, clock: Callable[[], float]) -> Workspace:
     run_dir, moved_to = decision.run_dir, None
     if decision.kind == "move_aside":
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(clock()))
@@ -114,9 +129,13 @@ def enter(decision: Decision, clock: Callable[[], float] = time.time) -> Workspa
     except BlockingIOError as error:
         os.close(lock)
         raise _running(run_dir) from error
-    write_identity(run_dir.identity_file, decision.identity)
-    # It says how the last start ended, which is not how the run stands from now on.
-    run_dir.summary_file.unlink(missing_ok=True)
+    try:
+        write_identity(run_dir.identity_file, decision.identity)
+        # It says how the last start ended, which is not how the run stands from now on.
+        run_dir.summary_file.unlink(missing_ok=True)
+    except OSError:
+        os.close(lock)
+        raise
     return Workspace(run_dir, decision.identity, moved_to, lock)
 
 
@@ -127,6 +146,22 @@ def _lock_file(run_dir: RunDir) -> Path:
 def _holds_a_run(run_dir: RunDir) -> bool:
     marks = (run_dir.identity_file, run_dir.config_file, run_dir.streams, run_dir.finetune, run_dir.summary_file)
     return any(mark.exists() for mark in marks)
+
+
+@contextmanager
+def _usable(root: Path) -> Iterator[None]:
+    """Whatever the system has against the directory is for the user to change: rights, a name that is too long, a full
+    disk, a file system that takes no folders."""
+    try:
+        yield
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename and str(error.filename) != str(root) else ""
+        raise ConfigError(
+            "output_dir",
+            str(root),
+            f"a directory that can be written; the system says: {error.strerror or error}{place}",
+            "Choose another output_dir.",
+        ) from error
 
 
 def _refuse_unwritable(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.streams.base import TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.identity import read_identity
+from pipelinerl.supervise import workspace as workspace_module
+from pipelinerl.supervise.identity import RunIdentity, read_identity
+from pipelinerl.supervise.open_run import find_run
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.workspace import config_hash, enter, inspect
 
@@ -222,6 +225,34 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         inspect(config(tmp_path / "f"), "run")
     with pytest.raises(ConfigError, match="can be written"):
         inspect(config(tmp_path / "f" / "below"), "run")
+
+
+@pytest.mark.parametrize("folder", ["n" * 300, "/proc/no/run", "/sys/run"])
+def test_a_directory_that_the_system_refuses(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"^output_dir: .*can be written.*Choose another output_dir"):
+        enter(inspect(config(tmp_path / folder), "run"))
+
+
+def test_a_full_disk_is_no_traceback_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: Path, identity: RunIdentity) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    decision = inspect(config(tmp_path / "r"), "run")
+    with monkeypatch.context() as full:
+        full.setattr(workspace_module, "write_identity", write)
+        with pytest.raises(ConfigError, match=r"No space left on device \(.*run\.json\)"):
+            enter(decision)
+    enter(decision).close()
+
+
+def test_a_folder_that_is_no_run_is_refused_with_the_runs_in_it(tmp_path: Path) -> None:
+    start(tmp_path / "a")
+    with pytest.raises(ConfigError, match=rf"expected a started run.*for instance {tmp_path / 'a'}\.$"):
+        find_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    for wrong in ("no", "file"):
+        with pytest.raises(ConfigError, match=r"run\.json is missing\)\. Give the output_dir of a run\.$"):
+            find_run(tmp_path / wrong)
 
 
 def test_a_damaged_identity_or_summary_is_named(tmp_path: Path) -> None:
