@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -22,7 +22,10 @@ _QUOTED_CHARACTERS = 300
 
 
 class Grade(msgspec.Struct, frozen=True, tag="grade"):
-    """What a grader says: `score` (1 is right), the kind of the answer, and numbers that go into the metrics."""
+    """What a grader says: `score` (1 is right), the kind of the answer, and numbers that go into the metrics.
+
+    `status`: `correct`, `wrong`, `no_answer` (the text holds no answer) or `unparsable` (one that cannot be read).
+    """
 
     score: float
     status: GradeStatus
@@ -66,13 +69,32 @@ GradeAnswer = Grade | GradeFailed
 def as_grade(value: Any) -> GradeAnswer:
     """Read what a grader returned: a `Grade` or a number. 0.0 stays 0.0; None, NaN and others are a failure."""
     if isinstance(value, Grade):
-        if math.isfinite(value.score) and all(math.isfinite(number) for number in value.details.values()):
+        fault = _fault_of(value)
+        if fault is None:
             return value
-        return GradeFailed("grader_bad_result", f"the grader returned {str(value)[:_QUOTED_CHARACTERS]}")
-    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return GradeFailed("grader_bad_result", f"the grader returned {str(value)[:_QUOTED_CHARACTERS]}: {fault}")
+    if _is_number(value):
         return Grade(float(value), "correct" if value >= 1 else "wrong")
     shown = repr(value)[:_QUOTED_CHARACTERS]
     return GradeFailed("grader_bad_result", f"the grader returned {shown}, expected a Grade or a finite number")
+
+
+def _fault_of(grade: Grade) -> str | None:
+    """What is wrong with a grade that a grader made; None if nothing is."""
+    if not _is_number(grade.score):
+        return f"score is {grade.score!r}, expected a finite number"
+    if grade.status not in get_args(GradeStatus):
+        return f"status is {grade.status!r}, expected one of {', '.join(map(repr, get_args(GradeStatus)))}"
+    if not isinstance(grade.details, dict):
+        return f"details are a {type(grade.details).__name__}, expected a dict of numbers for the metrics"
+    for name, number in grade.details.items():
+        if not isinstance(name, str) or not _is_number(number):
+            return f"details has {name!r}: {number!r}, expected names with finite numbers"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, bool | int | float) and math.isfinite(value)
 
 
 def grade_or_raise(answer: GradeAnswer) -> Grade:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.servers.grader_pool import GraderPool
-from pipelinerl.servers.messages import GradeAnswer, GradeFailed, GradeRequest, grade_or_raise
+from pipelinerl.servers.messages import GradeAnswer, GradeFailed, GradeRequest, as_grade, grade_or_raise
 
 TESTS = Path(__file__).parents[2]
 MEMORY = 1 << 30
@@ -202,3 +203,17 @@ async def test_verify_finds_its_verifier_and_raises_for_a_failure(monkeypatch: p
         assert caught.value.reason == "grader_raised"
         with pytest.raises(DomainError, match="@grader"):
             await verify(not_marked, "x", {})
+
+
+@pytest.mark.parametrize(
+    ("grade", "words"),
+    [
+        (Grade(1.0, "ok"), "status is 'ok', expected one of 'correct', 'wrong', 'no_answer', 'unparsable'"),
+        (Grade("1", "correct"), "score is '1', expected a finite number"),
+        (Grade(1.0, "correct", {"tests": None}), "details has 'tests': None"),
+        (Grade(1.0, "correct", [1.0]), "details are a list"),
+    ],
+)
+def test_a_grade_that_was_filled_wrongly_is_told_how(grade: Any, words: str) -> None:
+    answer = as_grade(grade)
+    assert isinstance(answer, GradeFailed) and answer.reason == "grader_bad_result" and words in answer.message
