@@ -64,13 +64,22 @@ def _resolve(path: str | None, key: str, shape: str) -> Callable[..., Any]:
     target: Callable[..., Any] | None = getattr(_import(module_name, path, key), name, None)
     if target is None:
         module = importlib.import_module(module_name)
-        names = [each for each in vars(module) if not each.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
+        near = difflib.get_close_matches(name, _names_of_kind(module, key), n=1)
         hint = f"Did you mean {module_name}.{near[0]}?" if near else f"Define {name} there, or change {key}."
         raise DomainError(f"{key}: {path!r}: {_file_of(module)} has no {name!r}, expected {shape}. {hint}")
     if not callable(target):
         raise DomainError(f"{key}: {path!r} is a {type(target).__name__}, expected a function: {shape}.")
     return target
+
+
+def _names_of_kind(module: Any, key: str) -> list[str]:
+    """The public functions of `module` that `key` could mean: loaders are plain, rollout functions async."""
+    wants_async = key == ROLLOUT_KEY
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and inspect.isroutine(value) and inspect.iscoroutinefunction(value) == wants_async
+    ]
 
 
 def _import(module_name: str, path: str, key: str) -> Any:
@@ -86,6 +95,11 @@ def _import(module_name: str, path: str, key: str) -> Any:
         raise DomainError(
             f"{key}: {path!r}: importing {module_name} failed{_line_of(error)}: it needs the module {missing!r}, which "
             "is not installed. Install it, or remove that import."
+        ) from error
+    except SystemExit as error:
+        raise DomainError(
+            f"{key}: {path!r}: importing {module_name} ends the process{_line_of(error)}: the file calls sys.exit(). "
+            'Move that below `if __name__ == "__main__":`.'
         ) from error
     except Exception as error:
         raise DomainError(

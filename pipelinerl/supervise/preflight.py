@@ -31,6 +31,8 @@ from pipelinerl.supervise.model_limits import check_context
 from pipelinerl.world import Cluster, WorldMap
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+# What the check of the user's code prints when it is through.
+_PROBLEMS_FOUND = re.compile(r"\d+ training problems, \d+ test problems")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
 _HUB_TIMEOUT_S = 10.0
 
@@ -247,7 +249,14 @@ def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Seq
                 f"{config.actor.rollout_policy} failed: {last_error(LogPart(log))}"
             )
         printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
-        return printed[-1] if printed else ""
+        found = [line for line in printed if _PROBLEMS_FOUND.fullmatch(line)]
+        if not found:
+            raise DomainError(
+                f"the process that checked dataset_loader {config.dataset_loader} and actor.rollout_policy "
+                f"{config.actor.rollout_policy} was ended by the code that it loaded, with exit code 0 and without a "
+                "result. Look there for a call of sys.exit() or os._exit()."
+            )
+        return found[-1]
 
 
 def _model_help() -> str:

@@ -83,6 +83,8 @@ ROLLOUT = "async def generate_rollout(cfg, llm, problem, session): ...\n"
         ("x = 1 / 0\n" + GOOD, r"importing .*py:1\).*ZeroDivisionError"),
         ("def broken(:\n", r"importing .*py:1\).*SyntaxError"),
         ("def load_problem(names): ...\n", r"has no 'load_problems'.*Did you mean .*\.load_problem\?"),
+        ("async def load_problem(names): ...\n", r"has no 'load_problems'.*Define load_problems there"),
+        ("import sys\nsys.exit(0)\n" + GOOD, r"importing .*py:2\): the file calls sys\.exit\(\)"),
         ("load_problems = 5\n", "is a int, expected a function"),
         ("def load_problems(): ...\n", r"py:1\) has the signature \(\).*expected def load_problems"),
         ("async def load_problems(names): ...\n", "is async, expected a plain function"),

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl import launch
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import ConfigError, UserError
+from pipelinerl.errors import ConfigError, DomainError, UserError
 from pipelinerl.supervise import preflight
 from pipelinerl.supervise.machine import usable_cores
 from pipelinerl.supervise.model_limits import check_context
@@ -104,6 +104,20 @@ def test_without_vllm_a_plan_is_shown_and_nothing_is_started(
     assert code == (0 if words else 2)
     assert ("vLLM is not installed" in capsys.readouterr().err) == (not words)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("line", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
+def test_a_check_that_the_users_code_ends_is_no_success(tmp_path: Path, line: str) -> None:
+    (tmp_path / "ending.py").write_text(
+        f"def load_problems(names):\n    {line}\nasync def generate_rollout(cfg, llm, problem, session): ...\n"
+    )
+    run = config(
+        dataset_loader="ending.load_problems",
+        train_dataset_names=["a"],
+        actor={"rollout_policy": "ending.generate_rollout"},
+    )
+    with pytest.raises(DomainError, match=r"dataset_loader ending\.load_problems.*sys\.exit\(\) or os\._exit"):
+        preflight.check_domain(run, os.environ, [tmp_path])
 
 
 def test_a_model_folder(tmp_path: Path) -> None:
