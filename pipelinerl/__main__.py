@@ -5,6 +5,7 @@ Loads nothing but the chosen command, so that the help is instant.
 
 from __future__ import annotations
 
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -29,7 +30,7 @@ def available_commands() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Run one command and return its exit code; 2 for a mistake on the command line."""
+    """Run one command and return its exit code; 2 for a mistake on the command line, 130 for Ctrl-C."""
     commands = available_commands()
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage(commands))
@@ -45,6 +46,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code
 
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelinerl.config import RunConfig
 
 _EPILOG = "The arguments are those of python -m pipelinerl.launch; NAME is short for --config-name NAME."
 
@@ -34,11 +38,25 @@ def main(argv: list[str]) -> int:
         return 0
     check_task(composed.config)
     sys.path[:0] = [str(folder) for folder in composed.search_dirs]
-    from pipelinerl.commands.dry_rollout import dry_rollout
-    from pipelinerl.domains.check import check_answers, checked_problems
+    from pipelinerl.commands.time_limit import heeded_interrupts
 
-    problems = checked_problems(composed.config)
-    print(f"{len(problems.train)} training problems, {len(problems.test)} test problems", flush=True)
-    print(check_answers(composed.config, problems), flush=True)
-    print(dry_rollout(composed.config, problems.train[0]))
+    with heeded_interrupts():
+        _check(composed.config)
     return 0
+
+
+def _check(config: RunConfig) -> None:
+    from pipelinerl.commands.dry_rollout import dry_rollout
+    from pipelinerl.commands.time_limit import time_limit
+    from pipelinerl.domains.check import check_answers, checked_problems
+    from pipelinerl.supervise.preflight import DOMAIN_CHECK_TIMEOUT_S
+
+    with time_limit(
+        DOMAIN_CHECK_TIMEOUT_S,
+        f"dataset_loader {config.dataset_loader}: importing the task and loading its problems",
+        "A run would not start. Make it quicker.",
+    ):
+        problems = checked_problems(config)
+    print(f"{len(problems.train)} training problems, {len(problems.test)} test problems", flush=True)
+    print(check_answers(config, problems), flush=True)
+    print(dry_rollout(config, problems.train[0]))

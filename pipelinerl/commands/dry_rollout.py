@@ -1,17 +1,19 @@
 """One rollout against a server that answers what it is told: shows that a rollout function works, without a model.
 
-Called by `check-domain`. Waits for the rollout, at most `TIMEOUT_S`.
+Called by `check-domain`. Waits for the rollout, at most `actor.rollout_timeout_s` and `TIMEOUT_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
 
+from pipelinerl.commands.time_limit import time_limit
 from pipelinerl.config import RunConfig
 from pipelinerl.domains.check import domain_function
 from pipelinerl.domains.datasets import Problem
@@ -19,6 +21,7 @@ from pipelinerl.domains.registry import load_rollout_function
 from pipelinerl.errors import DomainError, UserError
 
 TIMEOUT_S = 120.0
+_BLOCK_GRACE_S = 2.0
 _FILLER = "I do not know."
 _TOKEN = "dry-rollout"
 
@@ -29,12 +32,19 @@ def dry_rollout(config: RunConfig, problem: Problem) -> str:
     The server answers with the domain's gold answer, if it has one: the rollout must then be a success.
 
     Raises:
-        DomainError: the rollout fails, has nothing to train on, or does not succeed with the gold answer.
+        DomainError: the rollout fails, does not end, has nothing to train on, or does not succeed with the gold answer.
     """
-    return asyncio.run(_run(config, problem))
+    limit_s = min(TIMEOUT_S, config.actor.rollout_timeout_s)
+    # A function that waits is ended by the event loop; the grace is for one that holds the loop.
+    with time_limit(
+        limit_s + _BLOCK_GRACE_S,
+        f"actor.rollout_policy: a dry rollout of problem {problem.id!r} holds the event loop and",
+        "Other rollouts cannot run meanwhile: await what takes long, or put it into a thread or a @grader.",
+    ):
+        return asyncio.run(_run(config, problem, limit_s))
 
 
-async def _run(config: RunConfig, problem: Problem) -> str:
+async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
     from pipelinerl.config.load import to_dictconfig
     from pipelinerl.grading import open_verifier
     from pipelinerl.llm.client import open_session
@@ -52,8 +62,9 @@ async def _run(config: RunConfig, problem: Problem) -> str:
         open_verifier(config.verifier, []),
     ):
         llm = _handle(config, url, tokenizer)
+        timeout = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with timeout:
                 answer = await function(to_dictconfig(config), llm, problem.data, session)
             result = check_result(answer, function)
             if not result.training_texts:
@@ -68,6 +79,12 @@ async def _run(config: RunConfig, problem: Problem) -> str:
         except UserError:
             raise
         except Exception as error:
+            if timeout.expired():
+                raise DomainError(
+                    f"actor.rollout_policy: a dry rollout of problem {problem.id!r} did not end within {limit_s:g} s "
+                    "(actor.rollout_timeout_s; at most 120 here), although every request was answered at once. It "
+                    f"waits for something else{_place_of(error)}."
+                ) from error
             raise DomainError(
                 f"actor.rollout_policy: a dry rollout of problem {problem.id!r} failed: {type(error).__name__}: {error}"
             ) from error
@@ -81,6 +98,14 @@ async def _run(config: RunConfig, problem: Problem) -> str:
         f"a dry rollout, answered with {said}: reward {summary.reward:g}, success {summary.success}, "
         f"{len(samples)} sample(s), metrics {summary.metrics}"
     )
+
+
+def _place_of(error: BaseException) -> str:
+    """Where the user's function was when it was cancelled, as ` at file:line`."""
+    cause = error.__cause__
+    frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+    # The first frame is this file's, the second the rollout function's.
+    return f" at {frames[1].filename}:{frames[1].lineno}" if len(frames) > 1 else ""
 
 
 def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:

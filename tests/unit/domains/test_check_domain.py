@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -126,3 +129,44 @@ def test_a_training_text_filled_by_hand_passes(tmp_path: Path, capsys: pytest.Ca
     file.write_text(code.replace("RolloutResult\n", "RolloutResult, TrainingText\n", 1))
     assert main(command) == 0
     assert "1 sample(s)" in capsys.readouterr().out
+
+
+def write_waiting_task(folder: Path, module: str, line: str) -> list[str]:
+    """A task whose rollout runs `line` before it answers."""
+    command = write_task(folder, module, "4")
+    file = folder / f"{module}.py"
+    call = "    call = await"
+    file.write_text(file.read_text().replace(call, f"    {line}\n{call}", 1))
+    return command
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import time; time.sleep(600)", "holds the event loop"),
+        ("import re; re.match(r'(a|aa)+$', 'a' * 60 + 'b')", "holds the event loop"),
+        ("import asyncio; await asyncio.sleep(600)", "did not end within 0.5 s"),
+    ],
+)
+def test_a_rollout_that_does_not_end_is_named_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
+    module = f"own_task_{abs(hash(line))}"
+    command = write_waiting_task(tmp_path, module, line)
+    assert main([*command, "actor.rollout_timeout_s=0.5"]) == 2
+    errors = capsys.readouterr().err
+    place = (tmp_path / f"{module}.py").read_text().splitlines().index(f"    {line}") + 1
+    assert words in errors and f"{module}.py:{place}" in errors
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_ctrl_c_ends_a_check_whose_rollout_blocks(tmp_path: Path) -> None:
+    command = write_waiting_task(tmp_path, "own_task_held", "import time; print('held', flush=True); time.sleep(600)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipelinerl", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any(line == "held\n" for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
