@@ -51,6 +51,7 @@ class ActorParts:
     """Everything that the actor's loops use."""
 
     server_urls: list[str]
+    pool: WorkerPool
     members: ServerMembership
     alone: AloneTrainer | None
     budget: SampleBudget
@@ -80,6 +81,7 @@ class ActorParts:
             "actor/running_groups": float(self.training.running_groups),
             "actor/failed_rollouts": float(self.failures.total),
             "actor/retries": float(self.scheduler.retries),
+            "actor/replaced_workers": float(self.pool.replaced_workers),
             **{f"actor/server_busy_{index}": float(busy) for index, busy in enumerate(self.slots.busy)},
             **self.slots.occupancy.take(),
             **{f"actor/failed_{reason}": float(count) for reason, count in self.failures.reasons.items()},
@@ -141,6 +143,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     return ActorParts(
         server_urls=list(urls.values()),
         alone=alone,
+        pool=pool,
         members=ServerMembership(urls, slots, pool, context.token, incarnation),
         budget=budget,
         trainer=trainer,

@@ -28,6 +28,7 @@ from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.display import Display, make_display
 from pipelinerl.tracking.learning import LearningWatch
 from pipelinerl.tracking.plots import plot_learning_curve
+from pipelinerl.tracking.quiet import quiet_line, read_beats
 from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, Sink
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import Status, build_summary, write_json
@@ -73,7 +74,14 @@ class Collector:
         self._lock = threading.RLock()
         self._sink_lock = threading.Lock()
         self._sinks = list(make_sinks(config, run_dir) if sinks is None else sinks)
-        self._display = display or make_display(sys.stdout, self._title, self._max_steps)
+        since = time.time()
+        self._display = display or make_display(
+            sys.stdout,
+            self._title,
+            self._max_steps,
+            lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs, since), time.time(), since),
+        )
+        self._replaced_workers: dict[str, int] = {}
         self._display_works = True
         self._feeds = self._make_feeds(hub, world)
         self._stopped = False
@@ -140,7 +148,17 @@ class Collector:
             if "finetune/loss" in record.values and record.time >= self._since:
                 self._show(lambda: self._display.step_recorded(self._state, record))
                 self._tell(self._learning.step(record))
+        self._notice_blocked_workers(record)
         self._log(record)
+
+    def _notice_blocked_workers(self, record: MetricRecord) -> None:
+        # Not under the state's lock, as in `_log`.
+        replaced = int(record.values.get("actor/replaced_workers", 0))
+        if record.time >= self._since and replaced > self._replaced_workers.get(record.source, 0):
+            self._replaced_workers[record.source] = replaced
+            log = self._run_dir.job(record.source) / "stderr.log"
+            line = f"warning: your code held a rollout worker, which was replaced ({replaced} so far). Where: {log}"
+            self._show(lambda: self._display.notice(line))
 
     def _on_fate(self, record: FateRecord) -> None:
         with self._lock:

@@ -12,13 +12,13 @@ from rich.table import Table
 from pipelinerl.records import EvaluationResult, MetricRecord
 from pipelinerl.tracking.state import RunState
 
-_SERVER = re.compile(r"actor/server_busy_(\d+)")
+SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
 _NONE = "-"
 
 
 def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
     """(label, text) of every row; a number that is not known yet is a dash."""
-    servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := _SERVER.fullmatch(name)))
+    servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := SERVER_BUSY.fullmatch(name)))
     fates = state.fates
     return [
         ("step", f"{_step(state, max_steps)}   ({_duration(state.training_seconds)} of training)"),

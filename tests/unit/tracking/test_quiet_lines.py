@@ -1,0 +1,176 @@
+"""What plain output says when nothing happened for a while, and that it says it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.config import RunConfig
+from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, TrainingDone, WeightUpdateSuccess
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.supervise.heartbeat import HeartbeatState
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.tracking.collector import Collector
+from pipelinerl.tracking.display import PlainDisplay
+from pipelinerl.tracking.quiet import quiet_line, read_beats
+from pipelinerl.tracking.state import RunState
+from pipelinerl.world import Job, WorldMap
+
+CONFIG = RunConfig.model_validate(
+    {"output_dir": "x", "test_dataset_names": ["test"], "finetune": {"max_train_steps": 52}, "attempts": 8}
+)
+JOBS = [Job(kind, f"{kind}_0", 0, 0, 0, 0, "h", [], None, None, None, 1) for kind in ("actor_llm", "actor", "finetune")]
+
+
+def beat(waiting_for: str | None = None, since: float = 100.0, time: float = 120.0) -> HeartbeatState:
+    return HeartbeatState(
+        pid=1,
+        time=time,
+        progress=0,
+        progress_time=since,
+        waiting_for=waiting_for,
+        waiting_since=since if waiting_for else None,
+    )
+
+
+def line(state: RunState, beats: dict[str, HeartbeatState | None]) -> str:
+    return quiet_line(state, CONFIG, beats, now=125.0, since=95.0)
+
+
+def evaluated() -> RunState:
+    state = RunState()
+    result = {
+        **{"due_version": 0, "min_version": 0, "max_version": 0, "is_final": False, "dataset_name": "test"},
+        **{"num_rollouts": 8, "num_failed": 0, "success_rate": 0.5, "mean_reward": 0.5, "seconds": 1.0, "time": 50.0},
+    }
+    state.fold_evaluation(EvaluationResult(metrics={}, **result))
+    return state
+
+
+def test_servers_that_start() -> None:
+    beats = {
+        "actor_llm_0": beat(),
+        "preprocessor_0": None,
+        "actor_0": beat("the first weight update"),
+        "finetune_0": beat("servers to start", since=110.0),
+    }
+    assert line(RunState(), beats) == (
+        "starting, 30 s so far: preprocessor_0 loads its libraries, actor_0 waits for the first weight update (25 s), "
+        "finetune_0 waits for servers to start (15 s)"
+    )
+
+
+def test_a_step_that_is_being_collected() -> None:
+    state = evaluated()
+    state.fold_trainer(StepDone(step=12, time=60.0, group_ids=[], num_samples=8, samples_processed=8))
+    values = {
+        "actor/admitted_samples": 400.0,
+        "actor/in_flight_samples": 88.0,
+        "actor/rollouts_per_s": 41.26,
+        "actor/server_busy_0": 60.0,
+        "actor/server_busy_1": 4.0,
+        "actor/failed_rollouts": 3.0,
+    }
+    state.fold_metrics(MetricRecord(source="actor_0", step=12, time=60.0, values=values))
+    samples = CONFIG.finetune.samples_per_step
+    text = line(state, {"actor_0": beat(), "finetune_0": beat("training data")})
+    assert text == f"step 13/52: 312 of {samples} samples are ready, 41.3 rollouts/s, 64 running, 3 failed"
+    assert line(state, {"finetune_0": beat()}) == "step 13/52: the trainer works; 312 samples are ready for it"
+    assert line(state, {"finetune_0": beat("servers to take the weights", since=113.0)}) == (
+        "step 13/52: the trainer waits for servers to take the weights (12 s)"
+    )
+
+
+def test_evaluations_before_and_after_training() -> None:
+    state = RunState()
+    state.fold_trainer(WeightUpdateSuccess(version=0, time=40.0, seconds={"total": 0.3}, num_servers=2))
+    assert line(state, {"finetune_0": beat("training data", since=50.0)}) == (
+        "step 0: the evaluation before training is going on (finetune_0 waits for training data (75 s))"
+    )
+    state = evaluated()
+    assert line(state, {"finetune_0": beat("training data")}).startswith("step 1/52: ? of ")
+    state.fold_trainer(TrainingDone(version=52, time=99.0, samples_processed=8))
+    assert line(state, {"actor_0": beat()}) == "training is done: the last evaluation is going on"
+
+
+def test_heartbeats_of_an_earlier_start_do_not_count(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    for job, time in (("actor_0", 99.0), ("finetune_0", 101.0)):
+        files.job(job).mkdir()
+        files.heartbeat_file(job).write_bytes(msgspec.json.encode(beat(time=time)))
+    beats = read_beats(files, JOBS, since=100.0)
+    assert beats["actor_llm_0"] is None and beats["actor_0"] is None and beats["finetune_0"] is not None
+
+
+class Screen(io.StringIO):
+    """Tells when a line was written that holds `word`."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word, self.seen = word, threading.Event()
+
+    def write(self, text: str) -> int:
+        size = super().write(text)
+        if self.word in text:
+            self.seen.set()
+        return size
+
+
+def snapshot(read: Any) -> Any:
+    return read(RunState())
+
+
+def test_plain_output_says_what_is_waited_for_when_there_is_no_news() -> None:
+    screen = Screen("waits")
+    display = PlainDisplay(screen, 40, describe=lambda state: f"step {state.steps} waits", quiet_interval_s=0.01)
+    display.start(snapshot)
+    assert screen.seen.wait(60)
+    display.stop()
+    shown = screen.getvalue()
+    assert set(shown.splitlines()) == {"step 0 waits"}
+    display.stop()
+    assert screen.getvalue() == shown
+
+
+def test_plain_output_is_silent_while_there_is_news() -> None:
+    """With an interval that no test reaches, whatever comes is all that is shown, and `stop` ends the wait."""
+    screen = Screen("news")
+    display = PlainDisplay(screen, 40, describe=lambda state: "quiet", quiet_interval_s=3600)
+    display.start(snapshot)
+    display.notice("news")
+    display.stop()
+    assert screen.getvalue() == "news\n"
+
+
+def test_a_terminal_that_was_closed_ends_the_lines_alone() -> None:
+    screen = Screen("x")
+    screen.close()
+    display = PlainDisplay(screen, 40, describe=lambda state: "quiet", quiet_interval_s=0.01)
+    display.start(snapshot)
+    assert display._thread is not None
+    display._thread.join(60)
+    assert not display._thread.is_alive()
+    display.stop()
+
+
+def test_workers_that_user_code_held_are_said_once(tmp_path: Path) -> None:
+    files = RunDir(tmp_path)
+    hub = StreamHub(CONFIG.streams, files, "r")
+    config = RunConfig(output_dir=str(tmp_path), wandb={"mode": "disabled"})
+    screen = io.StringIO()
+    world, display = WorldMap(JOBS, "cpu", 1, 0, 0, "h", 1), PlainDisplay(screen, 1)
+    collector = Collector(hub, world, files, config, display=display, incarnation=1)
+    with contextlib.closing(hub.writer("metrics", "actor_0", MetricRecord)) as writer:
+        for time, count in ((5.0, 7.0), (9e9, 0.0), (9e9, 1.0), (9e9, 1.0), (9e9, 3.0)):
+            values = {"actor/replaced_workers": count}
+            writer.write(MetricRecord(source="actor_0", step=1, time=time, values=values))
+    collector.start()
+    collector.stop()
+    lines = screen.getvalue().splitlines()
+    assert [line.partition("(")[2][:8] for line in lines] == ["1 so far", "3 so far"]
+    assert lines[0].endswith(f"Where: {tmp_path / 'actor_0' / 'stderr.log'}")
