@@ -43,7 +43,7 @@ def time_limit(seconds: float, what: str, next_step: str) -> Iterator[None]:
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
-    faulthandler.dump_traceback_later(seconds + _LAST_RESORT_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds + _LAST_RESORT_S, exit=True, file=sys.__stderr__ or 2)
     try:
         yield
     except _TimeIsUp:
