@@ -114,7 +114,12 @@ def _tail(part: LogPart) -> list[str]:
 def _loud(lines: Sequence[str]) -> list[str]:
     """Lines that may speak of an error: no record below one, and no source line below a warning."""
     found, is_warned = [], False
+    is_usage = False
     for line in lines:
+        # What argparse writes above its error: the whole command line, over several indented lines.
+        is_usage = line.startswith("usage: ") or (is_usage and line.startswith(" "))
+        if is_usage:
+            continue
         if _QUIET.search(line):
             is_warned = "Warning: " in line
         elif is_warned and line.startswith(" "):

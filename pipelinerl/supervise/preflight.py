@@ -23,6 +23,7 @@ from pipelinerl.config.rules_sampling import vllm_number
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
 from pipelinerl.inference.arguments import check_options
+from pipelinerl.inference.option_names import check_names
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
@@ -144,7 +145,7 @@ def check_servers(config: RunConfig) -> None:
     """
     if not (has_stage(config, "actor_llm") or has_stage(config, "preprocessor_llm")):
         return
-    check_options(config.vllm_config.vllm_kwargs)
+    check_names(check_options(config.vllm_config.vllm_kwargs)[0])
     check_parallel_size(config)
     check_context(config, _config_file(config.model_path), os.environ)
 

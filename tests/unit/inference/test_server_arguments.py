@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.option_names import check_names, vllm_option_names
 from pipelinerl.inference.server import parser_of_vllm
 
 
@@ -48,6 +49,34 @@ def test_vllm_reads_the_flag_for_code_of_the_model(parser: argparse.ArgumentPars
     assert parser.parse_args(options()).trust_remote_code is False
     refused = options(trust_remote_code=True, vllm_kwargs={"trust_remote_code": False})
     assert parser.parse_args(refused).trust_remote_code is False
+
+
+def test_the_options_read_from_vllms_files_are_those_of_its_parser(parser: argparse.ArgumentParser) -> None:
+    """None of vLLM's own may be missing, or a right configuration would be refused; a few words too many do no harm."""
+    real = {text[2:] for action in parser._actions for text in action.option_strings if text.startswith("--")}
+    check_names(real)
+    assert len(vllm_option_names() - real) < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max-modellen", r"Did you mean max-model-len\?"),
+        ("no-enable-prefix-cache", "Did you mean"),
+        ("compilation-confg.mode", r"Did you mean compilation-config\?"),
+        ("qqq", "Remove it"),
+    ],
+)
+def test_a_misspelt_option_is_refused_with_the_nearest_one(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"vllm_config\.vllm_kwargs\.{name}.*{hint}"):
+        check_names(["dtype", "no-enable-prefix-caching", "compilation-config.mode", name])
+
+
+def test_nothing_is_refused_where_the_options_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "vllm", None)
+        assert vllm_option_names() == set()
+        check_names(["qqq"])
 
 
 def test_no_option_is_given_twice() -> None:

@@ -63,6 +63,13 @@ def test_without_a_traceback_the_last_lines(tmp_path: Path) -> None:
     )
 
 
+def test_the_usage_above_an_error_of_the_command_line_is_left_out(tmp_path: Path) -> None:
+    text = (
+        "usage: llm [-h] [--model M]\n           [--seed S]\n           [--dtype D]\nllm: error: unrecognized: --sed\n"
+    )
+    assert last_error(LogPart(write(tmp_path, text))) == "llm: error: unrecognized: --sed"
+
+
 def test_nothing_or_no_file(tmp_path: Path) -> None:
     assert last_error(LogPart(tmp_path / "none.log")) == "it wrote nothing to none.log"
     assert last_error(LogPart(write(tmp_path, ""))) == "it wrote nothing to stderr.log"
