@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 
+from pipelinerl.dependencies import DEPENDENCIES, missing_message
 from pipelinerl.errors import EXIT_USER_ERROR, UserError
 
 _COMMANDS = {
@@ -45,6 +46,12 @@ def main(argv: list[str]) -> int:
         code: int = import_module(_module(name)).main(rest)
     except UserError as error:
         print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except ModuleNotFoundError as error:
+        module = str(error.name).partition(".")[0]
+        if module not in DEPENDENCIES:
+            raise
+        print(missing_message([module]), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

