@@ -28,6 +28,7 @@ from pipelinerl.supervise import preflight, workspace
 from pipelinerl.supervise.commands import Command, build_command
 from pipelinerl.supervise.context import LOG_FORMAT, TOKEN_KEY
 from pipelinerl.supervise.machine import usable_cores
+from pipelinerl.supervise.model_folder import notes_on_model
 from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.supervise.process import Event
 from pipelinerl.supervise.recorded_streams import bounded_by_record
@@ -68,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
-    """Print what `launch` would start."""
+    """Print what `launch` would start, and on stderr what can be said about such a start without one."""
+    from pipelinerl.supervise.dry_checks import look_around
     from pipelinerl.supervise.plan_text import plan_of, print_plan
 
     preflight.check_servers(config)
@@ -77,6 +79,8 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
         world = build_world_map(config, cluster, ports)
     commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))
     print_plan(plan_of(config, world, commands, composed.notes))
+    sys.stdout.flush()
+    sys.stderr.write(f"{look_around(config, composed.search_dirs).text()}\n")
     return 0
 
 
@@ -179,7 +183,7 @@ def _run(
     _log_to(run_dir.launch_log)
     save_config(config, run_dir.config_file)
     run_dir.world_file.write_text(world.to_json(), encoding="utf-8")
-    for note in composed.notes:
+    for note in (*composed.notes, *notes_on_model(Path(config.model_path).expanduser(), config.model_path)):
         sys.stderr.write(f"note: {note}\n")
     session = RunSession(
         config=config,

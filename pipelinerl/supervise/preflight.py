@@ -124,6 +124,11 @@ def check_model(model_path: str) -> None:
         )
 
 
+def is_hub_name(model_path: str) -> bool:
+    """Whether this may name a model on the hub; it may name a folder, too."""
+    return _HUB_NAME.fullmatch(model_path) is not None
+
+
 def check_vllm(config: RunConfig) -> None:
     """Refuse to start servers where vLLM is not installed. It is looked for, not imported."""
     if not (has_stage(config, "actor_llm") or has_stage(config, "preprocessor_llm")):
