@@ -43,7 +43,7 @@ class Findings:
 
 def look_around(config: RunConfig, search_dirs: Sequence[Path]) -> Findings:
     """Look at all that can be seen without running anything of the user's."""
-    found = Findings(unchecked=["whether GPUs are free"])
+    found = Findings(unchecked=["whether devices and ports are free"])
     try:
         workspace.inspect(config, "dry-run")
     except UserError as error:
