@@ -98,7 +98,7 @@ def _import(module_name: str, path: str, key: str) -> Any:
         ) from error
     except SystemExit as error:
         raise DomainError(
-            f"{key}: {path!r}: importing {module_name} ends the process{_line_of(error)}: the file calls sys.exit(). "
+            f"{key}: {path!r}: importing {module_name} ends the process{_top_line_of(error)}: the file calls sys.exit(). "
             'Move that below `if __name__ == "__main__":`.'
         ) from error
     except Exception as error:
@@ -134,6 +134,12 @@ def _where(function: Any, key: str, path: str | None) -> str:
 
 def _file_of(module: Any) -> str:
     return str(getattr(module, "__file__", None) or module.__name__)
+
+
+def _top_line_of(error: BaseException) -> str:
+    """Return ` (file:line)` of the line at the top of a file that led to `error`; libraries may replace `sys.exit`."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _line_of(error: BaseException) -> str:
