@@ -98,8 +98,8 @@ def _import(module_name: str, path: str, key: str) -> Any:
         ) from error
     except SystemExit as error:
         raise DomainError(
-            f"{key}: {path!r}: importing {module_name} ends the process{_top_line_of(error)}: the file calls sys.exit(). "
-            'Move that below `if __name__ == "__main__":`.'
+            f"{key}: {path!r}: importing {module_name} ends the process{_top_line_of(error)}: the file calls "
+            'sys.exit(). Move that below `if __name__ == "__main__":`.'
         ) from error
     except Exception as error:
         raise DomainError(

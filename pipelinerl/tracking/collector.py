@@ -143,16 +143,17 @@ class Collector:
         return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
 
     def _on_metrics(self, record: MetricRecord) -> None:
+        notice = None
         with self._lock:
             self._state.fold_metrics(record)
             if "finetune/loss" in record.values and record.time >= self._since:
                 self._show(lambda: self._display.step_recorded(self._state, record))
-                self._tell(self._learning.step(record))
+                notice = self._learning.step(record)
+        self._tell(notice)
         self._notice_blocked_workers(record)
         self._log(record)
 
     def _notice_blocked_workers(self, record: MetricRecord) -> None:
-        # Not under the state's lock, as in `_log`.
         replaced = int(record.values.get("actor/replaced_workers", 0))
         if record.time >= self._since and replaced > self._replaced_workers.get(record.source, 0):
             self._replaced_workers[record.source] = replaced
@@ -161,10 +162,12 @@ class Collector:
             self._show(lambda: self._display.notice(line))
 
     def _on_fate(self, record: FateRecord) -> None:
+        notice = None
         with self._lock:
             self._state.fold_fate(record)
             if record.incarnation == self._incarnation:
-                self._tell(self._learning.fate(record))
+                notice = self._learning.fate(record)
+        self._tell(notice)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         values = {
@@ -198,6 +201,7 @@ class Collector:
                 sink.log(record)
 
     def _tell(self, notice: str | None) -> None:
+        # Not under the state's lock, as in `_log`.
         if notice is not None:
             logger.warning("%s", notice)
             self._show(lambda: self._display.notice(notice))
