@@ -61,7 +61,8 @@ class AgentFile:
                 f"{AGENT_KEY}: got {path!r}, expected a Python file with {STEP_SHAPE}. {reason}"
             ) from error
         try:
-            code = compile(source, path, "exec", dont_inherit=True)
+            # What an import does with a file.
+            code = importlib.abc.InspectLoader.source_to_code(source, path)
         except (SyntaxError, ValueError) as error:
             message = f"{AGENT_KEY}: {_place(error, path)} cannot be compiled: {type(error).__name__}: {error}."
             raise DomainError(f"{message} Mend the file.") from error
