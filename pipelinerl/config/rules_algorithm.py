@@ -88,7 +88,7 @@ def value_loss(config: RunConfig) -> ConfigError | None:
 
 
 def batch_normalisation(config: RunConfig) -> ConfigError | None:
-    """Only advantages that the preprocessor works out can be normalised over the step."""
+    """Only advantages that are there before the first forward pass can be normalised over the step."""
     rl = config.finetune.rl
     asks = rl.normalize_reward or rl.advantage_estimator == "reinforce_baseline"
     if rl.normalize_reward and rl.advantage_estimator == "gae":

@@ -93,6 +93,7 @@ def run_remotely(
             attempts += 1
             if not patience.has(time.monotonic() - started + delay_s):
                 raise RetryableRolloutError(UNREACHABLE, f"{url}: {error} ({attempts} attempts)") from error
+            # Nothing says when the server is free again. Only this grader waits, in a process of its own.
             time.sleep(delay_s)
         except SandboxUnavailableError as error:
             raise SandboxUnavailableError(
