@@ -7,7 +7,8 @@ Each schedule runs with answers of one length (low variance) and with one in ten
 For each it reports samples per second, how busy trainer and servers were and the seconds in which they were not, lag,
 effective sample size, and the seconds to a held-out success; every figure is the median, with the range over the
 repeats. Words behind `--` are overrides of every run's configuration. `conventional` has samples_per_step *
-steps_per_generation samples a generation.
+steps_per_generation samples a generation. A run that fails, or is not done after `--timeout-s`, says why under
+`failed`, and the next one starts. The file is written after each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_common import graphs_override, write_result
+from benchmark_runs import last_line, run_bounded
 
 from pipelinerl.tiny.build import build_tiny_model
 
@@ -91,18 +92,22 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
 
 
 def run_once(args: argparse.Namespace, folder: Path, model: str, words: Sequence[str]) -> dict[str, Any]:
-    """One run in a new folder; what it measured."""
+    """One run in a new folder; what it measured.
+
+    Raises:
+        RuntimeError: it failed, or was not done in time; says why in one line.
+    """
     task = folder / "task"
     task.mkdir(parents=True)
     shutil.copy(Path(__file__).with_name(f"{TASK}.py"), task)
     (task / "schedules.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-dir", str(task), "--config-name", "schedules"]
     command += [f"output_dir={folder / 'run'}", f"model_path={model}", *words]
-    done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=args.timeout_s, check=False)
-    if done.returncode:
-        ends = [f"{log}:\n{log.read_text(errors='replace')[-2000:]}" for log in folder.glob("run/*/stderr.log")]
-        text = "\n".join([done.stdout[-2000:], done.stderr[-4000:], *ends])
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{text}")
+    output = folder / "launch.txt"
+    code, late = run_bounded(command, task, output, args.timeout_s, {})
+    if late or code:
+        why = f"not done after {args.timeout_s:g} s: " if late else ""
+        raise RuntimeError(why + last_line(folder / "run", output))
     summary = json.loads((folder / "run" / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return figures(summary, rows, args.concurrency, args.success)
@@ -180,6 +185,30 @@ def spread(runs: Iterable[dict[str, float | None]]) -> dict[str, Any]:
     return table
 
 
+def run_all(args: argparse.Namespace, scratch: Path, model: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """The tables of all runs by variance and schedule; the file at `args.output` has those that are done."""
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "keep")}
+    for variance in args.variances:
+        runs: dict[str, list[dict[str, float | None]]] = {schedule: [] for schedule in args.schedules}
+        failed: dict[str, list[str]] = {schedule: [] for schedule in args.schedules}
+        # Repeats outside: what the machine does meanwhile hits all schedules alike.
+        for repeat in range(args.repeats):
+            for schedule in args.schedules:
+                words = overrides_of(args, schedule, variance, seed=repeat + 1)
+                try:
+                    runs[schedule].append(run_once(args, scratch / f"{variance}-{schedule}-{repeat}", model, words))
+                except RuntimeError as error:
+                    failed[schedule].append(f"seed {repeat + 1}: {error}")
+                results[variance] = {
+                    key: (spread(runs[key]) if runs[key] else {}) | ({"failed": failed[key]} if failed[key] else {})
+                    for key in args.schedules
+                    if runs[key] or failed[key]
+                }
+                write_result(args.output, {"settings": settings, "results": results})
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -197,24 +226,16 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=4, help="versions between evaluations")
     parser.add_argument("--test-samples", type=int, default=64)
     parser.add_argument("--success", type=float, default=0.9, help="held-out success whose time is reported")
-    parser.add_argument("--timeout-s", type=float, default=3600)
+    parser.add_argument("--timeout-s", type=float, default=3600, help="of each run, its start included")
+    parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-schedules-") as name:
-        scratch = Path(name)
+        scratch = Path(name) if args.keep is None else args.keep.absolute()
         model = args.model or str(build_tiny_model(scratch / "model", seed=3, warmup=None, progress=lambda line: None))
-        for variance in args.variances:
-            runs: dict[str, list[dict[str, float | None]]] = {schedule: [] for schedule in args.schedules}
-            # Repeats outside: what the machine does meanwhile hits all schedules alike.
-            for repeat in range(args.repeats):
-                for schedule in args.schedules:
-                    words = overrides_of(args, schedule, variance, seed=repeat + 1)
-                    runs[schedule].append(run_once(args, scratch / f"{variance}-{schedule}-{repeat}", model, words))
-                    results[variance] = {key: spread(done) for key, done in runs.items() if done}
-                    settings = {key: value for key, value in vars(args).items() if key != "output"}
-                    write_result(args.output, {"settings": settings, "results": results})
+        results = run_all(args, scratch, model)
+    sys.exit(any(table.get("failed") for tables in results.values() for table in tables.values()))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,8 @@ SmolLM2-135M. Words behind `--` are overrides of every run's configuration.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +28,7 @@ from typing import Any
 
 import torch
 from benchmark_common import REPOSITORY, SHAPES, graphs_override, random_model, write_result
+from benchmark_runs import last_line, run_bounded, summary_of
 from benchmark_schedules import CONFIG, TASK
 from benchmark_splits_figures import (
     SPLIT_KEY,
@@ -44,9 +42,6 @@ from benchmark_splits_figures import (
 from benchmark_splits_list import SPLITS, Split, chosen, words_of
 
 from pipelinerl.tiny.build import build_tiny_model
-
-#: How long a run may take to end after it was told to, before it is killed.
-_END_S = 45.0
 
 
 def overrides_of(args: argparse.Namespace, split: Split) -> list[str]:
@@ -127,47 +122,6 @@ def run_split(args: argparse.Namespace, split: Split, folder: Path, model: Path)
         "error": error,
         "words": words,
     }
-
-
-def run_bounded(
-    command: Sequence[str], folder: Path, output: Path, timeout_s: float, environ: dict[str, str]
-) -> tuple[int, bool]:
-    """Run `command` in `folder`; its exit code, and whether it was ended because its time was over."""
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ}
-        )
-    try:
-        return process.wait(timeout_s), False
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        try:
-            return process.wait(_END_S), True
-        except subprocess.TimeoutExpired:
-            return -signal.SIGKILL, True
-    finally:
-        # Its children notice its end and end too.
-        process.kill()
-        process.wait()
-
-
-def summary_of(run_dir: Path) -> dict[str, Any] | None:
-    """The summary that the run wrote; None: it did not come so far."""
-    try:
-        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
-    return summary
-
-
-def last_line(run_dir: Path, output: Path) -> str:
-    """Why a run failed, in one line: what its summary says, else the last line that says `error`, else the last."""
-    reason = (summary_of(run_dir) or {}).get("reason")
-    if reason:
-        return " ".join(str(reason).split())
-    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it said nothing"])[-1]
 
 
 def run_all(args: argparse.Namespace, splits: Sequence[Split], scratch: Path, model: Path) -> list[dict[str, Any]]:

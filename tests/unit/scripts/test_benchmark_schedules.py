@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 from fakes.script_module import load_script
 
@@ -55,3 +59,19 @@ def test_both_variances_have_the_same_mean_length(monkeypatch: pytest.MonkeyPatc
     assert {task.answer_tokens(40, "low", draw) for draw in draws} == {40}
     high = [task.answer_tokens(40, "high", draw) for draw in draws]
     assert set(high) == {20, 220} and sum(high) / 1000 == 40
+
+
+def test_a_run_that_is_refused_is_said_and_the_next_one_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    benchmark = load_script("benchmark_schedules", monkeypatch)
+    output = tmp_path / "schedules.json"
+    words = ["--schedules", "conventional", "pipeline", "--variances", "low", "--model", str(tmp_path / "model")]
+    words += ["--output", str(output), "--keep", str(tmp_path / "kept"), "--", "llm.parameters.top_p=0.5"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_schedules.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 1
+    tables = json.loads(output.read_text())["results"]["low"]
+    assert list(tables) == ["conventional", "pipeline"]
+    for table in tables.values():
+        [failed] = table["failed"]
+        assert failed.startswith("seed 1: ") and "llm.parameters.top_p: got 0.5" in failed
