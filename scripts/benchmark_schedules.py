@@ -65,7 +65,7 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
         "~vllm_config.vllm_kwargs.enforce-eager",
         graphs_override(),
         "+vllm_config.vllm_kwargs.kv-cache-memory-bytes=8589934592",
-        "finetune.dtype=auto",
+        "finetune.dtype=bf16",
         "finetune.logprob_chunk_tokens=4096",
         "finetune.seq_length=16384",
     ]

@@ -81,6 +81,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             with_values=settings.model_class.endswith("with-value-head"),
             compute_dtype=dtype,
             tf32=settings.dtype == "tf32",
+            served_dtype=wire_dtype(config, dtype),
         ).to(device)
         if policy.tf32 and policy.fp32_head and not policy.has_linear_head:
             raise ConfigError(

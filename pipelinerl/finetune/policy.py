@@ -44,6 +44,7 @@ class PolicyModel(torch.nn.Module):
         with_values: add a linear value head on the last hidden state.
         compute_dtype: dtype of the matrix products; parameters may be wider.
         tf32: fp32 products of the body are in TF32 on a GPU; those of an fp32 head and of positions stay exact.
+        served_dtype: of the weights in the servers; see `served_values.py`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PolicyModel(torch.nn.Module):
         with_values: bool = False,
         compute_dtype: torch.dtype = torch.float32,
         tf32: bool = False,
+        served_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.language_model = language_model
@@ -66,6 +68,7 @@ class PolicyModel(torch.nn.Module):
         self.with_entropy = with_entropy
         self.compute_dtype = compute_dtype
         self.tf32 = tf32
+        self.served_dtype = served_dtype
         #: Set by `lora.add_adapters`; None: all weights are trained.
         self.adapter_config: LoraConfig | None = None
         self.has_linear_head = has_linear_head(language_model)

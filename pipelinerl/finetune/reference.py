@@ -17,6 +17,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.lora import adapters_off, has_adapters, keep_products_exact
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.rl.batch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,9 @@ def load_reference(
     language_model = load_language_model(config.model_path, policy.attention, config.finetune.trust_remote_code)
     language_model.requires_grad_(False)
     keep_products_exact(language_model, policy.compute_dtype)
+    # As the policy at the start: on a model that was saved in fp32 rounding changes something.
+    rounded = parameters_to_round(language_model, policy.compute_dtype, policy.served_dtype, has_adapters=False)
+    ServedValues(rounded, policy.served_dtype)
     model = PolicyModel(
         language_model.eval(),
         temperature=policy.temperature,

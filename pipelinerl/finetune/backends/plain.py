@@ -26,19 +26,28 @@ from pipelinerl.finetune.lora import has_adapters, merged_value
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.weight_names import checkpoint_name, export_name
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import ModuleSource, WeightSource
 
 
 class PlainBackend:
-    """See `Backend`. Parameters are fp32; products are in the policy's compute dtype."""
+    """See `Backend`. Parameters are fp32; products are in the policy's compute dtype.
+
+    Between steps the parameters have values that servers can have (`served_values.py`); what is saved are the fp32
+    master weights.
+    """
 
     def __init__(self, policy: PolicyModel, config: FinetuneConfig, ranks: Ranks) -> None:
         self.policy = policy
         self._ranks = ranks
         self._max_norm = config.gradient_clipping_threshold
         self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        rounded = parameters_to_round(
+            policy.language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+        )
+        self._served = ServedValues(rounded, policy.served_dtype)
         self._optimizer = make_adamw(self._named, config)
         self._module: torch.nn.Module = policy
         if ranks.world_size > 1:
@@ -72,7 +81,8 @@ class PlainBackend:
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_([p for _, p in self._named], self._max_norm, norm)
             set_learning_rate(self._optimizer, learning_rate_factor)
-            self._optimizer.step()
+            with self._served.masters():
+                self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return value
 
@@ -81,11 +91,12 @@ class PlainBackend:
             self.policy,
             dtype=dtype,
             rename=export_name if with_value_head else checkpoint_name,
-            value_of=merged_value(self.policy) if has_adapters(self.policy) else None,
+            value_of=merged_value(self.policy) if has_adapters(self.policy) else self._served.value_of,
         )
 
     def move_optimizer(self, device: torch.device) -> None:
         """Move the optimizer's state to `device`; it has to be where the parameters are before the next `step`."""
+        self._served.move_rests(device)
         for state in self._optimizer.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
                 if key in state:
@@ -93,10 +104,12 @@ class PlainBackend:
 
     def save(self, folder: Path) -> None:
         if self._ranks.is_first:
-            # A frozen base is in the model folder already: what is trained is enough.
-            write_tensors(folder / "model.safetensors", parameter_tensors(self._named))
+            with self._served.masters():
+                # A frozen base is in the model folder already: what is trained is enough.
+                write_tensors(folder / "model.safetensors", parameter_tensors(self._named))
             write_tensors(folder / "optimizer.safetensors", optimizer_tensors(self._named, self._optimizer))
 
     def load(self, folder: Path) -> None:
-        load_parameters(self._named, read_tensors(folder / "model.safetensors"))
+        with self._served.masters():
+            load_parameters(self._named, read_tensors(folder / "model.safetensors"))
         restore_optimizer(self._named, self._optimizer, read_tensors(folder / "optimizer.safetensors"))
