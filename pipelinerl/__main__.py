@@ -20,6 +20,7 @@ _COMMANDS = {
     "check-domain": "import your rollout function and data sets and check their shapes",
     "status": "show what the processes of a run are doing",
     "audit": "account for every sample of a run",
+    "samples": "show what the model said in a run",
     "replay": "train a run again from its recorded streams and compare",
     "pool": "list, add and remove the servers of a running run",
 }

@@ -16,8 +16,10 @@ class _Settings(msgspec.Struct):
     tokenizer_class: str | None = None
 
 
-def load_tokenizer(model_path: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(model_path: str, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
     """Return the Hugging Face tokenizer of the model folder or name `model_path`.
+
+    With `local_files_only` nothing is downloaded.
 
     Raises:
         OSError: there is none.
@@ -30,7 +32,9 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(model_path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(
+        model_path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+    )
 
 
 def _class_name(settings: Path) -> str | None:

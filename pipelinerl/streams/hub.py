@@ -16,6 +16,7 @@ from pipelinerl.errors import StreamError
 from pipelinerl.streams.base import CONSUMERS, StreamReader, StreamSpec, StreamWriter
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams.index import places
 from pipelinerl.streams.layout import check_spec, partition_dir
 from pipelinerl.streams.loop_writer import LoopWriter
 from pipelinerl.streams.retention import commit
@@ -116,6 +117,22 @@ class StreamHub:
                 consumer,
             )
         return FileReader[Any](directory, record_type, offset)
+
+    def places(self, topic: str, instance: str, partition: int = 0) -> list[int]:
+        """Offsets, ascending from the oldest record, at which a reader can start without reading what lies before.
+
+        Empty: there is no record yet. Nothing is created or changed. Raises StreamError if the server does not answer.
+        """
+        spec = StreamSpec(topic, instance, partition)
+        directory = self._directory(spec)
+        if self._redis_url is None:
+            return places(directory)
+        from pipelinerl.streams.redis_client import connect, log_places, stream_keys
+
+        with contextlib.closing(connect(self._redis_url)) as client:
+            in_log = log_places(client, stream_keys(self.run_id, spec))
+        archived = places(directory / ARCHIVE_FOLDER)
+        return [offset for offset in archived if not in_log or offset < in_log[0]] + in_log
 
     def commit(self, topic: str, instance: str, offset: int, partition: int = 0) -> None:
         """Note that no resume reads whole records before `offset`: with `streams.retention=heads` tokens may go."""

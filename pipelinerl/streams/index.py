@@ -10,6 +10,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from pipelinerl.streams.layout import list_shards, shard_path
+
 EVERY_BYTES = 1 << 20
 SUFFIX = ".index"
 
@@ -48,6 +50,17 @@ def seek(shard: Path, shard_fd: int, records: int) -> tuple[int, int]:
     if best[1] and os.pread(shard_fd, 1, best[1] - 1) != b"\n":
         return 0, 0
     return best
+
+
+def places(directory: Path) -> list[int]:
+    """Ascending offsets in the shards of `directory` at which `seek` finds a place, the oldest record's first."""
+    found: set[int] = set()
+    for first in list_shards(directory):
+        shard = shard_path(directory, first)
+        with contextlib.suppress(OSError):
+            known = _entries(shard.with_suffix(SUFFIX), shard.stat().st_ino)
+            found.update((first, *(first + records for records, _ in known)))
+    return sorted(found)
 
 
 def _entries(path: Path, inode: int) -> list[tuple[int, int]]:

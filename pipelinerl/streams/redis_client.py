@@ -7,7 +7,7 @@ attempts with growing pauses (about half a minute), so that a server that is res
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import redis
 from redis.backoff import ExponentialBackoff
@@ -22,6 +22,8 @@ CHECK_RETRIES = 5
 MAX_PAUSE_S = 1.0
 SOCKET_TIMEOUT_S = 30.0
 MIN_VERSION = (6, 2)
+# A log can be read from any offset; the places that are named to a reader are so far apart.
+LOG_STRIDE = 64
 _SCHEME = re.compile(r"[a-z]+", re.I)
 _SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
 
@@ -88,6 +90,23 @@ def stream_keys(run_id: str, spec: StreamSpec) -> StreamKeys:
     """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
     base = f"{{pipelinerl:{run_id}:{spec.topic}:{spec.instance}:{spec.partition}}}"
     return StreamKeys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed", "notice")))
+
+
+def log_places(client: redis.Redis, keys: StreamKeys) -> list[int]:
+    """Ascending offsets in a stream's log, LOG_STRIDE apart, from the oldest record that it still holds.
+
+    Raises:
+        StreamError: the server does not answer.
+    """
+    try:
+        ends: list[Any] = [client.xrange(keys.log, count=1), client.xrevrange(keys.log, count=1)]
+    except redis.RedisError as error:
+        raise StreamError(f"stream {keys.log}: the server does not answer: {error}") from error
+    if not all(ends):
+        return []
+    # Offset n has the id n+1.
+    first, last = (int(rows[0][0].split(b"-")[0]) - 1 for rows in ends)
+    return list(range(first, last + 1, LOG_STRIDE))
 
 
 def shown(url: str) -> str:

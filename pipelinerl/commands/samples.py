@@ -1,0 +1,141 @@
+"""`python -m pipelinerl samples RUN_DIR`: what the model said. Called by `pipelinerl.__main__`.
+
+Works on finished, interrupted and running runs, and only reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from pipelinerl.errors import EXIT_RUN_FAILED
+
+if TYPE_CHECKING:
+    from pipelinerl.samples.choose import Order, Wanted
+    from pipelinerl.streams.hub import StreamHub
+    from pipelinerl.supervise.open_run import StartedRun
+
+_COUNT, _MAX_CHARS = 3, 2000
+_ORDERS: dict[Order, str] = {
+    "last": "the N newest rollouts (the default)",
+    "first": "the N oldest rollouts",
+    "best": "the N rollouts with the highest reward, the best first",
+    "worst": "the N rollouts with the lowest reward, the worst first",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Print the rollouts that `argv` asks for; return the exit code."""
+    args = _parser().parse_args(argv)
+    # late: `--help` needs none of this
+    from pipelinerl.errors import StreamError
+    from pipelinerl.supervise.open_run import find_run, open_streams
+
+    run = find_run(args.run_dir)
+    try:
+        with open_streams(run) as streams:
+            _show(run, streams, args)
+    except StreamError as error:
+        sys.stdout.flush()
+        print(error, file=sys.stderr)
+        return EXIT_RUN_FAILED
+    except BrokenPipeError:
+        # `| head` has seen enough. Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl samples",
+        description="Show training rollouts of a run as text, turn by turn: what the model was given, what it said, "
+        "the reward, the policy versions that sampled it, and what became of it. Special tokens are shown; control "
+        "characters are shown as escapes (\\x1b). Text is that of the run's own tokenizer; nothing is downloaded.",
+        epilog="Recorded are the training rollouts of finished groups. Rollouts of evaluations are not recorded (their "
+        "averages are in metrics.jsonl), nor are failed ones (`audit` counts them by reason). Exit code 0: something "
+        "was shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
+    )
+    parser.add_argument("run_dir", help="output_dir of the run")
+    order = parser.add_mutually_exclusive_group()
+    for name, line in _ORDERS.items():
+        order.add_argument(
+            f"--{name}", nargs="?", type=_positive, const=_COUNT, metavar="N", help=f"{line}; N is {_COUNT} if left out"
+        )
+    parser.add_argument("--dataset", metavar="NAME", help="only rollouts of this data set")
+    parser.add_argument("--version", type=_number, metavar="K", help="only rollouts with tokens of policy version K")
+    parser.add_argument("--step", type=_positive, metavar="K", help="only rollouts in the batch of optimizer step K")
+    parser.add_argument(
+        "--group", metavar="ID", help="only this group (all of it, unless a number is given); or one rollout or sample"
+    )
+    parser.add_argument(
+        "--max-chars",
+        type=_number,
+        metavar="N",
+        help=f"characters of each turn, its beginning and its end; 0: all. {_MAX_CHARS} if left out, all with --json",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each sample")
+    return parser
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r} (RUN_DIR stands before the options)")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if (number := _number(text)) == 0:
+        raise argparse.ArgumentTypeError("expected a whole number from 1 on, got 0")
+    return number
+
+
+def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None:
+    from pipelinerl.samples.decode import token_text
+    from pipelinerl.samples.missing import nothing_found
+    from pipelinerl.samples.scan import choose, fates_of, load
+    from pipelinerl.samples.text import LEGEND, Painter, render
+    from pipelinerl.samples.view import json_lines, view_of
+
+    wanted = _wanted(args, streams)
+    chosen, seen = choose(streams, wanted)
+    if not chosen:
+        raise nothing_found(run, wanted, args.step, seen)
+    decoder, reason = token_text(run)
+    fates = fates_of(streams, chosen)
+    max_chars = args.max_chars if args.max_chars is not None else 0 if args.json else _MAX_CHARS
+    painter = Painter(not args.json and _has_colors())
+    if hasattr(sys.stdout, "reconfigure"):
+        # A terminal that cannot show a character gets its escape.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if decoder is None:
+        print(f"No texts: {reason}. Counts and ids are shown.", file=sys.stderr)
+    elif not args.json:
+        print(painter.dim(LEGEND))
+    for rollout in load(streams, chosen):
+        view = view_of(rollout, decoder, fates, max_chars)
+        for line in json_lines(view) if args.json else ("", render(view, painter)):
+            print(line)
+    sys.stdout.flush()
+
+
+def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
+    from pipelinerl.samples.choose import Wanted
+    from pipelinerl.samples.scan import samples_of_step
+
+    given = [name for name in _ORDERS if getattr(args, name) is not None]
+    order = given[0] if given else "last"
+    count = getattr(args, order) if given else None if args.group is not None else _COUNT
+    return Wanted(
+        order=order,
+        count=count,
+        dataset=args.dataset,
+        version=args.version,
+        name=args.group,
+        sample_ids=None if args.step is None else samples_of_step(streams, args.step),
+    )
+
+
+def _has_colors() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,127 @@
+"""Token ids to text with the run's own tokenizer, from files of this machine alone.
+
+Called by the command `samples`. `tokenizer.json` is read directly, so neither torch nor transformers is loaded; only a
+tokenizer without that file needs them. Nothing is downloaded. Waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.samples.printable import one_line
+from pipelinerl.supervise.open_run import StartedRun
+
+_FILE = "tokenizer.json"
+# Some tokenizers write a word that begins a text in another way than the same word further on.
+_CONTEXT_TOKENS = 4
+# What a tokenizer of 32-bit ids can be asked about.
+_MAX_ID = 2**32
+_MAX_REASON = 200
+
+
+class TokenText:
+    """Text of token ids, special tokens included. An id that the tokenizer does not know is shown as `<|id N|>`.
+
+    Args:
+        decode: text of ids that are all known.
+        is_known: whether an id is.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], is_known: Callable[[int], bool]) -> None:
+        self._decode, self._is_known = decode, is_known
+
+    def part(self, token_ids: Sequence[int], start: int, end: int) -> str:
+        """The text of tokens `[start, end)` as it stands behind those before it."""
+        before = token_ids[max(0, start - _CONTEXT_TOKENS) : start]
+        if before:
+            context = self.whole(before)
+            text = self.whole([*before, *token_ids[start:end]])
+            # Not so where a character begins in one part and ends in the other.
+            if text.startswith(context) and not context.endswith("\ufffd"):
+                return text[len(context) :]
+        return self.whole(token_ids[start:end])
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        known = {index for index in set(token_ids) if 0 <= index < _MAX_ID and self._is_known(index)}
+        if len(known) == len(set(token_ids)):
+            return self._decode(list(token_ids))
+        pieces = []
+        for is_known, group in groupby(token_ids, known.__contains__):
+            run = list(group)
+            pieces.append(self._decode(run) if is_known else "".join(f"<|id {index}|>" for index in run))
+        return "".join(pieces)
+
+
+def token_text(run: StartedRun) -> tuple[TokenText | None, str]:
+    """The tokenizer of `run`; or None and why there is none, as one line.
+
+    It is that of `model_path`, or else that of the model which the run has written.
+    """
+    trusts = run.config.finetune.trust_remote_code
+    folder = Path(run.config.model_path).expanduser()
+    first = str(folder) if folder.is_dir() else run.config.model_path
+    reasons = []
+    for name in (first, str(run.run_dir.current_model)):
+        try:
+            return _load(name, trusts), ""
+        except Exception as error:  # noqa: BLE001 - a damaged file may raise anything; the counts are shown all the same
+            what = one_line(" ".join(str(error).split()))[:_MAX_REASON] or type(error).__name__
+            reasons.append(f"{one_line(name)}: {what}")
+    return None, f"no tokenizer could be loaded without a download ({'; '.join(reasons)})"
+
+
+def _load(name: str, trust_remote_code: bool) -> TokenText:
+    file = _tokenizer_file(name)
+    if file is not None:
+        from tokenizers import Tokenizer
+
+        fast = Tokenizer.from_file(str(file))
+        return TokenText(
+            lambda ids: str(fast.decode(ids, skip_special_tokens=False)),
+            lambda index: fast.id_to_token(index) is not None,
+        )
+    from pipelinerl.llm.tokenizer import load_tokenizer
+
+    slow: Any = load_tokenizer(name, trust_remote_code=trust_remote_code, local_files_only=True)
+    size = len(slow)
+    return TokenText(
+        lambda ids: str(slow.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        lambda index: index < size,
+    )
+
+
+def _tokenizer_file(name: str) -> Path | None:
+    """`tokenizer.json` of a folder, or of a Hugging Face name whose files are on this machine; None: another kind.
+
+    Raises:
+        FileNotFoundError: neither the folder nor the name is here, or there is no tokenizer in it.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if (folder / _FILE).is_file():
+            return folder / _FILE
+        if not any(_is_of_tokenizer(file.name) for file in folder.iterdir()):
+            raise FileNotFoundError("the folder holds no tokenizer")
+        return None
+    if folder.is_absolute():
+        raise FileNotFoundError("there is no such folder")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, _FILE)
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        found = config = None
+    if isinstance(found, str):
+        return Path(found)
+    if not isinstance(config, str):
+        raise FileNotFoundError("neither a folder here nor a model in the Hugging Face cache of this machine")
+    return None
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return name.startswith(("tokenizer", "vocab", "merges", "spiece")) or name.endswith((".model", ".tiktoken"))

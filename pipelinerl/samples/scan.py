@@ -1,0 +1,147 @@
+"""Reads a run's recorded rollouts: heads until the choice is made, then the chosen groups, one at a time.
+
+Called by the command `samples`, on running runs too. Waits for nothing: what is not there yet is not waited for. Never
+holds more than the choice and one group. The newest rollouts are found from the end of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.ledger.evidence import ACTOR, PREPROCESSOR, TRAINER, BatchHead
+from pipelinerl.records import SCHEMA_VERSION, Fate, TrainerMessage
+from pipelinerl.samples.choose import Candidate, Chooser, Seen, Wanted
+from pipelinerl.samples.recorded import GroupHead, StoredGroup, StoredRollout, rollout_of
+from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC, Entry
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.tracking.lineage import Lineage
+
+# Decoded at a time: whole groups may be large.
+_BATCH = 16
+
+
+class FateHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a `FateRecord` that say what became of which samples."""
+
+    sample_ids: list[str]
+    fate: Fate
+    reason: str
+    version: int
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+def choose(streams: StreamHub, wanted: Wanted) -> tuple[list[Candidate], Seen]:
+    """The rollouts that `wanted` asks for, and what was looked at to find them.
+
+    Raises:
+        StreamError: a record cannot be read, with file, offset and reason.
+    """
+    seen = Seen()
+    places = streams.places(ACTOR_TOPIC, ACTOR)
+    if not places:
+        return [], seen
+    if wanted.order == "last" and wanted.count is not None and wanted.name is None:
+        return _newest(streams, wanted, wanted.count, places, seen), seen
+    return _fold(streams, wanted, seen, places[0], None), seen
+
+
+def _newest(streams: StreamHub, wanted: Wanted, count: int, places: list[int], seen: Seen) -> list[Candidate]:
+    """Go backwards in blocks, each about twice as long as the one behind it."""
+    found: list[Candidate] = []
+    end: int | None = None
+    index, width = len(places), 1
+    while index > 0 and len(found) < count:
+        index = max(0, index - width)
+        missing = replace(wanted, count=count - len(found))
+        found = _fold(streams, missing, seen, places[index], end) + found
+        end, width = places[index], width * 2
+    return found
+
+
+def _fold(streams: StreamHub, wanted: Wanted, seen: Seen, start: int, end: int | None) -> list[Candidate]:
+    chooser = Chooser(wanted, seen)
+    for entry in _entries(streams, ACTOR_TOPIC, ACTOR, GroupHead, start, end):
+        chooser.add(entry.offset, entry.record)
+        if chooser.is_done:
+            break
+    return chooser.chosen()
+
+
+def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRollout]:
+    """The chosen rollouts with their tokens, in the order of `chosen`. Raises StreamError as `choose` does."""
+    offset, group = -1, None
+    for candidate in chosen:
+        if group is None or candidate.offset != offset:
+            offset = candidate.offset
+            entries = _entries(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
+            entry = next(entries, None)
+            if entry is None:
+                raise StreamError(f"stream {ACTOR_TOPIC}: the record at offset {offset} is gone")
+            group = entry.record
+        yield rollout_of(group, candidate.rollout_id)
+
+
+def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
+    """Ids of the samples in the batch of optimizer step `step` (from 1).
+
+    Raises:
+        ConfigError: there is no such batch (yet).
+    """
+    last = 0
+    # A batch a step from step 1 on, so the offset follows from the step.
+    start = min([step - 1, *streams.places(TRAINING_DATA_TOPIC, PREPROCESSOR)[-1:]])
+    for entry in _entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, max(0, start), None):
+        last = entry.record.step
+        if last == step:
+            return frozenset(entry.record.sample_ids)
+    expected = f"one of the steps 1 to {last} that have a batch" if last else "a step, but no batch was made yet"
+    raise ConfigError("--step", step, expected, "Leave it out, or name a step that the run has reached.")
+
+
+def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
+    """What became of the samples of `chosen`, by id, as text; one that is not in it is pending.
+
+    `trained` counts along the line of steps that leads to the newest weights, as in the audit.
+    """
+    wanted = {name for candidate in chosen for name in candidate.sample_ids}
+    lineage = Lineage()
+    for entry in _entries(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+        lineage.fold(entry.record)
+    found: dict[str, str] = {}
+    for source in (TRAINER, PREPROCESSOR, ACTOR):
+        for entry in _entries(streams, FATES_TOPIC, source, FateHead):
+            record: FateHead = entry.record
+            if text := _fate_text(record, lineage):
+                found.update((name, text) for name in record.sample_ids if name in wanted)
+    return found
+
+
+def _fate_text(record: FateHead, lineage: Lineage) -> str | None:
+    """None for what is no fate (yet), and for training that a restart rolled back."""
+    if record.fate == "trained":
+        return f"trained in step {record.version}" if lineage.survives(record.incarnation, record.version) else None
+    return None if record.fate == "pending" else f"{record.fate}: {record.reason}"
+
+
+def _entries(
+    streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0, end: int | None = None
+) -> Iterator[Entry[Any]]:
+    """What is in a stream now, from offset `start` to before `end`. A stream that nobody wrote is not created."""
+    if not streams.places(topic, instance):
+        return
+    reader = streams.reader(topic, instance, record_type, start)
+    try:
+        while end is None or reader.offset < end:
+            most = _BATCH if end is None else min(_BATCH, end - reader.offset)
+            entries = reader.read(timeout_s=0, max_records=most)
+            if not entries:
+                return
+            yield from entries
+    finally:
+        reader.close()

@@ -1,0 +1,233 @@
+"""Which rollouts are chosen, in which order, and how much is read and held for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.recorded_run import RecordedRun
+
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.records import FateRecord, ScoredSample, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
+from pipelinerl.samples import scan
+from pipelinerl.samples.choose import Chooser, Seen, Wanted
+from pipelinerl.samples.scan import choose, fates_of, load, samples_of_step
+from pipelinerl.streams import index
+from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.supervise.redis_server import RedisServer
+
+GROUPS = 40
+
+
+@pytest.fixture
+def dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places to start at every few records."""
+    monkeypatch.setattr(index, "EVERY_BYTES", 1500)
+
+
+@pytest.fixture
+def run(tmp_path: Path, dense: None) -> RecordedRun:
+    run = RecordedRun(tmp_path, streams={"shard_bytes": 8000})
+    run.write(*run.plain_groups(GROUPS))
+    return run
+
+
+def names(streams: StreamHub, **wanted: Any) -> list[str]:
+    chosen, _ = choose(streams, Wanted(**wanted))
+    loaded = list(load(streams, chosen))
+    assert [each.rollout_id for each in loaded] == [each.rollout_id for each in chosen]
+    return [each.rollout_id for each in loaded]
+
+
+def test_last_and_first_are_in_the_order_of_the_stream(run: RecordedRun) -> None:
+    streams = run.streams()
+    everything = [f"0-{n}/r{k}" for n in range(GROUPS) for k in range(2)]
+    for count in (1, 2, 3, 7, 80, 100):
+        assert names(streams, order="last", count=count) == everything[-count:]
+        assert names(streams, order="first", count=count) == everything[:count]
+    assert names(streams, order="last", count=None) == everything
+
+
+def test_best_and_worst_are_by_reward(run: RecordedRun) -> None:
+    streams = run.streams()
+    assert names(streams, order="best", count=3) == ["0-39/r0", "0-38/r0", "0-37/r0"]
+    assert names(streams, order="worst", count=2) == ["0-39/r1", "0-38/r1"]
+    run.write(*run.plain_groups(1, first=39), topic=ACTOR_TOPIC)
+    assert [each.offset for each in choose(streams, Wanted(order="best", count=2))[0]] == [40, 39], "the newer first"
+
+
+def test_filters_hold_together(run: RecordedRun) -> None:
+    run.write(*run.plain_groups(3, first=100, dataset_name="other"))
+    streams = run.streams()
+    assert names(streams, dataset="train") == ["0-38/r1", "0-39/r0", "0-39/r1"]
+    assert names(streams, dataset="other", order="worst", count=1) == ["0-102/r1"]
+    assert names(streams, version=5) == ["0-5/r0", "0-5/r1"]
+    assert names(streams, version=5, dataset="other") == []
+    assert names(streams, name="0-7", count=None) == ["0-7/r0", "0-7/r1"]
+    assert names(streams, name="0-7/r1") == ["0-7/r1"]
+    assert names(streams, name="0-7/r1/s0", order="best") == ["0-7/r1"]
+    assert names(streams, sample_ids=frozenset(["0-9/r0/s0"])) == ["0-9/r0"]
+
+
+def test_the_newest_are_found_without_reading_the_rest(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = run.streams()
+    places = streams.places(ACTOR_TOPIC, "actor_0")
+    assert places[0] == 0 and places == sorted(set(places)) and len(places) >= GROUPS // 6
+    _, seen = choose(streams, Wanted(order="last", count=3))
+    assert seen.groups <= 8
+    _, seen = choose(streams, Wanted(order="last", dataset="nix"))
+    assert seen.groups == GROUPS and seen.datasets == {"train"} and seen.versions == (0, GROUPS - 1)
+    _, seen = choose(streams, Wanted(order="first", count=3))
+    assert seen.groups == 2
+    # A stream without places is read from its start, and the answer is the same.
+    monkeypatch.setattr(StreamHub, "places", lambda *_: [0])
+    assert names(streams, order="last") == ["0-38/r1", "0-39/r0", "0-39/r1"]
+
+
+def test_no_more_is_held_than_is_asked_for(run: RecordedRun) -> None:
+    from pipelinerl.samples.recorded import GroupHead, RolloutHead
+
+    for order in ("last", "first", "best", "worst"):
+        chooser = Chooser(Wanted(order=order, count=4), Seen())
+        draw = random.Random(order)
+        rewards = [draw.random() for _ in range(500)]
+        for offset, reward in enumerate(rewards):
+            head = RolloutHead(rollout_id=f"r{offset}", reward=reward)
+            chooser.add(offset, GroupHead(id=f"g{offset}", dataset_name=f"d{offset}", samples=[], rollouts=[head]))
+            assert len(chooser._heap) <= 4
+        assert len(chooser._seen.datasets) <= 100
+        picked = [each.reward for each in chooser.chosen()]
+        expected = {
+            "last": rewards[-4:],
+            "first": rewards[:4],
+            "best": sorted(rewards)[:-5:-1],
+            "worst": sorted(rewards)[:4],
+        }
+        assert picked == expected[order]
+
+
+def test_one_group_at_a_time_is_loaded(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = run.streams()
+    chosen, _ = choose(streams, Wanted(order="last", count=6))
+    read: list[int] = []
+    entries = scan._entries
+
+    def spy(hub: StreamHub, topic: str, instance: str, kind: Any, start: int = 0, end: int | None = None) -> Any:
+        read.append(start)
+        return entries(hub, topic, instance, kind, start, end)
+
+    monkeypatch.setattr(scan, "_entries", spy)
+    loaded = load(streams, chosen)
+    assert read == []
+    next(loaded)
+    next(loaded)
+    assert read == [37]
+    assert len(list(loaded)) == 4 and read == [37, 38, 39]
+
+
+def test_a_torn_last_line_is_passed_over_and_a_damaged_record_is_named(run: RecordedRun) -> None:
+    shard = sorted((run.root / "streams/actor/actor_0/0").glob("*.jsonl"))[-1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole + b'{"id": "0-40", "sam')
+    assert names(run.streams(), count=1) == ["0-39/r1"]
+    shard.write_bytes(whole + b"{ broken \x1b[2J\n")
+    with pytest.raises(StreamError, match=rf"{shard}.*offset 40"):
+        choose(run.streams(), Wanted())
+
+
+def test_tokens_that_were_removed_leave_the_rest(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, streams={"retention": "heads", "shard_bytes": 2000})
+    run.write(*run.plain_groups(6))
+    run.streams().commit(ACTOR_TOPIC, "actor_0", 6)
+    run.write(*run.plain_groups(6, first=6))
+    streams = run.streams()
+    (oldest,) = load(streams, choose(streams, Wanted(order="first", count=1))[0])
+    assert oldest.rollout_id == "0-0/r0" and oldest.samples[0].input_ids == []
+    (newest,) = load(streams, choose(streams, Wanted(order="last", count=1))[0])
+    assert newest.samples[0].input_ids != []
+
+
+def test_reading_creates_nothing(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    streams = run.streams()
+    before = sorted(run.root.rglob("*"))
+    assert choose(streams, Wanted())[0] == []
+    assert fates_of(streams, []) == {}
+    with pytest.raises(ConfigError, match="no batch was made yet"):
+        samples_of_step(streams, 1)
+    assert sorted(run.root.rglob("*")) == before
+
+
+def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
+    groups = run.plain_groups(4)
+    batches = [
+        TrainingBatch(
+            id=f"b{step}",
+            step=step,
+            samples=[ScoredSample(sample=sample, advantages=[0.0]) for sample in groups[step].samples],
+            group_ids=[groups[step].id],
+            plan=[[[0, 1]]],
+            actor_offset=step,
+        )
+        for step in (1, 2, 3)
+    ]
+    run.write(*batches, topic=TRAINING_DATA_TOPIC, instance="preprocessor_0", kind=TrainingBatch)
+    run.write(
+        *(StepDone(step=n, time=0, group_ids=[], num_samples=2, samples_processed=2) for n in (1, 2)),
+        TrainerStarted(step=1, data_offset=1, time=1, incarnation=1),
+        topic=TRAINER_TOPIC,
+        instance="finetune_0",
+        kind=TrainerMessage,
+    )
+
+    def fate(kind: Any, group: int, reason: str, version: int = 0) -> FateRecord:
+        ids = [sample.id for sample in groups[group].samples]
+        return FateRecord(
+            sample_ids=ids, fate=kind, reason=reason, version=version, group_id=groups[group].id, source="x"
+        )
+
+    run.write(
+        fate("trained", 1, "step", 1),
+        fate("trained", 2, "step", 2),
+        topic=FATES_TOPIC,
+        instance="finetune_0",
+        kind=FateRecord,
+    )
+    run.write(fate("filtered", 0, "zero_advantage"), topic=FATES_TOPIC, instance="preprocessor_0", kind=FateRecord)
+    streams = run.streams()
+    assert samples_of_step(streams, 2) == {"0-2/r0/s0", "0-2/r1/s0"}
+    with pytest.raises(ConfigError, match=r"--step: got 9, expected one of the steps 1 to 3"):
+        samples_of_step(streams, 9)
+    chosen, _ = choose(streams, Wanted(order="first", count=8))
+    found = fates_of(streams, chosen)
+    assert {name: text for name, text in found.items() if "/r0/" in name} == {
+        "0-0/r0/s0": "filtered: zero_advantage",
+        "0-1/r0/s0": "trained in step 1",
+    }, "step 2 was rolled back"
+
+
+@pytest.mark.parametrize("budget", [2**31, 2**16], ids=["in_the_server", "in_the_archive"])
+def test_records_in_redis_are_chosen_alike(tmp_path: Path, budget: int) -> None:
+    config = StreamsConfig(backend="redis", byte_budget=budget, shard_bytes=4000)
+    with RedisServer(tmp_path / "redis", config) as server:
+        keys = {"backend": "redis", "byte_budget": budget, "shard_bytes": 4000}
+        run = RecordedRun(tmp_path, {REDIS_URL_KEY: server.url}, streams=keys)
+        run.write(*run.plain_groups(200))
+        streams = run.streams()
+        assert any((run.root / "streams/actor/actor_0/0/archive").glob("*.jsonl")) == (budget == 2**16)
+        places = streams.places(ACTOR_TOPIC, "actor_0")
+        assert places[0] == 0 and places == sorted(set(places))
+        assert names(streams, count=2) == ["0-199/r0", "0-199/r1"]
+        assert names(streams, order="first", count=2) == ["0-0/r0", "0-0/r1"]
+        assert names(streams, order="worst", count=1) == ["0-199/r1"]
+        assert names(streams, version=3) == ["0-3/r0", "0-3/r1"]
+        (sample,) = next(load(streams, choose(streams, Wanted(count=1))[0])).samples
+        assert sample == type(sample)(**_fields(run.plain_groups(1, first=199)[0].samples[1]))
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}
