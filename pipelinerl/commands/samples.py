@@ -29,6 +29,15 @@ _ORDERS: dict[Order, str] = {
 def main(argv: list[str]) -> int:
     """Print the rollouts that `argv` asks for; return the exit code."""
     args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except BrokenPipeError:
+        # `| head` has seen enough. Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(args: argparse.Namespace) -> int:
     # late: `--help` needs none of this
     from pipelinerl.errors import StreamError
     from pipelinerl.supervise.open_run import find_run, open_streams
@@ -41,9 +50,6 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         print(error, file=sys.stderr)
         return EXIT_RUN_FAILED
-    except BrokenPipeError:
-        # `| head` has seen enough. Python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -17,7 +17,7 @@ _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _MARKS = {"prompt": "|", "context": "|", "generated": ">"}
 _NAMES = {"prompt": "prompt", "context": "context, not trained", "generated": "generated"}
 # Of the lines that say what a rollout is; the numbers in them come from user code.
-_MAX_LINE = 500
+_MAX_LINE = 2000
 
 
 class Painter:
@@ -96,7 +96,8 @@ def _turn(turn: TurnView, painter: Painter) -> Iterator[str]:
     yield from _text(turn.text, turn, painter)
     if turn.cut_chars:
         yield f"  ~ {turn.cut_chars} characters are not shown here (--max-chars 0 shows all)"
-        yield from _text(turn.text_end, turn, painter)
+        if turn.text_end:
+            yield from _text(turn.text_end, turn, painter)
 
 
 def _text(text: str, turn: TurnView, painter: Painter) -> Iterator[str]:

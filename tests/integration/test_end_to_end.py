@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from fakes.metrics_page import unexplained
-from fakes.whole_run import WholeRun, make_whole_run
+from fakes.whole_run import WholeRun, environment, make_whole_run
 
 STEPS = 8
 
@@ -92,6 +94,32 @@ def test_every_number_is_explained(finished: WholeRun) -> None:
     names = {name for row in rows for name in row}
     assert {"finetune/loss", "actor/reward_mean", "preprocessor/queue_batches", "weight_update/total_s"} <= names
     assert unexplained(names) == []
+
+
+def test_what_the_model_said_can_be_read(finished: WholeRun) -> None:
+    """`samples` gives back the recorded ids, and their text is what the model's own tokenizer makes of them."""
+    from pipelinerl.llm.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(finished.model_path))
+    recorded = {sample["id"]: sample for group in finished.records("actor") for sample in group["samples"]}
+    step = next(batch for batch in finished.records("training_data") if batch["step"] == STEPS)
+    command = [sys.executable, "-m", "pipelinerl", "samples", str(finished.output_dir)]
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": True, "env": environment()}
+    shown = subprocess.run([*command, "--json", "--step", str(STEPS), "--last", "1000"], **options)
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert {line["sample_id"] for line in lines} == {scored["sample"]["id"] for scored in step["samples"]}
+    for line in lines:
+        sample = recorded[line["sample_id"]]
+        prompt, output = line["turns"]
+        assert prompt["token_ids"] + output["token_ids"] == sample["input_ids"]
+        assert prompt["text"] == tokenizer.decode(prompt["token_ids"])
+        assert "Say something about" in prompt["text"]
+        assert line["reward"] == float(output["token_ids"][0] % 2 == 0)
+        assert line["fate"] == f"trained in step {STEPS}"
+        assert line["last_version"] < STEPS
+    shown = subprocess.run([*command, "--best", "2"], **options)
+    assert shown.stderr == "" and "\x1b" not in shown.stdout
+    assert shown.stdout.count("\n  reward 1, success") == 2
 
 
 def test_nothing_is_left_running(finished: WholeRun) -> None:
