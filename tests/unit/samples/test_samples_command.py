@@ -8,6 +8,7 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from fakes.recorded_run import RecordedRun
 
 from pipelinerl.__main__ import main
+from pipelinerl.records import Group
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.redis_server import RedisServer
 
@@ -215,3 +217,42 @@ def test_an_ended_run_on_its_own_redis_server(tmp_path: Path, capsys: pytest.Cap
         run.write(*run.plain_groups(3))
     assert main(["samples", str(run.root), "--last", "1"]) == 0
     assert titles(capsys.readouterr().out) == ["rollout 0-2/r1"]
+
+
+@pytest.mark.parametrize("backend", ["files", "redis"])
+def test_a_running_run_is_read_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    run = RecordedRun(tmp_path, streams={"backend": backend})
+
+    def newest() -> list[str]:
+        assert main(["samples", str(run.root), "--last", "1"]) == 0
+        return titles(capsys.readouterr().out)
+
+    with ExitStack() as stack:
+        if backend == "redis":
+            server = stack.enter_context(RedisServer(tmp_path / "redis", run.config.streams))
+            run.environ = {REDIS_URL_KEY: server.url}
+            monkeypatch.setenv(REDIS_URL_KEY, server.url)
+        lock = stack.enter_context((run.root / "conf" / "launch.lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer = run.streams().writer("actor", "actor_0", Group)
+        stack.callback(writer.close)
+        for number, group in enumerate(run.plain_groups(3)):
+            writer.write(group)
+            assert newest() == [f"rollout 0-{number}/r1"]
+    if backend == "redis":
+        return
+    shard = next((run.root / "streams").rglob("*.jsonl"))
+    whole = shard.read_bytes()
+    for cut in (1, 100, len(whole) // 2):
+        shard.write_bytes(whole[:-cut])
+        assert newest() in (["rollout 0-1/r1"], ["rollout 0-0/r1"])
+
+
+def test_a_server_that_only_the_launcher_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RecordedRun(tmp_path, streams={"backend": "redis"})
+    with (run.root / "conf" / "launch.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["samples", str(run.root)]) == 2
+    assert "Its password is in no file" in capsys.readouterr().err

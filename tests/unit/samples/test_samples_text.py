@@ -246,3 +246,27 @@ def test_the_run_s_own_model_has_the_tokenizer_if_the_first_one_is_gone(tmp_path
     run.tokenizer.save_pretrained(run.files.current_model)
     decoder, _ = token_text(find_run(run.root))
     assert decoder is not None and decoder.whole(run.ids("hello")) == "hello"
+
+
+def test_a_name_is_looked_up_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path, model_path="org/name")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    decoder, reason = token_text(find_run(run.root))
+    assert decoder is None and "org/name: neither a folder here nor a model in the Hugging Face cache" in reason
+    cached = tmp_path / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("abc")
+    run.tokenizer.save_pretrained(cached / "snapshots" / "abc")
+    decoder, _ = token_text(find_run(run.root))
+    assert decoder is not None and decoder.whole(run.ids("hello")) == "hello"
+
+
+def test_a_tokenizer_without_a_fast_file_is_loaded_as_the_run_does(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    run = RecordedRun(tmp_path, model_path=str(tmp_path / "bytes"))
+    tokenizer = ByT5Tokenizer()
+    tokenizer.save_pretrained(tmp_path / "bytes")
+    decoder, _ = token_text(find_run(run.root))
+    ids = tokenizer("hé").input_ids
+    assert decoder is not None and decoder.whole([*ids, 9999]) == "hé</s><|id 9999|>"
