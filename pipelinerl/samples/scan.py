@@ -94,12 +94,13 @@ def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
         ConfigError: there is no such batch (yet).
     """
     last = 0
-    # A batch a step from step 1 on, so the offset follows from the step.
-    start = min([step - 1, *streams.places(TRAINING_DATA_TOPIC, PREPROCESSOR)[-1:]])
-    for entry in _entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, max(0, start), None):
-        last = entry.record.step
-        if last == step:
-            return frozenset(entry.record.sample_ids)
+    if places := streams.places(TRAINING_DATA_TOPIC, PREPROCESSOR):
+        # A batch a step from step 1 on, so the offset follows from the step.
+        start = min(step - 1, places[-1])
+        for entry in _entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, start):
+            last = entry.record.step
+            if last == step:
+                return frozenset(entry.record.sample_ids)
     expected = f"one of the steps 1 to {last} that have a batch" if last else "a step, but no batch was made yet"
     raise ConfigError("--step", step, expected, "Leave it out, or name a step that the run has reached.")
 
@@ -111,11 +112,11 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
     """
     wanted = {name for candidate in chosen for name in candidate.sample_ids}
     lineage = Lineage()
-    for entry in _entries(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+    for entry in _all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
         lineage.fold(entry.record)
     found: dict[str, str] = {}
     for source in (TRAINER, PREPROCESSOR, ACTOR):
-        for entry in _entries(streams, FATES_TOPIC, source, FateHead):
+        for entry in _all(streams, FATES_TOPIC, source, FateHead):
             record: FateHead = entry.record
             if text := _fate_text(record, lineage):
                 found.update((name, text) for name in record.sample_ids if name in wanted)
@@ -129,12 +130,17 @@ def _fate_text(record: FateHead, lineage: Lineage) -> str | None:
     return None if record.fate == "pending" else f"{record.fate}: {record.reason}"
 
 
+def _all(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Entry[Any]]:
+    """What is in a stream now. A reader would create the folder of a stream that nobody has written, so that is asked
+    first."""
+    if streams.places(topic, instance):
+        yield from _entries(streams, topic, instance, record_type)
+
+
 def _entries(
     streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0, end: int | None = None
 ) -> Iterator[Entry[Any]]:
-    """What is in a stream now, from offset `start` to before `end`. A stream that nobody wrote is not created."""
-    if not streams.places(topic, instance):
-        return
+    """What is in a stream now, from offset `start` to before `end`."""
     reader = streams.reader(topic, instance, record_type, start)
     try:
         while end is None or reader.offset < end:
