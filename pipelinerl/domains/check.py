@@ -4,8 +4,8 @@ Called by the launcher in a child process, through `pipelinerl.entrypoints.check
 `check-domain`, which also asks for `check_answers`. Waits for the user's loader.
 
 The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
-here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None`, the score of the gold
-answer, which has to be 1 (None: this problem has none).
+here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None` or
+`validate(problem, config)`, the score of the gold answer, which has to be 1 (None: this problem has none).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.domains.datasets import Problem, ProblemSets, load_problem_sets
+from pipelinerl.domains.gold_score import gold_score
 from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
 from pipelinerl.errors import DomainError
 from pipelinerl.servers.environment_target import check_environment
@@ -66,7 +67,7 @@ def check_answers(config: RunConfig, problems: ProblemSets) -> str:
     num_checked = 0
     for problem in chosen:
         try:
-            score = validate(problem.data)
+            score = gold_score(validate, problem.data, config)
         except Exception as error:
             raise DomainError(f"validate raised {type(error).__name__} for problem {problem.id!r}: {error}") from error
         if score is None:

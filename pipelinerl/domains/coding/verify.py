@@ -5,13 +5,12 @@ Expected results stay outside of the sandbox: a program cannot read them, and en
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
 
 from pipelinerl.domains.answers import after_thinking
-from pipelinerl.domains.coding.check import ENDPOINT_KEY
+from pipelinerl.domains.coding.check import sandbox_endpoint
 from pipelinerl.domains.coding.fusion import Patience, run_remotely
 from pipelinerl.domains.coding.limits import Limits, Run
 from pipelinerl.domains.coding.problems import gold_answer
@@ -100,7 +99,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def validate(problem: dict[str, Any]) -> float | None:
-    """Return the score of the reference solution; None where the problem has none."""
+def validate(problem: dict[str, Any], config: Any) -> float | None:
+    """Return the score of the reference solution, run where a rollout would run it; None where there is none."""
     gold = gold_answer(problem)
-    return None if gold is None else verify_coding(gold, problem, os.environ.get(ENDPOINT_KEY)).score
+    return None if gold is None else verify_coding(gold, problem, sandbox_endpoint(config)).score

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelinerl.domains.gold_score import gold_score
 from pipelinerl.domains.multi.parts import load_module, read_parts
 from pipelinerl.domains.splits import check_names
 from pipelinerl.errors import DomainError
@@ -51,10 +52,10 @@ def _wrapped(problem: dict[str, Any], name: str, share: float, module: str, roll
     return wrapped
 
 
-def validate(problem: dict[str, Any]) -> float | None:
-    """Return what the domain's own check says; None if it has none."""
+def validate(problem: dict[str, Any], config: Any) -> float | None:
+    """Return what the domain's own check says of the gold answer; None if it has none."""
     check = getattr(load_module(problem["module"], problem["domain"]), "validate", None)
-    return None if check is None else check(problem["problem"])
+    return None if check is None else gold_score(check, problem["problem"], config)
 
 
 def gold_answer(problem: dict[str, Any]) -> str | None:

@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from pipelinerl.domains import coding
+from pipelinerl.domains import coding, multi
 from pipelinerl.domains.coding import fusion as fusion_module
 from pipelinerl.domains.coding import sandbox
+from pipelinerl.domains.coding import verify as verify_module
+from pipelinerl.domains.coding.check import sandbox_endpoint
 from pipelinerl.domains.coding.limits import Limits, SandboxUnavailableError
 from pipelinerl.domains.coding.verify import find_program
+from pipelinerl.domains.gold_score import gold_score
 from pipelinerl.errors import ConfigError, RetryableRolloutError
+from pipelinerl.servers.messages import Grade
 
 QUICK = Limits(cpu_s=2, wall_s=5.0)
 
@@ -253,6 +257,34 @@ def test_the_server_is_tried_before_the_run(fusion: Server, monkeypatch: pytest.
     fusion.faults.append({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "4"}})
     with pytest.raises(ConfigError, match=r"SANDBOX_ENDPOINT: got .*print\(6 \* 7\), ended with"):
         coding.check_config(config(None))
+
+
+@pytest.mark.parametrize(
+    ("key", "variable", "used"),
+    [("key", None, "key"), (None, "variable", "variable"), ("key", "variable", "key"), (None, None, None)],
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gold_answers_are_graded_where_rollouts_are(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, variable: str | None, used: str | None, mixed: bool
+) -> None:
+    """Both names of the server, the first before the second, as in `generate_coding_rollout`; also as part of a mix."""
+    monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SANDBOX_ENDPOINT", variable)
+    seen: list[str | None] = []
+
+    def grade(text: str, problem: dict[str, Any], endpoint: str | None = None) -> Grade:
+        seen.append(endpoint)
+        return Grade(1.0, "correct")
+
+    monkeypatch.setattr(verify_module, "verify_coding", grade)
+    [problem, *_] = coding.load_problems(["train"], num_train=4, num_test=4)
+    if mixed:
+        wrapped = {"module": "pipelinerl.domains.coding", "domain": "coding", "problem": problem}
+        assert gold_score(multi.validate, wrapped, config(key)) == 1.0
+    else:
+        assert gold_score(coding.validate, problem, config(key)) == 1.0
+    assert seen == [used] == [sandbox_endpoint(config(key))]
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:8080", "ftp://h", "http://", "http://user:pw@h", "http://h:99999"])
