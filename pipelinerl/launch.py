@@ -16,8 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.agent import steps_of_epochs
 from pipelinerl.config.compose import ComposedConfig, compose
+from pipelinerl.config.epochs import epoch_notes
 from pipelinerl.config.load import save_config
 from pipelinerl.config.stages import has_stage, stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
@@ -123,7 +123,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     problems = "no rollouts"
     if has_stage(config, "actor"):
         problems = preflight.check_domain(config, os.environ, composed.search_dirs)
-    config = bounded_by_record(bounded_by_epochs(config, problems))
+    config = bounded_by_record(config)
     with (
         other_nodes(config, cluster) as nodes,
         FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir(), busy_elsewhere=nodes.busy_ports) as ports,
@@ -134,6 +134,8 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
         with signals_as_events(events):
             entered = workspace.enter(decision)
             sys.stderr.write(f"{problems}\n")
+            for note in notes_on_problems(config, problems):
+                sys.stderr.write(f"note: {note}\n")
             for change in decision.changes:
                 sys.stderr.write(f"changed since the last start: {change}\n")
             if decision.changes and decision.kind == "move_aside":
@@ -144,25 +146,10 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
                 entered.close()
 
 
-def bounded_by_epochs(config: RunConfig, problems: str) -> RunConfig:
-    """Lower `finetune.max_train_steps` to what `agent.max_epochs` passes over the prompts give.
-
-    Args:
-        config: as composed.
-        problems: what the check of the user's code found; it begins with the number of training problems.
-    """
+def notes_on_problems(config: RunConfig, problems: str) -> list[str]:
+    """Remarks that need the number of training problems, with which `problems` begins if there are any."""
     number = problems.partition(" ")[0]
-    if config.actor.agent_func_path is None or config.agent.max_epochs is None or not number.isdecimal():
-        return config
-    finetune = config.finetune
-    steps = steps_of_epochs(int(number), config.attempts, config.agent.max_epochs, finetune.samples_per_step)
-    if steps > finetune.max_train_steps:
-        sys.stderr.write(
-            f"note: finetune.max_train_steps={finetune.max_train_steps} ends the run before "
-            f"agent.max_epochs={config.agent.max_epochs}, which takes {steps} steps\n"
-        )
-    bounded = finetune.model_copy(update={"max_train_steps": min(steps, finetune.max_train_steps)})
-    return config.model_copy(update={"finetune": bounded})
+    return epoch_notes(config, int(number)) if number.isdecimal() else []
 
 
 def plan_commands(composed: ComposedConfig, world: WorldMap, run_dir: RunDir) -> list[Command]:

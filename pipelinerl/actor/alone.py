@@ -9,6 +9,7 @@ import asyncio
 import logging
 
 from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.passes import Passes
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import WorkerError
@@ -18,17 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class AloneTrainer:
-    """Ends the run when as many samples are published as `finetune.max_train_steps` steps would train.
+    """Ends the run when as many samples are published as `finetune.max_train_steps` steps would train, or the passes
+    of `finetune.max_epochs` are done.
 
     Args:
         config: of the run.
         budget: samples are settled in it.
         trainer: told that the servers have version 0, and that training is done.
+        passes: over the problems.
     """
 
-    def __init__(self, config: RunConfig, budget: SampleBudget, trainer: TrainerState) -> None:
+    def __init__(self, config: RunConfig, budget: SampleBudget, trainer: TrainerState, passes: Passes) -> None:
         self._budget = budget
         self._trainer = trainer
+        self._passes = passes
+        self._max_epochs = config.finetune.max_epochs
         self.wanted_samples = config.finetune.last_step * config.finetune.samples_per_step
         self.samples = 0
 
@@ -52,4 +57,7 @@ class AloneTrainer:
         self._budget.settle_group(group_id)
         if self.samples >= self.wanted_samples:
             logger.info("%d samples are published, as many as training would take", self.samples)
+            self._trainer.finish()
+        elif self._max_epochs is not None and self._passes.epochs_done >= self._max_epochs:
+            logger.info("%g passes over the problems are done", self._max_epochs)
             self._trainer.finish()

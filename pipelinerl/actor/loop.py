@@ -133,6 +133,7 @@ async def _take_up(context: RoleContext, parts: ActorParts) -> None:
     for group_id, num_rollouts in started.open_groups.items():
         await parts.publisher.give_up_group(group_id, [], num_rollouts, INTERRUPTED, parts.trainer.current_version)
     version, steps_done = parts.trainer.current_version, parts.trainer.steps_done
+    parts.training.passes.resume(started.numbers_due, started.next_number)
     parts.training.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
     groups = find_unsettled_groups(context.streams, context.job.name, steps_done)
     for group_id, sample_ids in groups.items():

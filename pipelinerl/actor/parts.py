@@ -15,6 +15,7 @@ from pipelinerl.actor.frames import RolloutEnded
 from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.groups import Answer
 from pipelinerl.actor.membership import ServerMembership
+from pipelinerl.actor.passes import Passes
 from pipelinerl.actor.pool import WorkerPool
 from pipelinerl.actor.problems import ProblemOrder, evaluation_problems
 from pipelinerl.actor.publish import Publisher
@@ -118,9 +119,11 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         if isinstance(answer, RolloutEnded):
             budget.observe_rollout(answer.summary.num_samples)
 
-    alone = AloneTrainer(config, budget, trainer) if config.debug.mode == "actor" else None
+    passes = Passes(len(problems.train))
+    alone = AloneTrainer(config, budget, trainer, passes) if config.debug.mode == "actor" else None
     training = TrainingRollouts(
         problems=ProblemOrder(problems.train, str(config.seed)),
+        passes=passes,
         attempts=config.attempts,
         seed=config.seed,
         incarnation=incarnation,

@@ -13,12 +13,16 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.groups import Answer, FinishedGroup, run_group
+from pipelinerl.actor.passes import Passes
 from pipelinerl.actor.problems import ProblemOrder
 from pipelinerl.actor.publish import TRAINING_DONE, Publisher
+from pipelinerl.actor.resume import number_of
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
@@ -37,6 +41,7 @@ class TrainingRollouts:
     """
 
     problems: ProblemOrder
+    passes: Passes
     attempts: int
     seed: int
     incarnation: int
@@ -125,8 +130,12 @@ class TrainingRollouts:
 
     async def _publish(self, group: FinishedGroup) -> bool:
         """Fates first, then the budget, then the group; returns whether it was written, or had nothing to write."""
-        record, version = group.record, self.trainer.current_version
+        version = self.trainer.current_version
         await self.publisher.write_failures(group, version)
+        # Without a wait up to `publish_group`, which writes in the order of the calls: what the record says of the
+        # groups before it is behind none of them.
+        self.passes.end(number_of(group.record.id))
+        record = replace(group.record, epochs_done=self.passes.epochs_done)
         # Before the group is there to be read: what settles its samples may be heard while `write` still returns.
         self.budget.publish(record.id, [sample.id for sample in record.samples])
         return not record.samples or await self.publisher.publish_group(record, version)

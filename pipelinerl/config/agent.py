@@ -124,8 +124,3 @@ def _found(name: str, search_dirs: Sequence[Path]) -> str:
     """Return the absolute path if `name` is a file, looked up in the user's folders first; else `name`."""
     places = [folder / Path(name).expanduser() for folder in (*search_dirs, Path())]
     return str(next((place.absolute() for place in places if place.is_file()), name))
-
-
-def steps_of_epochs(num_prompts: int, attempts: int, max_epochs: int, samples_per_step: int) -> int:
-    """Return the optimizer steps of `max_epochs` passes over the prompts, rounded down, at least 1."""
-    return max(1, num_prompts * attempts * max_epochs // samples_per_step)

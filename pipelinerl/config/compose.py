@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pipelinerl.config.agent import settle_agent
 from pipelinerl.config.arguments import DEFAULT_CONFIG, Arguments, parse_arguments
 from pipelinerl.config.deepspeed_file import read_deepspeed_file
+from pipelinerl.config.epochs import settle_epochs
 from pipelinerl.config.help_text import help_text
 from pipelinerl.config.keys import known_keys
 from pipelinerl.config.linked import settle_linked_keys
@@ -66,6 +67,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     _require_output_dir(data, arguments)
     taken = settle_linked_keys(data, composed.interpolated, composed.override_keys)
     settle_agent(data, search_dirs)
+    settle_epochs(data)
     refuse_secrets(data, os.environ)
     _find_named_files(data, search_dirs)
     try:

@@ -101,6 +101,7 @@ class FinetuneConfig(Section):
     gradient_checkpointing: bool = True
     reentrant_checkpointing: bool = False
     max_train_steps: int = Field(default=1000, ge=1)
+    max_epochs: int | None = Field(default=None, ge=1, description="passes over the problems; null: no such end")
     interrupt_train_steps: int = Field(default=-1, ge=-1)
     seq_length: int = Field(default=12000, ge=2)
     seq_packing: bool = True
@@ -133,6 +134,11 @@ class FinetuneConfig(Section):
         """The optimizer step that training ends with."""
         interrupt = self.interrupt_train_steps
         return self.max_train_steps if interrupt < 0 else min(interrupt, self.max_train_steps)
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps that a display may promise; None: passes over the problems end training, most likely earlier."""
+        return self.max_train_steps if self.max_epochs is None else None
 
     @property
     def samples_per_step(self) -> int:

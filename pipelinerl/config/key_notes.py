@@ -102,7 +102,7 @@ HONOURED: dict[str, str] = {
     "agent.apply_chat_template": "write prompts as the model's chat template does",
     "agent.prompt_max_len": "longest prompt in tokens; longer ones are left out",
     "agent.max_samples": "rows taken from the beginning of the data, of all data sets together; null: all",
-    "agent.max_epochs": "passes over the prompts after which the run ends; null: finetune.max_train_steps alone",
+    "agent.max_epochs": "sets finetune.max_epochs",
     "agent.max_steps": "calls of the agent function in one rollout",
     "agent.action_special_tokens": "the action has special tokens, its end token and its stop string",
     "agent.reward": "sum of the steps' rewards, or the last one",
@@ -134,6 +134,8 @@ HONOURED: dict[str, str] = {
     "finetune.gradient_checkpointing": "less memory, more time",
     "finetune.reentrant_checkpointing": "the older kind of checkpointing",
     "finetune.max_train_steps": "length of the schedule and end of training",
+    "finetune.max_epochs": "passes over the problems after which training ends, and the length of the schedule then; "
+    "null: finetune.max_train_steps alone",
     "finetune.interrupt_train_steps": "stop earlier, with the schedule unchanged; -1: off",
     "finetune.seq_length": "tokens of a packed micro-batch; longest sample",
     "finetune.seq_packing": "several samples in one row",

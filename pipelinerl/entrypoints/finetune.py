@@ -21,8 +21,10 @@ def main(context: RoleContext) -> None:
     """Train to the end (heavy imports happen here, after the arguments were checked)."""
     from pipelinerl.finetune.assemble import run_trainer
     from pipelinerl.finetune.stop_request import EXIT_STOPPED
+    from pipelinerl.schedules.rounds import update_interval
 
-    if run_trainer(context, os.environ).step < context.config.finetune.last_step:
+    config = context.config
+    if not run_trainer(context, os.environ).is_complete(config.finetune, update_interval(config)):
         raise SystemExit(EXIT_STOPPED)
 
 

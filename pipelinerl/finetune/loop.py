@@ -75,10 +75,9 @@ class TrainingLoop:
         if self.reporter:
             self.reporter.started(state)
         self._deliver(state.step, self.first_probe_tokens)
-        last = self.config.last_step
         is_first_step = True
         saved_step = state.step
-        while state.step < last:
+        while not self._is_complete(state):
             start = self.clock()
             batch = self.feed.next(state.step + 1, lambda step=state.step: self._serve_fresh(step))  # type: ignore[misc]
             # Waits for ranks that got their data later.
@@ -94,16 +93,17 @@ class TrainingLoop:
                 check_on_policy(result.metrics, batch.step)
             trained = self.clock()
             state = state.after(batch, self.feed.offset)
+            is_last = self._is_complete(state)
             is_stopped = False
             drained = trained
-            if self._update_is_due(state.step):
-                probed = is_first_step or state.step == last or self._probe_is_due(state.step)
+            if self._update_is_due(state.step, is_last):
+                probed = is_first_step or is_last or self._probe_is_due(state.step)
                 is_stopped = not self._may_update(state.step)
                 drained = self.clock()
                 if is_stopped:
                     logger.info("asked to stop while rollouts ended: version %d is not sent", state.step)
                 else:
-                    self._deliver(state.step, batch_tokens(batch.samples) if probed else [], state.step == last)
+                    self._deliver(state.step, batch_tokens(batch.samples) if probed else [], is_last)
                     is_first_step = False
             delivered = self.clock()
             if result.skipped:
@@ -114,7 +114,7 @@ class TrainingLoop:
             self._report(batch, state, values | self.device_metrics())
             if is_stopped:
                 return self._stop(state, saved_step)
-            if self._save_is_due(state.step) and state.step < last:
+            if self._save_is_due(state.step) and not is_last:
                 self._save(state)
                 saved_step = state.step
             self.heartbeat.progress()
@@ -175,8 +175,10 @@ class TrainingLoop:
             values["finetune/wait_data_s"],
         )
 
-    def _update_is_due(self, step: int) -> bool:
-        is_last = step == self.config.last_step
+    def _is_complete(self, state: TrainerState) -> bool:
+        return state.is_complete(self.config, self.config.weight_update_interval)
+
+    def _update_is_due(self, step: int, is_last: bool) -> bool:
         return self.updates_servers and (step % self.config.weight_update_interval == 0 or is_last)
 
     def _probe_is_due(self, step: int) -> bool:

@@ -17,13 +17,24 @@ ScheduleName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate factor of every optimizer step; resuming needs nothing but the step."""
+    """Learning-rate factor of every optimizer step; resuming needs nothing but the step and its batch.
+
+    With `max_epochs` passes over the problems the number of steps is not known before (rollouts have any number of
+    samples, and some are filtered): it is estimated from the passes that the steps so far have taken.
+    """
 
     name: ScheduleName
     warmup_steps: int
     total_steps: int
+    max_epochs: int | None = None
 
-    def factor(self, step: int) -> float:
+    def total_at(self, step: int, epochs_done: float = 0.0) -> float:
+        """Steps of the whole training, as optimizer step `step` (from 1) has it, with `epochs_done` of its batch."""
+        if self.max_epochs is None or epochs_done <= 0:
+            return self.total_steps
+        return min(self.total_steps, max(step, step * self.max_epochs / epochs_done))
+
+    def factor(self, step: int, epochs_done: float = 0.0) -> float:
         """Factor of optimizer step `step` (from 1).
 
         Warm-up rises from 1 / warmup_steps to 1. After it, with s the steps done since and n those that remain in
@@ -34,13 +45,13 @@ class Schedule:
             return (done + 1) / self.warmup_steps
         if self.name in ("constant", "constant_with_warmup"):
             return 1.0
-        remaining = max(self.total_steps - self.warmup_steps, 1)
+        remaining = max(self.total_at(step, epochs_done) - self.warmup_steps, 1)
         share = min((done - self.warmup_steps) / remaining, 1.0)
         return 1.0 - share if self.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def schedule_of(config: FinetuneConfig) -> Schedule:
-    return Schedule(config.lr_scheduler_type, config.num_warmup_steps, config.max_train_steps)
+    return Schedule(config.lr_scheduler_type, config.num_warmup_steps, config.max_train_steps, config.max_epochs)
 
 
 def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], config: FinetuneConfig) -> list[dict[str, Any]]:

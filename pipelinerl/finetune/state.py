@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.records import TrainingBatch
 
 
@@ -11,13 +12,15 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """State after optimizer step `step`; step 0 is the initial model.
 
     `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` behind which
-    no group was unsettled when the last trained batch was made. Weights, optimizer and offsets are saved as one unit.
+    no group was unsettled when the last trained batch was made; `epochs_done` are passes over the problems. Weights,
+    optimizer and offsets are saved as one unit.
     """
 
     step: int = 0
     samples_processed: int = 0
     data_offset: int = 0
     actor_offset: int = 0
+    epochs_done: float = 0.0
     incarnation: int = 0
 
     def after(self, batch: TrainingBatch, data_offset: int) -> TrainerState:
@@ -27,5 +30,17 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
             samples_processed=self.samples_processed + len(batch.samples),
             data_offset=data_offset,
             actor_offset=batch.actor_offset,
+            epochs_done=max(self.epochs_done, batch.epochs_done),
             incarnation=self.incarnation,
         )
+
+    def is_complete(self, config: FinetuneConfig, update_interval: int) -> bool:
+        """Whether training ends here: with the last step, or when the passes over the problems are done.
+
+        The latter counts where weights are sent, every `update_interval` steps: a round of generate-then-train, and
+        the turns that trainer and servers take, are not cut off in the middle.
+        """
+        if self.step >= config.last_step:
+            return True
+        epochs_done = config.max_epochs is not None and self.epochs_done >= config.max_epochs
+        return epochs_done and self.step % update_interval == 0

@@ -82,14 +82,15 @@ class StepRunner:
         """Train on `batch` and update the weights. Waits for the other ranks in the last backward."""
         start = time.perf_counter()
         metrics, diagnostics = self.accumulate(batch)
-        factor = self._schedule.factor(batch.step)
+        factor = self._schedule.factor(batch.step, batch.epochs_done)
         norm = self._backend.step(factor)
         values = {**reduce_metrics(metrics, self._ranks), **reduce_diagnostics(diagnostics, self._ranks)}
         return StepResult(norm, factor * self._config.learning_rate, time.perf_counter() - start, values)
 
     def accumulate(self, batch: TrainingBatch) -> tuple[dict[str, TensorMetric], StepDiagnostics]:
         """Forward and backward of the whole step without the update (gradients stay in the backend)."""
-        coefficients = coefficients_at(self._config.rl, batch.step, self._config.max_train_steps)
+        total_steps = self._schedule.total_at(batch.step, batch.epochs_done)
+        coefficients = coefficients_at(self._config.rl, batch.step, total_steps)
         micro_batches = self.micro_batches(batch)
         metrics: dict[str, TensorMetric] = {}
         diagnostics = DiagnosticsSum(self._config.rl.clamp)

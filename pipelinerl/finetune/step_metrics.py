@@ -70,5 +70,6 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
         / max(len(samples), 1),
         "finetune/lag_mean_versions": weighted / max(tokens, 1),
         "finetune/lag_max_versions": max((batch.step - 1 - span.version for span in spans), default=0),
+        "finetune/epochs_done": batch.epochs_done,
         "finetune/multi_version_samples": sum(len(sample.version_spans) > 1 for sample in samples),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipelinerl.preprocess.filters import Rejection, reject_stale
 from pipelinerl.records import ScoredSample
@@ -17,11 +17,12 @@ from pipelinerl.schedules.rounds import Rounds
 
 @dataclass(frozen=True)
 class ReadyGroup:
-    """Trainable samples of one group; `offset` is its place in the stream `actor`."""
+    """Trainable samples of one group; `offset` is its place in the stream `actor`, `epochs_done` as in `Group`."""
 
     group_id: str
     offset: int
     samples: tuple[ScoredSample, ...]
+    epochs_done: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Batcher:
             fresh, old = reject_stale(group.samples, step - 1, self._max_version_lag)
             rejections += old
             if fresh:
-                kept.append(group if not old else ReadyGroup(group.group_id, group.offset, tuple(fresh)))
+                kept.append(group if not old else replace(group, samples=tuple(fresh)))
         self._groups = kept
         self._num_samples -= len(rejections)
         return rejections

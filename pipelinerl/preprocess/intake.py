@@ -83,7 +83,7 @@ class Intake:
         new = [r for r in [*rejections, *untrainable, *gone] if r.sample.id not in settled]
         lost = {rejection.sample.id for rejection in gone}
         unsettled = tuple(item for item in kept if item.sample.id not in settled and item.sample.id not in lost)
-        return ReadyGroup(group.id, entry.offset, unsettled), new
+        return ReadyGroup(group.id, entry.offset, unsettled, group.epochs_done), new
 
     def _with_reference(
         self, checked: list[tuple[list[Sample], list[Rejection]]], add_reference: ReferenceScorer

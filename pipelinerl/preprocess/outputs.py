@@ -94,6 +94,7 @@ class Outputs:
                 group_ids=[group.group_id for group in closed.groups],
                 plan=plan,
                 actor_offset=actor_offset,
+                epochs_done=max(group.epochs_done for group in closed.groups),
                 incarnation=self._incarnation,
                 metrics=statistics,
             )

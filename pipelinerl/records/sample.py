@@ -82,6 +82,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All attempts at one problem: one record of the stream `actor`, written at once when the last attempt ends.
 
     `failed_rollouts` counts attempts that ended without a sample; the group may still be trained on the others.
+    `epochs_done` are the passes over the problems whose groups have all ended with this one, a part as a fraction.
     """
 
     id: str
@@ -90,6 +91,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]
     rollouts: list[RolloutSummary]
     failed_rollouts: int = 0
+    epochs_done: float = 0.0
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 
@@ -112,7 +114,7 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     `plan[rank][micro_batch]` lists indices into `samples`. It was made for `len(plan)` ranks; a trainer with another
     number of ranks plans again with the same function. `step` counts from 1: the step turns version `step - 1` into
     version `step`. `actor_offset` is the offset in stream `actor` behind which no group is unsettled: a reader that
-    resumes there misses nothing.
+    resumes there misses nothing. `epochs_done` is the most that a group of the step says.
     """
 
     id: str
@@ -121,6 +123,7 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     group_ids: list[str]
     plan: list[list[list[int]]]
     actor_offset: int
+    epochs_done: float = 0.0
     incarnation: int = 0
     metrics: dict[str, float] = {}
     schema: int = SCHEMA_VERSION

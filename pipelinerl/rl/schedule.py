@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def linear_coefficient(start: float, final: float | None, step: int, max_steps: int) -> float:
+def linear_coefficient(start: float, final: float | None, step: int, max_steps: float) -> float:
     """`start` at step 1, `final` at `max_steps`, a straight line between; constant if `final` is None.
 
     `step` counts from 1 as optimizer steps do; steps beyond `max_steps` stay at `final`.

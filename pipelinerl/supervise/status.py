@@ -44,7 +44,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     reason: str | None
     step: int | None
-    max_steps: int
+    max_steps: int | None
     step_age_s: float | None
     checkpoint: int | None
     jobs: list[JobStatus]
@@ -62,7 +62,7 @@ def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
         state=state,
         reason=reason,
         step=step,
-        max_steps=run.config.finetune.last_step,
+        max_steps=run.config.finetune.last_step if run.config.finetune.known_steps else None,
         step_age_s=None if step_time is None else max(0.0, moment - step_time),
         checkpoint=newest_training_state(run.run_dir),
         jobs=[_job_status(run.run_dir, job.name, moment) for job in run.world.jobs],

@@ -13,7 +13,7 @@ _SILENT_S = 10.0
 def print_status(status: RunStatus, console: Console) -> None:
     """A few lines about the run, then one for each of its processes."""
     done = "unknown" if status.step is None else str(status.step)
-    step = f"step {done} of {status.max_steps}"
+    step = f"step {done}" if status.max_steps is None else f"step {done} of {status.max_steps}"
     if status.step_age_s is not None:
         step += f", {format_seconds(status.step_age_s)} ago"
     checkpoint = "none" if status.checkpoint is None else f"step {status.checkpoint}"

@@ -202,15 +202,30 @@ def _running(run_dir: RunDir) -> ConfigError:
 
 def _refuse_finished(run_dir: RunDir, old: RunIdentity, config: RunConfig) -> None:
     summary = _summary(run_dir)
-    steps = summary.get("steps")
-    if summary.get("status") != "completed" or (isinstance(steps, int) and config.finetune.last_step > steps):
+    steps, next_step = summary.get("steps"), ""
+    if summary.get("status") != "completed":
         return
+    if isinstance(steps, int) and config.finetune.last_step > steps:
+        epochs = _epochs_done(run_dir, steps)
+        if epochs is None or config.finetune.max_epochs is None or config.finetune.max_epochs > epochs:
+            return
+        next_step = (
+            f"Set finetune.max_epochs (agent.max_epochs with an agent function) to more than {epochs} to train on."
+        )
     raise ConfigError(
         "output_dir",
         str(run_dir.root),
         f"an unfinished run; run {old.run_id} in it is complete",
-        f"Set finetune.max_train_steps to more than {steps} to train on. {_CHOOSE}",
+        f"{next_step or f'Set finetune.max_train_steps to more than {steps} to train on.'} {_CHOOSE}",
     )
+
+
+def _epochs_done(run_dir: RunDir, steps: int) -> int | None:
+    """The `finetune.max_epochs` that ended the complete run after `steps` steps; None if something else ended it."""
+    if not run_dir.config_file.exists():
+        return None
+    started = load_config(run_dir.config_file).finetune
+    return started.max_epochs if steps < started.last_step else None
 
 
 def _summary(run_dir: RunDir) -> dict[str, Any]:

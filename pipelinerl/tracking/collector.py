@@ -68,7 +68,7 @@ class Collector:
         self._since = time.time() if incarnation else 0.0
         self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.job("actor_0") / "stdout.log"))
         self._run_dir = run_dir
-        self._max_steps = config.finetune.max_train_steps
+        self._max_steps = config.finetune.known_steps
         self._title = run_dir.root.name
         self._state = RunState()
         self._lock = threading.RLock()

@@ -52,7 +52,8 @@ def quiet_line(
         return f"{_sampling(state)}{_long_waits(waits, now)}"
     if config.test_dataset_names and not state.evaluations and state.steps == 0:
         return f"step 0: the evaluation before training is going on{_long_waits(waits, now)}"
-    step = f"step {state.steps + 1}/{config.finetune.max_train_steps}"
+    known = config.finetune.known_steps
+    step = f"step {state.steps + 1}/{known}" if known else f"step {state.steps + 1}"
     trainer = next((beat for name, beat in waits if name == "finetune_0"), None)
     if trainer is None:
         return f"{step}: the trainer works; {_ready(state)} samples are ready for it"

@@ -102,9 +102,24 @@ def test_the_example_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_passes_over_the_prompts_bound_the_run(tmp_path: Path) -> None:
-    """16 prompts, 4 rollouts each, 32 samples a step: one pass is two steps."""
+@pytest.mark.parametrize("samples_a_rollout", [1, 3])
+def test_passes_over_the_prompts_bound_the_run(tmp_path: Path, samples_a_rollout: int) -> None:
+    """16 prompts, 4 rollouts each, 32 samples a step: a pass is 2 steps with one sample a rollout, 6 with three."""
     run = make_agent_run(tmp_path)
-    result = run.run("agent.max_epochs=1", "agent.eval_data=null", timeout_s=1200)
+    if samples_a_rollout > 1:
+        # A state that does not begin with the one before starts a new sample.
+        file = tmp_path / "task" / "agent_func.py"
+        file.write_text(file.read_text().replace("next_state = state + action + ", "next_state = f'{step_idx} ' + "))
+    words = ["agent.max_epochs=1", "agent.eval_data=null", "finetune.max_train_steps=40", "finetune.num_warmup_steps=0"]
+    result = run.run(*words, timeout_s=1200)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
-    assert run.summary["steps"] == 2
+    batches = run.records("training_data")[: run.summary["steps"]]
+    groups = {group["id"]: group for group in run.records("actor")}
+    trained = {groups[group_id]["problem_id"] for batch in batches for group_id in batch["group_ids"]}
+    assert trained == {f"prompts-{number}" for number in range(16)}
+    # The last step is the first one that has the end of the pass; what fills it up is of the next one.
+    assert [batch["epochs_done"] >= 1 for batch in batches] == [False] * (len(batches) - 1) + [True]
+    assert len(batches) >= 2 * samples_a_rollout
+    steps = [record for record in run.records("metrics") if record["source"] == "finetune_0"]
+    rates = [step["values"]["finetune/learning_rate"] for step in steps if "finetune/learning_rate" in step["values"]]
+    assert rates[-1] < rates[0]

@@ -41,7 +41,7 @@ class Coefficients:
     entropy: float
 
 
-def coefficients_at(config: RLConfig, step: int, max_steps: int) -> Coefficients:
+def coefficients_at(config: RLConfig, step: int, max_steps: float) -> Coefficients:
     """KL and entropy coefficient of optimizer step `step` (from 1)."""
     return Coefficients(
         kl=linear_coefficient(config.kl_coef, config.final_kl_coef, step, max_steps),

@@ -23,6 +23,7 @@ from pipelinerl.actor.drain_requests import DrainAnswers, follow_drain_requests
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded, StartRollout
 from pipelinerl.actor.gate import RolloutGate
+from pipelinerl.actor.passes import Passes
 from pipelinerl.actor.problems import ProblemOrder
 from pipelinerl.actor.publish import Publisher
 from pipelinerl.actor.scheduler import Scheduler
@@ -128,6 +129,7 @@ class Actor:
         )
         self.training = TrainingRollouts(
             problems=ProblemOrder([Problem(id="p", dataset_name="d", data={})], "seed"),
+            passes=Passes(1),
             attempts=ATTEMPTS,
             seed=0,
             incarnation=0,

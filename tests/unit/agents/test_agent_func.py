@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents.agent_func import generate_agent_rollout, read_step
 from pipelinerl.agents.prompt_data import load_prompts
-from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER, steps_of_epochs
+from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER
 from pipelinerl.config.compose import compose
+from pipelinerl.config.epochs import epoch_notes, steps_of_epochs
 from pipelinerl.errors import ConfigError, DomainError, RolloutError
-from pipelinerl.launch import bounded_by_epochs
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
@@ -356,18 +356,48 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
     assert notes("--config-name=guessing") == []
 
 
-def test_a_run_that_ends_before_its_epochs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def epoch_notes_of(folder: Path, num_prompts: int, *words: str) -> list[str]:
+    return epoch_notes(composed(folder, "agent.prompt_data=a", *words).config, num_prompts)
+
+
+def test_a_run_that_ends_before_its_epochs_says_so(tmp_path: Path) -> None:
     """100,000 prompts with 8 samples are 6250 steps of 128; the limit is 1000."""
-    config = composed(tmp_path, "agent.prompt_data=a", "finetune.gradient_accumulation_passes=128").config
-    assert bounded_by_epochs(config, "100000 training problems").finetune.max_train_steps == 1000
-    assert (
-        "max_train_steps=1000 ends the run before agent.max_epochs=1, which takes 6250 steps" in capsys.readouterr().err
+    batch = "finetune.gradient_accumulation_passes=128"
+    (note,) = epoch_notes_of(tmp_path, 100_000, batch)
+    assert note.startswith(
+        "finetune.max_train_steps=1000 ends the run before agent.max_epochs=1, which takes 6250 steps"
     )
-    assert bounded_by_epochs(config, "160 training problems").finetune.max_train_steps == 10
-    assert capsys.readouterr().err == ""
+    assert epoch_notes_of(tmp_path, 16_000, batch) == []
+
+
+def test_warm_up_and_evaluations_are_judged_by_the_steps_of_the_passes(tmp_path: Path) -> None:
+    """160 prompts with 8 samples are 10 steps of 128."""
+    batch = "finetune.gradient_accumulation_passes=128"
+    (note,) = epoch_notes_of(tmp_path, 160, batch)
+    assert note.startswith("finetune.num_warmup_steps=50 is not below the 10 steps that agent.max_epochs=1 takes")
+    for words in (["finetune.num_warmup_steps=9"], ["finetune.lr_scheduler_type=constant"], ["agent.max_epochs=6"]):
+        assert epoch_notes_of(tmp_path, 160, batch, *words) == []
+    # The composition has said it already.
+    config = composed(tmp_path, "agent.prompt_data=a", batch, "finetune.num_warmup_steps=2000")
+    assert epoch_notes(config.config, 160) == [] and any("num_warmup_steps=2000" in note for note in config.notes)
+    (note,) = epoch_notes_of(tmp_path, 160, batch, "finetune.num_warmup_steps=5", "eval_every_n_versions=20")
+    assert note.startswith("eval_every_n_versions=20 is not below the 10 steps")
 
 
 def test_steps_of_epochs() -> None:
-    """12,500 prompts, 8 samples each, 192 a step: 520 whole steps."""
-    assert steps_of_epochs(12_500, 8, 1, 192) == 520
-    assert steps_of_epochs(3, 2, 1, 192) == 1
+    """12,500 prompts, 8 samples each, 192 a step: 520 whole steps and a part of one."""
+    assert steps_of_epochs(12_500, 8, 1, 192) == 521
+
+
+def test_epochs_have_two_names(tmp_path: Path) -> None:
+    assert composed(tmp_path, "agent.prompt_data=a", "agent.max_epochs=3").config.finetune.max_epochs == 3
+    assert composed(tmp_path, "agent.prompt_data=a", "finetune.max_epochs=1").config.finetune.max_epochs == 1
+    with pytest.raises(ConfigError, match=r"finetune.max_epochs: got 2, .*set agent.max_epochs alone"):
+        composed(tmp_path, "agent.prompt_data=a", "finetune.max_epochs=2")
+    own = composed(tmp_path, "agent.prompt_data=a", "agent.max_epochs=null", "finetune.max_epochs=2").config
+    assert own.finetune.max_epochs == 2
+    assert epoch_notes(own, 10**9)[0].split(", which")[0].endswith("before finetune.max_epochs=2")
+    with pytest.raises(ConfigError, match=r"agent.max_epochs"):
+        composed(tmp_path, "agent.prompt_data=a", "agent.max_epochs=0")
+    other = compose(["--config-name=guessing", "agent.max_epochs=3", "output_dir=x", "model_path=m"]).config
+    assert other is not None and other.finetune.max_epochs is None

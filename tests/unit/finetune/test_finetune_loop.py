@@ -174,6 +174,43 @@ def test_interrupt_train_steps_ends_early_and_completely(start):
     assert isinstance(run.written[-1], TrainingDone)
 
 
+def in_passes(batches, *epochs_done):
+    return [replace(batch, epochs_done=done) for batch, done in zip(batches, epochs_done, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "interval", "versions"),
+    [(1, 1, [0, 1, 2, 3]), (1, 2, [0, 2, 4]), (2, 1, [0, 1, 2, 3, 4]), (None, 1, [0, 1, 2, 3, 4])],
+)
+def test_passes_end_training_completely(start, batches, epochs, interval, versions):
+    """The batch of step 3 has the last group of the first pass; what is not sent yet then waits for the next update."""
+    marked = in_passes(batches, 0.5, 0.9, 1.0, 1.2)
+    run = start(batches=marked, max_epochs=epochs, weight_update_interval=interval).run()
+    assert run.publisher.versions == versions
+    assert isinstance(run.written[-1], TrainingDone) and run.written[-1].version == versions[-1]
+    assert run.state.is_complete(run.config, interval)
+    assert run.metrics.written[0].values["finetune/epochs_done"] == 0.5
+
+
+def test_a_run_that_passes_ended_trains_on_only_for_more_passes(start, batches):
+    marked = in_passes(batches, 0.5, 1.0, 1.5, 2.0)
+    assert start("run", batches=marked, max_epochs=1).run().state.step == 2
+    again = start("run", batches=marked, max_epochs=1).run()
+    assert again.state.step == 2 and again.publisher.versions == [2]
+    # What was recorded behind the end is trained then, and does not end it at once.
+    assert start("run", batches=marked, max_epochs=2).run().publisher.versions == [2, 3, 4]
+
+
+def test_a_resumed_run_takes_the_same_steps_to_the_end_of_the_passes(start, batches):
+    marked = in_passes(batches, 0.0, 0.6, 1.0, 1.5)
+    whole = start("whole", batches=marked, max_epochs=1).run()
+    start("cut", batches=marked, max_epochs=1, interrupt_train_steps=2).run()
+    resumed = start("cut", batches=marked, max_epochs=1).run()
+    assert resumed.state.step == 3
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name]), name
+
+
 def test_also_save_steps_save_between_the_regular_steps(start, tmp_path):
     start(save_checkpoint_steps=3, also_save_steps=[1]).run()
     for kind in ("training_state", "intermediate"):

@@ -26,6 +26,25 @@ def test_a_step_beyond_the_end_has_rate_zero():
     assert Schedule("linear", 0, 4).factor(9) == 0.0
 
 
+def test_with_passes_the_length_is_estimated_by_hand():
+    """Two passes wanted. Step 3 ends half a pass: 12 steps in all; 1 - 2 / 12. Before a pass nothing is known."""
+    schedule = Schedule("linear", 0, 100, max_epochs=2)
+    assert schedule.total_at(3, 0.5) == 12 and schedule.factor(3, 0.5) == 1 - 2 / 12
+    assert schedule.total_at(3, 0.0) == 100 and schedule.total_at(3, 0.01) == 100
+    # The last step still learns something, and one behind the passes (a round is not cut off) is the last one.
+    assert schedule.factor(10, 2.0) == 1 - 9 / 10 and schedule.factor(11, 2.4) == pytest.approx(1 - 10 / 11)
+    assert Schedule("linear", 0, 100).factor(3, 0.5) == 1 - 2 / 100
+
+
+@pytest.mark.parametrize("samples_a_rollout", [1, 3])
+def test_the_rate_falls_to_the_end_of_the_passes(samples_a_rollout):
+    """One pass takes 20 steps with one sample a rollout and 60 with three; the rate is the same at the same place."""
+    schedule, steps = Schedule("cosine", 0, 1000, max_epochs=1), 20 * samples_a_rollout
+    rates = [schedule.factor(step, step / steps) for step in range(1, steps + 1)]
+    assert rates[0] == 1.0 and rates[-1] < 0.01 and rates == sorted(rates, reverse=True)
+    assert rates[steps // 2] == pytest.approx(0.5, abs=0.08)
+
+
 def test_groups(kit):
     policy = kit.policy(with_values=True)
     config = kit.config(weight_decay=0.1, learning_rate=1e-3, critic_learning_rate=5e-3, adam_beta2=0.9)

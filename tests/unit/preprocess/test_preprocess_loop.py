@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from msgspec.structs import replace
 from preprocess_groups import context, group, sample
 
 from pipelinerl.actor.admission import SampleBudget
@@ -137,6 +138,18 @@ def test_dynamic_sampling_refills_the_batch_and_gives_the_budget_back(tmp_path):
     assert budget.charged_samples == 4 and not budget.can_admit()
     trainer.apply_message(StepDone(step=1, time=0, group_ids=batch.group_ids, num_samples=4, samples_processed=4))
     assert budget.charged_samples == 0 and budget.can_admit()
+    run.finish()
+
+
+def test_a_batch_says_how_many_passes_its_groups_have_done(tmp_path):
+    """Also where the group that ends a pass is filtered: those behind it know it as well."""
+    run = Run(tmp_path, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
+    for number, (done, rewards) in enumerate(
+        [(0.5, (1, 0)), (0.25, (1, 0)), (1.0, (1, 1)), (1.0, (1, 0)), (1.5, (0, 1))]
+    ):
+        run.actor.write(replace(group(f"0-{number}", rewards), epochs_done=done))
+    run.actor.flush()
+    assert [run.next_batch().epochs_done for _ in range(2)] == [0.5, 1.5]
     run.finish()
 
 

@@ -96,6 +96,21 @@ def test_a_complete_run_is_continued_only_if_there_is_more_to_train(tmp_path: Pa
     assert not RunDir(tmp_path).summary_file.exists(), "it says how the start before ended"
 
 
+@pytest.mark.parametrize(
+    ("finetune", "continues"),
+    [({"max_epochs": 2}, False), ({"max_epochs": 1}, False), ({"max_epochs": 3}, True), ({}, True)],
+)
+def test_a_run_that_passes_ended_is_complete(tmp_path: Path, finetune: dict[str, int], continues: bool) -> None:
+    """It ended before max_train_steps, and there is nothing to train up to there."""
+    start(tmp_path, finetune={"max_epochs": 2})
+    RunDir(tmp_path).summary_file.write_text(json.dumps({"status": "completed", "steps": 7}))
+    if continues:
+        assert inspect(config(tmp_path, finetune=finetune), "run-b").kind == "continue"
+    else:
+        with pytest.raises(ConfigError, match=r"run run-a in it is complete.*max_epochs .*to more than 2 to train on"):
+            inspect(config(tmp_path, finetune=finetune), "run-b")
+
+
 def test_the_same_run_continues_with_or_without_a_checkpoint(tmp_path: Path) -> None:
     start(tmp_path)
     decision = inspect(config(tmp_path), "run-b")
