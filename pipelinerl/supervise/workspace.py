@@ -22,6 +22,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.supervise.config_changes import Change, find_changes, refuse_fixed
 from pipelinerl.supervise.identity import RunIdentity, read_identity, write_identity
+from pipelinerl.supervise.reference_change import fix_reference
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.trained import has_trained
 
@@ -96,7 +97,7 @@ def _inspect(config: RunConfig, run_dir: RunDir, new_run_id: str) -> Decision:
     changes: list[Change] = []
     if run_dir.config_file.exists():  # without it the last start ended before it came to anything
         started = load_config(run_dir.config_file)
-        changes = find_changes(started, config)
+        changes = fix_reference(find_changes(started, config), started, config, run_dir)
         if any(change.why_fixed for change in changes) and not has_trained(run_dir, started):
             # Another run, under a name of its own: nothing that the old one wrote is read by it.
             return Decision("move_aside", run_dir, fresh, tuple(changes))
