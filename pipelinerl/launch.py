@@ -117,7 +117,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     preflight.check_vllm(config)
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
-    preflight.check_model(config.model_path)
+    preflight.check_model(config)
     preflight.check_servers(config)
     preflight.check_tracking(config)
     problems = "no rollouts"

@@ -109,7 +109,7 @@ def _supervise(
     preflight.check_vllm(config)
     preflight.check_device(config, cluster, nvml_gpu_lister)
     preflight.check_streams(config, os.environ)
-    preflight.check_model(config.model_path)
+    preflight.check_model(config)
     preflight.check_servers(config)
     logging.basicConfig(
         level=logging.INFO, format=LOG_FORMAT, filename=run_dir.root / f"launch_node_{cluster.rank}.log"

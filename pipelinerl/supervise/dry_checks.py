@@ -53,7 +53,7 @@ def look_around(config: RunConfig, search_dirs: Sequence[Path]) -> Findings:
         found.unchecked.append(f"whether the hub has {config.model_path} (it is no folder here)")
     else:
         try:
-            preflight.check_model(config.model_path)
+            preflight.check_model(config)
             found.notes += notes_on_model(folder, config.model_path)
         except UserError as error:
             found.faults.append(str(error))

@@ -35,12 +35,13 @@ _COPY_AGAIN = "Copy or download the model again."
 _MAX_NAMED = 3
 
 
-def check_model_folder(folder: Path, model_path: str) -> None:
+def check_model_folder(folder: Path, model_path: str, weight_readers: str) -> None:
     """Refuse a folder in which something that every run loads is missing or was cut off.
 
     Args:
         folder: where the files are; it has a `config.json`.
         model_path: how the user calls it.
+        weight_readers: who loads the weights, in words; empty: nobody, and they may be missing.
 
     Raises:
         ConfigError: names the file and what is wrong with it.
@@ -55,13 +56,16 @@ def check_model_folder(folder: Path, model_path: str) -> None:
             "tokenizer.model or vocabulary)",
             "Copy the tokenizer's files of the model there (tokenizer.save_pretrained(folder) writes them).",
         )
+    if not weight_readers:
+        return
     weights = _weight_files(folder, model_path)
     if not weights:
         adapter = " It holds a LoRA adapter: merge it into its base model first." if _adapters(folder) else ""
         raise ConfigError(
             "model_path",
             model_path,
-            f"a folder with the weights of the model; {folder} has no *.safetensors and no pytorch_model*.bin",
+            f"a folder with the weights of the model; {folder} has no *.safetensors and no pytorch_model*.bin; they "
+            f"are loaded by {weight_readers}",
             f"{_COPY_AGAIN}{adapter}",
         )
     for file in weights:

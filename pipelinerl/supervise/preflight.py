@@ -19,7 +19,7 @@ from pathlib import Path
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.config.rules_run import missing_task
-from pipelinerl.config.rules_sampling import vllm_number
+from pipelinerl.config.rules_sampling import vllm_number, vllm_option
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
 from pipelinerl.inference.arguments import check_options
@@ -104,24 +104,38 @@ def check_device(config: RunConfig, cluster: Cluster, gpu_lister: Callable[[], S
         )
 
 
-def check_model(model_path: str) -> None:
-    """Refuse a model that is neither a Hugging Face folder nor a model on the hub (or in its cache)."""
+def check_model(config: RunConfig) -> None:
+    """Refuse a model that is neither a Hugging Face folder nor a model on the hub (or in its cache).
+
+    Weights are asked for where a process loads them: not for servers with `load-format: dummy` and no trainer beside.
+    """
+    model_path, readers = config.model_path, weight_readers(config)
     folder = Path(model_path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 "model_path", model_path, f"a folder with a model; {folder / 'config.json'} is missing", _model_help()
             )
-        check_model_folder(folder, model_path)
+        check_model_folder(folder, model_path, readers)
         return
     expected = "a folder with a Hugging Face model, or the name of one on the hub"
     if folder.exists() or not _HUB_NAME.fullmatch(model_path):
         raise ConfigError("model_path", model_path, f"{expected}; there is no such folder", _model_help())
-    reason = _missing_on_hub(model_path)
+    reason = _missing_on_hub(model_path, readers)
     if reason is not None:
         raise ConfigError(
             "model_path", model_path, f"{expected}; no such folder, and the hub says: {reason}", _model_help()
         )
+
+
+def weight_readers(config: RunConfig) -> str:
+    """Who loads the weights of the model folder, in words; empty: nobody."""
+    load_format = vllm_option(config, "load-format")[1]
+    servers = has_stage(config, "actor_llm") or (has_stage(config, "preprocessor_llm") and config.has_reference_pool)
+    readers = ["servers"] if servers and load_format != "dummy" else []
+    if has_stage(config, "finetune"):
+        readers.append("a trainer whatever their load-format" if servers and load_format == "dummy" else "a trainer")
+    return " and ".join(readers)
 
 
 def is_hub_name(model_path: str) -> bool:
@@ -272,7 +286,7 @@ def _model_help() -> str:
     )
 
 
-def _missing_on_hub(name: str) -> str | None:
+def _missing_on_hub(name: str, readers: str) -> str | None:
     """Why the model cannot be had from the hub; None if it can."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -280,7 +294,7 @@ def _missing_on_hub(name: str) -> str | None:
     cached = try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         if HF_HUB_OFFLINE:  # what is missing in the cache stays missing
-            check_model_folder(Path(cached).parent, name)
+            check_model_folder(Path(cached).parent, name, readers)
         return None
     if HF_HUB_OFFLINE:
         return "not in the local cache, and HF_HUB_OFFLINE is set"

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.model_folder import WEIGHTS, save_model_folder
 
+from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.supervise import preflight
 from pipelinerl.supervise.model_folder import notes_on_model
 
 
-def refusal(folder: Path) -> str:
+def check(folder: Path, **settings: Any) -> None:
+    preflight.check_model(RunConfig.model_validate({"output_dir": "x", "model_path": str(folder), **settings}))
+
+
+def refusal(folder: Path, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        preflight.check_model(str(folder))
+        check(folder, **settings)
     assert caught.value.key == "model_path"
     return str(caught.value)
 
 
 def test_a_whole_folder(tmp_path: Path) -> None:
     folder = save_model_folder(tmp_path / "model")
-    preflight.check_model(str(folder))
+    check(folder)
     assert notes_on_model(folder, "m") == []
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     folder = save_model_folder(tmp_path)
     (folder / "tokenizer.json").unlink()
-    preflight.check_model(str(folder))  # a slow tokenizer may have settings and a vocabulary of another name
+    check(folder)  # a slow tokenizer may have settings and a vocabulary of another name
     (folder / "tokenizer_config.json").unlink()
     assert "has no tokenizer" in refusal(folder)
 
@@ -41,7 +47,39 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     message = refusal(folder)
     assert "no *.safetensors" in message and "LoRA adapter" in message
     (folder / "pytorch_model.bin").write_bytes(b"PK")
-    preflight.check_model(str(folder))
+    check(folder)
+
+
+DUMMY = {"vllm_kwargs": {"load-format": "dummy"}}
+ALONE, READ = {"mode": "actor"}, {"mode": "preprocessor", "streams_from": "x"}
+POOL, KL = {"preprocessor_fraction": 1}, {"rl": {"kl_coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "readers"),
+    [
+        ({}, "they are loaded by servers and a trainer. "),
+        ({"vllm_config": DUMMY}, "loaded by a trainer whatever their load-format"),
+        ({"vllm_config": {"vllm_kwargs": {"load_format": "dummy"}}}, "loaded by a trainer whatever"),
+        ({"debug": ALONE}, "loaded by servers. "),
+        ({"debug": ALONE, "vllm_config": DUMMY}, None),
+        ({"debug": READ}, None),
+        ({"debug": READ, "world": POOL, "finetune": KL}, "loaded by servers. "),
+        ({"debug": {"mode": "finetune", "streams_from": "x"}}, "loaded by a trainer. "),
+    ],
+)
+def test_weights_are_needed_where_they_are_loaded(
+    tmp_path: Path, settings: dict[str, Any], readers: str | None
+) -> None:
+    folder = save_model_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    if readers is None:
+        check(folder, **settings)
+    else:
+        assert readers in refusal(folder, **settings)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert "has no tokenizer" in refusal(folder, **settings)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +111,7 @@ def test_an_index_names_files_that_are_missing(tmp_path: Path) -> None:
     (folder / names["w2"]).write_bytes(WEIGHTS[:-4])
     assert f"{names['w2']}: it has {len(WEIGHTS) - 4} bytes and its head says {len(WEIGHTS)}" in refusal(folder)
     (folder / names["w2"]).write_bytes(WEIGHTS)
-    preflight.check_model(str(folder))
+    check(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
@@ -87,7 +125,7 @@ def test_settings_that_are_cut_off(tmp_path: Path, name: str) -> None:
 def test_a_chat_template_that_is_missing_is_a_note(tmp_path: Path) -> None:
     folder = save_model_folder(tmp_path)
     (folder / "tokenizer_config.json").write_text("{}")
-    preflight.check_model(str(folder))
+    check(folder)
     (note,) = notes_on_model(folder, "m")
     assert "m has no chat template" in note
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -122,10 +122,10 @@ def test_a_check_that_the_users_code_ends_is_no_success(tmp_path: Path, line: st
 
 def test_a_model_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
-        preflight.check_model(str(tmp_path))
+        preflight.check_model(config(model_path=str(tmp_path)))
     for missing in (str(tmp_path / "no"), "./no", "no such name", "a/b/c"):
         with pytest.raises(ConfigError, match="there is no such folder"):
-            preflight.check_model(missing)
+            preflight.check_model(config(model_path=missing))
 
 
 @pytest.mark.parametrize("model", [{"num_attention_heads": 9}, {"text_config": {"num_attention_heads": 9}}])
