@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def load_prompts(
     apply_chat_template: bool = False,
     prompt_max_len: int | None = None,
     max_samples: int | None = None,
+    shares: Mapping[str, float] | None = None,
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Return one problem a row: `{"id", "dataset", "state", "label"}`.
@@ -46,7 +48,8 @@ def load_prompts(
         label_key: column of the label; None: the label is "".
         apply_chat_template: write the prompt as the model's chat template does; a text is a message of the user.
         prompt_max_len: longest prompt in tokens; longer ones are left out, and their number is logged.
-        max_samples: rows taken from the beginning of all data sets together.
+        max_samples: rows taken from the beginning of all data sets together, or with `shares` each one's share of them.
+        shares: how often the prompts of each data set are drawn, whatever their numbers; None: all equally often.
         trust_remote_code: for the tokenizer.
 
     Raises:
@@ -54,7 +57,8 @@ def load_prompts(
     """
     renderer = ChatRenderer(load_tokenizer(model_path, trust_remote_code=trust_remote_code))
     problems = []
-    left = max_samples
+    drawn = _fractions(dataset_names, shares)
+    left = None if drawn else max_samples
     stems: Counter[str] = Counter()
     for name in dataset_names:
         if left == 0:
@@ -64,7 +68,8 @@ def load_prompts(
         stems[stem] += 1
         prefix = stem if stems[stem] == 1 else f"{stem}.{stems[stem]}"
         too_long = 0
-        rows = list(islice(_rows(name), left))
+        limit = math.ceil(max_samples * drawn[name]) if drawn and max_samples is not None else left
+        rows = list(islice(_rows(name), limit))
         left = left if left is None else left - len(rows)
         for index, row in enumerate(rows):
             where = f"{name}, row {index}"
@@ -75,10 +80,19 @@ def load_prompts(
             label = row.get(label_key, "") if label_key is not None else ""
             if label_key is not None and label_key not in row:
                 raise DomainError(_missing("agent.label_key", label_key, where, row))
-            problems.append({"id": f"{prefix}-{index}", "dataset": name, "state": state, "label": label})
+            problem = {"id": f"{prefix}-{index}", "dataset": name, "state": state, "label": label}
+            problems.append({**problem, "domain": name, "share": drawn[name]} if drawn else problem)
         if too_long:
             logger.warning("%s: %d prompts of more than %s tokens are left out", name, too_long, prompt_max_len)
     return problems
+
+
+def _fractions(dataset_names: Sequence[str], shares: Mapping[str, float] | None) -> dict[str, float]:
+    """The shares of these data sets, so that they add up to 1; empty if there are none for them (held-out data)."""
+    if shares is None or set(dataset_names) != set(shares):
+        return {}
+    total = math.fsum(shares.values())
+    return {name: shares[name] / total for name in dataset_names}
 
 
 def _state(row: dict[str, Any], where: str, input_key: str, apply_chat_template: bool, renderer: ChatRenderer) -> str:

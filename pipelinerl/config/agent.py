@@ -6,6 +6,7 @@ and read none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 AGENT_ROLLOUT = "pipelinerl.agents.agent_func.generate_agent_rollout"
 PROMPT_LOADER = "pipelinerl.agents.prompt_data.load_prompts"
-#: Keys that name data sets, several of them with commas between.
-DATA_KEYS = ("agent.prompt_data", "agent.eval_data")
+#: Keys of data sets, several of them with commas between.
+DATA_KEYS = ("agent.prompt_data", "agent.prompt_data_probs", "agent.eval_data")
 _LOADER_KEYS = ("input_key", "label_key", "apply_chat_template", "prompt_max_len", "max_samples")
 
 
@@ -29,6 +30,7 @@ class AgentConfig(Section):
     """Prompts and episodes of the agent function. It takes effect with `actor.agent_func_path`."""
 
     prompt_data: str | list[str] | None = None
+    prompt_data_probs: str | float | list[float] | None = None
     eval_data: str | list[str] | None = None
     input_key: str = "input"
     label_key: str | None = None
@@ -64,7 +66,10 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
         "model_path": data.get("model_path"),
         "trust_remote_code": bool((data.get("finetune") or {}).get("trust_remote_code")),
     }
-    data["train_dataset_names"] = _data_sets(prompts, "agent.prompt_data", search_dirs)
+    names = _data_sets(prompts, "agent.prompt_data", search_dirs)
+    data["train_dataset_names"] = names
+    if agent.get("prompt_data_probs") is not None:
+        data["dataset_loader_params"]["shares"] = _shares(agent["prompt_data_probs"], names)
     data["test_dataset_names"] = _data_sets(held_out, "agent.eval_data", search_dirs)
 
 
@@ -76,7 +81,9 @@ def unused_agent_keys(config: RunConfig) -> list[str]:
     if config.actor.agent_func_path is None:
         reason = "without actor.agent_func_path"
     elif config.dataset_loader != PROMPT_LOADER:
-        settings = [name for name in settings if name in ("prompt_data", "eval_data", *_LOADER_KEYS)]
+        settings = [
+            name for name in settings if name in ("prompt_data", "prompt_data_probs", "eval_data", *_LOADER_KEYS)
+        ]
         reason = f"with dataset_loader={config.dataset_loader}, which loads the problems by itself"
     else:
         return []
@@ -104,12 +111,38 @@ def _data_sets(value: Any, key: str, search_dirs: Sequence[Path]) -> list[str]:
             raise ConfigError(
                 key,
                 value,
-                "names of data sets; they follow one another, so there are no probabilities",
-                "Leave the numbers out. To have a data set more often, name it more often.",
+                "names of data sets, without numbers between them",
+                "Write how often each is drawn into agent.prompt_data_probs, or name a data set more often.",
             )
         if not part:
             raise ConfigError(key, value, "a name between two commas", "Remove the comma, or name another data set.")
     return [_found(part, search_dirs) for part in parts]
+
+
+def _shares(value: Any, names: Sequence[str]) -> dict[str, float]:
+    """Return how often each of `names` is drawn.
+
+    Raises:
+        ConfigError: `value` is not one number above 0 for each name, or a name is there twice.
+    """
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    numbers = [float(part) if _is_number(str(part)) else math.nan for part in parts]
+    if len(numbers) != len(names) or not all(0 < number < math.inf for number in numbers):
+        raise ConfigError(
+            "agent.prompt_data_probs",
+            value,
+            f"{len(names)} numbers above 0, one for each data set of agent.prompt_data",
+            "Write for instance agent.prompt_data_probs=0.7,0.3 for two of them, or leave it at null: all prompts are "
+            "then drawn equally often.",
+        )
+    if len(set(names)) != len(names):
+        raise ConfigError(
+            "agent.prompt_data",
+            list(names),
+            "each data set once with agent.prompt_data_probs",
+            "Name it once, with the sum of its numbers.",
+        )
+    return dict(zip(names, numbers, strict=True))
 
 
 def _is_number(text: str) -> bool:

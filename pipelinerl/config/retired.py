@@ -54,7 +54,6 @@ RETIRED_KEYS: tuple[Retired, ...] = (
     Retired("discount_factor", "it belongs to the rollout", "actor.discount_factor"),
     Retired("environments", "a run has one environment", "environment"),
     Retired("environment_key", "a run has one environment", "environment"),
-    Retired("agent.prompt_data_probs", "data sets follow one another", "agent.prompt_data=A,A,B to have A twice"),
     Retired("use_fast_llm", "there is one trainer", "use_deepspeed or use_fsdp"),
     Retired("fast_llm", "there is one trainer", "the keys below finetune"),
     Retired("weight_broadcast", "weights are always broadcast", "finetune.send_weight_updates"),

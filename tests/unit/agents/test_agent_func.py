@@ -13,11 +13,13 @@ import torch
 from fakes.fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
+from pipelinerl.actor.problems import ProblemOrder
 from pipelinerl.agents.agent_func import generate_agent_rollout, read_step
 from pipelinerl.agents.prompt_data import load_prompts
 from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER
 from pipelinerl.config.compose import compose
 from pipelinerl.config.epochs import epoch_notes, steps_of_epochs
+from pipelinerl.domains.datasets import load_problem_sets
 from pipelinerl.errors import ConfigError, DomainError, RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
@@ -266,6 +268,29 @@ def test_several_data_sets_follow_one_another(model: str, tmp_path: Path, caplog
     assert [problem["id"] for problem in twice] == ["prompts-0", "prompts-1", "prompts.2-0", "prompts.2-1"]
 
 
+def test_data_sets_are_drawn_by_their_shares(model: str, tmp_path: Path) -> None:
+    """2 and 30 rows, drawn 3 to 1: of any 4 prompts 3 are of the small file, which begins anew when it is used up."""
+    names = []
+    for folder, count in (("small", 2), ("large", 30)):
+        (tmp_path / folder).mkdir()
+        names.append(rows(tmp_path / folder, *({"input": f"{folder}{number}"} for number in range(count))))
+    words = [f"agent.prompt_data='{names[0]},{names[1]}'", "agent.prompt_data_probs=0.75,0.25"]
+    config = composed(tmp_path, *words, f"model_path={model}").config
+    problems = load_problem_sets(config).train
+    assert len(problems) == 32
+    order = ProblemOrder(problems, "0")
+    drawn = [order[number].data["state"] for number in range(40)]
+    assert [sum(state.startswith("small") for state in drawn[at : at + 4]) for at in range(0, 40, 4)] == [3] * 10
+    small = [state for state in drawn if state.startswith("small")]
+    assert all({*small[at : at + 2]} == {"small0", "small1"} for at in range(0, 30, 2))
+    assert len({state for state in drawn if state.startswith("large")}) == 10
+    # Of 8 rows in all 6 would be of the small file.
+    few = load_prompts(names, model_path=model, max_samples=8, shares=config.dataset_loader_params["shares"])
+    assert [problem["dataset"] for problem in few] == [names[0]] * 2 + [names[1]] * 2
+    # Held-out data has no shares.
+    assert "share" not in load_prompts(names[:1], model_path=model, shares=config.dataset_loader_params["shares"])[0]
+
+
 @pytest.mark.parametrize(
     ("entries", "params", "words"),
     [
@@ -328,10 +353,11 @@ def test_data_sets_with_commas(value: str, names: list[str], tmp_path: Path) -> 
         (["agent.prompt_data=a,0.5"], r"agent.prompt_data: got \['a', 0.5\], expected names of data sets"),
         (["agent.prompt_data=a", "agent.eval_data='a,,b'"], "agent.eval_data: got 'a,,b', expected a name between"),
         (["agent.prompt_data=[]"], r"agent.prompt_data: got \[\], expected a JSONL file"),
-        (
-            ["agent.prompt_data=a", "agent.prompt_data_probs='0.5,0.5'"],
-            "agent.prompt_data_probs: got '0.5,0.5', expected agent.prompt_data=A,A,B to have A twice instead",
-        ),
+        (["agent.prompt_data=a", "agent.prompt_data_probs='0.5,0.5'"], "got '0.5,0.5', expected 1 numbers above 0"),
+        (["agent.prompt_data='a,b'", "agent.prompt_data_probs='0.5,x'"], "got '0.5,x', expected 2 numbers above 0"),
+        (["agent.prompt_data='a,b'", "agent.prompt_data_probs=[0.5,0]"], r"got \[0.5, 0\], expected 2 numbers above 0"),
+        (["agent.prompt_data='a,b'", "agent.prompt_data_probs=0.5"], "got 0.5, expected 2 numbers above 0"),
+        (["agent.prompt_data='a,a'", "agent.prompt_data_probs='1,2'"], "expected each data set once with"),
     ],
 )
 def test_data_sets_that_are_refused(words: list[str], message: str, tmp_path: Path) -> None:

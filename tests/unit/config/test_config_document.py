@@ -26,7 +26,7 @@ IN_CONFIG_ONLY = re.compile(
     r"|rl\.temperature|interrupt_train_steps)"
     r"|preprocess\.pop_old_data|attempts"
     # Settled into dataset_loader_params and the names of the data sets.
-    r"|agent\.(prompt_data|eval_data|input_key|label_key|apply_chat_template|prompt_max_len|max_samples)"
+    r"|agent\.(prompt_data|prompt_data_probs|eval_data|input_key|label_key|apply_chat_template|prompt_max_len|max_samples)"
 )
 # Values that each refused key does not take. Those with None are refused by the launcher, which still plans them.
 REFUSED_WORDS: dict[str, str | None] = {

@@ -153,6 +153,24 @@ def test_a_batch_says_how_many_passes_its_groups_have_done(tmp_path):
     run.finish()
 
 
+def test_the_range_of_rewards_is_one_of_the_rollouts_metrics(tmp_path):
+    """Not of what the texts were given to train on, nor of what a length penalty makes of it."""
+    limits = {
+        "filter_reward_low": 0.0,
+        "filter_reward_high": 1.0,
+        "overlong_buffer_tokens": 2,
+        "overlong_limit_tokens": 3,
+    }
+    run = Run(tmp_path, finetune={**FINETUNE, "rl": limits})
+    for number, reward in enumerate((1.0, 0.5, 0.5)):
+        made = group(f"0-{number}", rewards=(0.0, 7.0))
+        summaries = [replace(rollout, reward=reward) for rollout in made.rollouts]
+        run.actor.write(replace(made, rollouts=summaries))
+    assert run.next_batch().group_ids == ["0-1", "0-2"]
+    run.finish()
+    assert {reason for _, _, reason in run.fates()} == {"reward_range"}
+
+
 def test_at_most_two_steps_ahead_of_the_trainer(tmp_path):
     run = Run(tmp_path)
     for n in range(8):
