@@ -291,7 +291,7 @@ def start_actor(folder: Path, url: str, options: argparse.Namespace) -> subproce
     save_config(config, files.config_file)
     write_identity(files.identity_file, RunIdentity(run_id="benchmark", incarnation=0, config_hash=""))
     jobs = [
-        Job(kind, f"{kind}_0", 0, 0, 0, 0, "127.0.0.1", [], None, address, None, 1)
+        Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", [], None, address, None, 1)
         for kind, address in (("actor_llm", url), ("actor", None))
     ]
     files.world_file.write_text(WorldMap(jobs, "cpu", 1, 0, 1, "127.0.0.1", 1).to_json())

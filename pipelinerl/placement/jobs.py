@@ -21,16 +21,15 @@ SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 class Job(msgspec.Struct, frozen=True):
     """One process of the run.
 
-    `idx` counts within the kind, `local_idx` within kind and node (the local rank of a trainer process). `replica` is
-    0: one actor serves all servers. `gpus` are the device ids as `CUDA_VISIBLE_DEVICES` on the job's node writes them;
-    empty on CPUs. `port` and `url` are those of a server; `weight_group_port` is where the trainer meets this server to
-    send weights. `cores` is the number of CPU threads that the job may use.
+    `idx` counts within the kind, `local_idx` within kind and node (the local rank of a trainer process). `gpus` are the
+    device ids as `CUDA_VISIBLE_DEVICES` on the job's node writes them; empty on CPUs. `port` and `url` are
+    those of a server; `weight_group_port` is where the trainer meets this server to send weights. `cores` is the number
+    of CPU threads that the job may use.
     """
 
     kind: str
     name: str
     idx: int
-    replica: int
     local_idx: int
     node_rank: int
     host: str

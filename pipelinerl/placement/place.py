@@ -122,7 +122,7 @@ class Placer:
         self._counts[kind, node] = local_idx + 1
         host = self.cluster.hosts[node]
         url = None if port is None else url_of(host, port)
-        return Job(kind, f"{kind}_{idx}", idx, 0, local_idx, node, host, gpus, port, url, None, cores=1)
+        return Job(kind, f"{kind}_{idx}", idx, local_idx, node, host, gpus, port, url, None, cores=1)
 
     def _with_group_ports(self, servers: list[Job], ranks: list[Job]) -> list[Job]:
         """Give each actor server the port where it meets trainer rank 0; the port is one of rank 0's node."""

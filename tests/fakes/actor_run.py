@@ -247,4 +247,4 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job(kind: str, index: int, url: str | None) -> Job:
-    return Job(kind, f"{kind}_{index}", index, 0, 0, 0, "127.0.0.1", [], None, url, None, 1)
+    return Job(kind, f"{kind}_{index}", index, 0, 0, "127.0.0.1", [], None, url, None, 1)

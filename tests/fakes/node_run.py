@@ -47,7 +47,7 @@ def main(root: str) -> None:
     )
     commands = []
     for name, source in JOBS.items():
-        job = Job(name.rpartition("_")[0], name, 1, 0, 0, 1, "127.0.0.2", [], None, None, None, 1)
+        job = Job(name.rpartition("_")[0], name, 1, 0, 1, "127.0.0.2", [], None, None, None, 1)
         commands.append(Command(job, (sys.executable, "-c", source), {JOB_KEY: name}))
     events: SimpleQueue[Event] = SimpleQueue()
     node_0 = EndsWhenTheRankIsDone(events)

@@ -152,7 +152,7 @@ def wait_for_step(root: Path, launcher: subprocess.Popen[str], step: int, timeou
 
 
 def _job(kind: str, url: str | None = None, group_port: int | None = None) -> Job:
-    return Job(kind, f"{kind}_0", 0, 0, 0, 0, "127.0.0.1", [], None, url, group_port, 1)
+    return Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", [], None, url, group_port, 1)
 
 
 def main(config_json: str, url: str, group_port: str, token: str, task_dir: str) -> int:

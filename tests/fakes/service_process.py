@@ -47,7 +47,7 @@ def _plan(run: ActorRun, kind: str, name: str) -> str:
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
     world = WorldMap.from_json(run.files.world_file.read_bytes())
-    job = Job(kind, name, 0, 0, 0, 0, "127.0.0.1", [], port, url, None, 1)
+    job = Job(kind, name, 0, 0, 0, "127.0.0.1", [], port, url, None, 1)
     run.files.world_file.write_text(msgspec.structs.replace(world, jobs=[*world.jobs, job]).to_json())
     return url
 

@@ -35,7 +35,7 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
     commands = []
     for name, source in jobs.items():
         kind, _, idx = name.rpartition("_")
-        job = Job(kind, name, int(idx), 0, int(idx), 0, "127.0.0.1", [], None, None, None, 1)
+        job = Job(kind, name, int(idx), int(idx), 0, "127.0.0.1", [], None, None, None, 1)
         argv = (source[1:],) if source.startswith("!") else (sys.executable, "-c", source, root, name)
         commands.append(Command(job, argv, {JOB_KEY: name, "PYTHONFAULTHANDLER": "1"}))
     world = WorldMap([command.job for command in commands], "cpu", 1, 0, 0, "127.0.0.1", 29500)

@@ -35,7 +35,7 @@ def start(kit, tmp_path):
             gradient_checkpointing=False,
         )
         config = RunConfig(output_dir=str(tmp_path / "run"), model_path=str(model), finetune={**settings, **finetune})
-        job = Job("finetune", "finetune_0", 0, 0, 0, 0, "localhost", [], None, None, None, 1)
+        job = Job("finetune", "finetune_0", 0, 0, 0, "localhost", [], None, None, None, 1)
         run_dir = RunDir(tmp_path / "run")
         return RoleContext(
             config=config,

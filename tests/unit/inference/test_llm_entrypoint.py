@@ -16,8 +16,8 @@ from pipelinerl.world import Job, WorldMap
 def context(device: str, port: int | None = 8081, **config: Any) -> Any:
     run = RunConfig(output_dir="/run", model_path="/model", seed=10, **config)
     gpus, rank_gpus = [["1"], ["1" if run.world.placement == "colocated" else "0"]] if device == "cuda" else [[], []]
-    job = Job("actor_llm", "actor_llm_1", 1, 0, 0, 0, "127.0.0.1", gpus, port, None, None, 1)
-    rank = Job("finetune", "finetune_0", 0, 0, 0, 0, "127.0.0.1", rank_gpus, None, None, None, 1)
+    job = Job("actor_llm", "actor_llm_1", 1, 0, 0, "127.0.0.1", gpus, port, None, None, 1)
+    rank = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", rank_gpus, None, None, None, 1)
     world = WorldMap([job, rank], device, 1, 0, 1, "127.0.0.1", 1)  # type: ignore[arg-type]
     return SimpleNamespace(config=run, job=job, world=world)
 

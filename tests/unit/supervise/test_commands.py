@@ -14,7 +14,7 @@ from pipelinerl.world import Job, WorldMap
 
 def job(kind: str, idx: int = 0, gpus: tuple[str, ...] = (), node: int = 0, local_idx: int | None = None) -> Job:
     return Job(
-        kind, f"{kind}_{idx}", idx, 0, idx if local_idx is None else local_idx, node, f"10.0.0.{node}", list(gpus),
+        kind, f"{kind}_{idx}", idx, idx if local_idx is None else local_idx, node, f"10.0.0.{node}", list(gpus),
         None, None, None, 3,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ NODES = {
 
 
 def job(kind: str, idx: int = 0) -> Job:
-    return Job(kind, f"{kind}_{idx}", idx, 0, idx, 0, "h", [], None, None, None, 1)
+    return Job(kind, f"{kind}_{idx}", idx, idx, 0, "h", [], None, None, None, 1)
 
 
 class Scene:

@@ -56,7 +56,7 @@ def test_stuck(started_at: float, state: HeartbeatState | None, now: float, expe
 
 
 def job(kind: str, idx: int = 0) -> Job:
-    return Job(kind, f"{kind}_{idx}", idx, 0, idx, 0, "h", [], None, None, None, 1)
+    return Job(kind, f"{kind}_{idx}", idx, idx, 0, "h", [], None, None, None, 1)
 
 
 JOBS = [job("actor_llm"), job("actor"), job("preprocessor"), job("finetune"), job("finetune", 1)]

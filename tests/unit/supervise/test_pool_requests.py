@@ -34,7 +34,7 @@ class Kept:
     def __init__(self, root: Path, **supervise: float) -> None:
         self.run_dir = RunDir(root)
         self.said: list[PoolChange] = []
-        jobs = [Job("actor_llm", f"actor_llm_{i}", i, 0, i, 0, "h", [], 1, f"http://h:{i}", 2, 1) for i in range(2)]
+        jobs = [Job("actor_llm", f"actor_llm_{i}", i, i, 0, "h", [], 1, f"http://h:{i}", 2, 1) for i in range(2)]
         self.keeper = ServerKeeper(
             jobs,
             SuperviseConfig.model_validate({"max_server_restarts": 1, "server_restart_backoff_s": 1, **supervise}),

@@ -28,7 +28,7 @@ def cluster(gpus: tuple[str, ...] = (), nodes: int = 1) -> Cluster:
 
 
 def world(*kinds: str) -> WorldMap:
-    jobs = [Job(kind, f"{kind}_0", 0, 0, 0, 0, "h", [], None, None, None, 1) for kind in kinds]
+    jobs = [Job(kind, f"{kind}_0", 0, 0, 0, "h", [], None, None, None, 1) for kind in kinds]
     return WorldMap(jobs, "cpu", 1, 0, 0, "h", 1)
 
 

@@ -16,7 +16,7 @@ START_TIMEOUT_S = 100
 
 
 def job(kind: str, idx: int) -> Job:
-    return Job(kind, f"{kind}_{idx}", idx, 0, idx, 0, "h", [], 8000 + idx, f"http://h:{8000 + idx}", 9000 + idx, 1)
+    return Job(kind, f"{kind}_{idx}", idx, idx, 0, "h", [], 8000 + idx, f"http://h:{8000 + idx}", 9000 + idx, 1)
 
 
 class Kept:

@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     write_identity(files.identity_file, RunIdentity(run_id="run-a", incarnation=1, config_hash=""))
     save_config(config, files.config_file)
     names = ("actor", "preprocessor", "finetune")
-    jobs = [Job(kind, f"{kind}_0", 0, 0, 0, 0, "127.0.0.1", [], None, None, None, 1) for kind in names]
+    jobs = [Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1) for kind in names]
     files.world_file.write_text(WorldMap(jobs, "cpu", 1, 0, 1, "127.0.0.1", 1).to_json())
     writer = StreamHub(config.streams, files, "run-a").writer("trainer", "finetune_0", TrainerMessage)
     for step in (1, 2, 3):

@@ -33,7 +33,7 @@ from pipelinerl.world import Job, WorldMap
 
 
 def job(kind: str, idx: int = 0) -> Job:
-    return Job(kind, f"{kind}_{idx}", idx, 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+    return Job(kind, f"{kind}_{idx}", idx, 0, 0, "127.0.0.1", [], None, None, None, 1)
 
 
 WORLD = WorldMap(

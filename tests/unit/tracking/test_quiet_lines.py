@@ -24,7 +24,7 @@ from pipelinerl.world import Job, WorldMap
 CONFIG = RunConfig.model_validate(
     {"output_dir": "x", "test_dataset_names": ["test"], "finetune": {"max_train_steps": 52}, "attempts": 8}
 )
-JOBS = [Job(kind, f"{kind}_0", 0, 0, 0, 0, "h", [], None, None, None, 1) for kind in ("actor_llm", "actor", "finetune")]
+JOBS = [Job(kind, f"{kind}_0", 0, 0, 0, "h", [], None, None, None, 1) for kind in ("actor_llm", "actor", "finetune")]
 
 
 def beat(waiting_for: str | None = None, since: float = 100.0, time: float = 120.0) -> HeartbeatState:

@@ -180,8 +180,8 @@ def test_a_folder_of_the_users_is_for_many_runs(tmp_path: Path) -> None:
 
 def play(tmp_path: Path, tensorboard: dict[str, Any]) -> None:
     """One run with an evaluation, a weight update and a step, from its streams to its sinks."""
-    job = Job("finetune", "finetune_0", 0, 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
-    actor = Job("actor", "actor_0", 0, 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+    job = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+    actor = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
     world = WorldMap([actor, job], "cpu", 1, 0, 1, "127.0.0.1", 1)
     settings = config(tensorboard={"enabled": True, **tensorboard})
     hub = StreamHub(settings.streams, RunDir(tmp_path), "r")

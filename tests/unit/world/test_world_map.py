@@ -239,12 +239,19 @@ def test_o4_who_gets_which_gpus(row: tuple[dict[str, Any], Any, Any, Any]) -> No
     assert len({job.name for job in world.jobs}) == len(world.jobs)
 
 
+def test_the_plan_of_an_older_start_is_read() -> None:
+    """It has a field more for each job."""
+    world = plan(gpus=2, cores=8)
+    older = world.to_json().replace('"local_idx"', '"replica":0,"local_idx"')
+    assert older.count("replica") == len(world.jobs) and WorldMap.from_json(older) == world
+
+
 def test_a_server_and_a_rank_in_full() -> None:
     world = plan(gpus=2, cores=8)
     assert world.job("actor_llm_0") == Job(
-        "actor_llm", "actor_llm_0", 0, 0, 0, 0, "127.0.0.1", ["0"], 8080, "http://127.0.0.1:8080", 9000, 4
+        "actor_llm", "actor_llm_0", 0, 0, 0, "127.0.0.1", ["0"], 8080, "http://127.0.0.1:8080", 9000, 4
     )
-    assert world.job("finetune_0") == Job("finetune", "finetune_0", 0, 0, 0, 0, "127.0.0.1", ["1"], None, None, None, 4)
+    assert world.job("finetune_0") == Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", ["1"], None, None, None, 4)
     assert (world.master_addr, world.master_port) == ("127.0.0.1", 29500)
     with pytest.raises(KeyError, match=r"actor_llm_7.*actor_llm_0"):
         world.job("actor_llm_7")
