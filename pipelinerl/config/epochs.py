@@ -26,7 +26,8 @@ def settle_epochs(data: dict[str, Any]) -> None:
         return
     epochs = agent.get("max_epochs")
     # What is no number of passes is refused under its own name.
-    if not isinstance(actor.get("agent_func_path"), str) or not isinstance(epochs, int) or epochs < 1:
+    is_number = isinstance(epochs, int) and not isinstance(epochs, bool) and epochs > 0
+    if not isinstance(actor.get("agent_func_path"), str) or not is_number:
         return
     if finetune.get("max_epochs") not in (None, epochs):
         raise ConfigError(
@@ -56,6 +57,11 @@ def epoch_notes(config: RunConfig, num_problems: int) -> list[str]:
             f"{steps} steps with one sample a rollout"
         ]
     notes = []
+    if config.max_lag is None and config.schedule != "conventional" and config.pop_old_data:
+        notes.append(
+            f"{key}={epochs} with max_lag=null: samples that are dropped because training is slower than sampling have "
+            "had their turn. Set max_lag to train on all problems"
+        )
     # Those that are not below max_train_steps have a note already.
     if finetune.lr_scheduler_type != "constant" and steps <= finetune.num_warmup_steps < finetune.max_train_steps:
         notes.append(

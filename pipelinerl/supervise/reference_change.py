@@ -49,7 +49,7 @@ def fix_reference(changes: Sequence[Change], old: RunConfig, new: RunConfig, run
         return list(changes)
     if old.streams.backend != "files":
         # Records in Redis are in a server that is not up.
-        why = "batches that wait in the stream have no log-probs of reference servers"
+        why = "batches may wait in the stream that have no log-probs of reference servers"
     else:
         step = _waiting_step(run_dir)
         if step is None:

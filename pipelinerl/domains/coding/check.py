@@ -19,7 +19,8 @@ _PATIENCE_S = 5.0
 
 def sandbox_endpoint(config: Any) -> str | None:
     """Return the SandboxFusion server to use: `sandbox_endpoint`, else the environment's; None: the local sandbox."""
-    return config.sandbox_endpoint or os.environ.get(ENDPOINT_KEY) or None
+    named = None if config is None else config.sandbox_endpoint
+    return named or os.environ.get(ENDPOINT_KEY) or None
 
 
 def check_config(config: Any) -> None:

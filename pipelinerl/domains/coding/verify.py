@@ -99,7 +99,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def validate(problem: dict[str, Any], config: Any) -> float | None:
+def validate(problem: dict[str, Any], config: Any = None) -> float | None:
     """Return the score of the reference solution, run where a rollout would run it; None where there is none."""
     gold = gold_answer(problem)
     return None if gold is None else verify_coding(gold, problem, sandbox_endpoint(config)).score

@@ -52,7 +52,7 @@ def _wrapped(problem: dict[str, Any], name: str, share: float, module: str, roll
     return wrapped
 
 
-def validate(problem: dict[str, Any], config: Any) -> float | None:
+def validate(problem: dict[str, Any], config: Any = None) -> float | None:
     """Return what the domain's own check says of the gold answer; None if it has none."""
     check = getattr(load_module(problem["module"], problem["domain"]), "validate", None)
     return None if check is None else gold_score(check, problem["problem"], config)

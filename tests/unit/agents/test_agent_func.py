@@ -410,6 +410,14 @@ def test_warm_up_and_evaluations_are_judged_by_the_steps_of_the_passes(tmp_path:
     assert note.startswith("eval_every_n_versions=20 is not below the 10 steps")
 
 
+def test_passes_with_a_ring_that_drops_samples_get_a_note(tmp_path: Path) -> None:
+    words = ["finetune.num_warmup_steps=0", "finetune.gradient_accumulation_passes=128"]
+    (note,) = epoch_notes_of(tmp_path, 160, *words, "max_lag=null")
+    assert note.startswith("agent.max_epochs=1 with max_lag=null: samples that are dropped")
+    assert epoch_notes_of(tmp_path, 160, *words) == []
+    assert epoch_notes_of(tmp_path, 160, *words, "max_lag=null", "pop_old_data=false") == []
+
+
 def test_steps_of_epochs() -> None:
     """12,500 prompts, 8 samples each, 192 a step: 520 whole steps and a part of one."""
     assert steps_of_epochs(12_500, 8, 1, 192) == 521

@@ -285,6 +285,8 @@ def test_gold_answers_are_graded_where_rollouts_are(
     else:
         assert gold_score(coding.validate, problem, config(key)) == 1.0
     assert seen == [used] == [sandbox_endpoint(config(key))]
+    # A task of the user's that calls it by itself, without a configuration.
+    assert coding.validate(problem) == 1.0 and seen[1] == variable
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:8080", "ftp://h", "http://", "http://user:pw@h", "http://h:99999"])

@@ -124,5 +124,5 @@ def test_what_is_in_redis_is_taken_to_wait(tmp_path: Path) -> None:
     enter(inspect(started, "run-a")).close()
     save_config(started, RunDir(tmp_path).config_file)
     (tmp_path / "finetune" / "current").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="batches that wait in the stream have no log-probs of reference servers"):
+    with pytest.raises(ConfigError, match="batches may wait in the stream that have no log-probs of reference servers"):
         inspect(config(tmp_path, {**SERVERS, **redis}), "run-b")
