@@ -1,28 +1,33 @@
-"""Keeps the trainer's parameters at values that servers can have, the fp32 rest beside. Used by the plain backend.
+"""Keeps the trainer's parameters at values that servers can have, the fp32 rest beside.
+
+Used by the plain backend, by FSDP2 (on its shards), and once by a frozen reference model.
 
 Servers hold weights in 16 bits. A trainer that computes with fp32 weights follows another policy than the one that
 sampled: it sees the part of every update that rounding takes away, and the difference grows from step to step. So the
 forward and backward passes run on the rounded values, as with all mixed precision training (Micikevicius et al. 2018,
 section 3.1), and the optimizer updates the sums, the fp32 master weights.
 
-Products in bf16 round matrices by themselves. What else a model computes with is rounded here: norms and other vectors,
-and embeddings. With products in fp32 or TF32 it is every parameter.
+Products in bf16 round the matrices of linear layers by themselves. What else a model computes with is rounded here:
+norms and other vectors, embeddings, experts. With products in fp32 or TF32 it is every parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 
 class ServedValues:
     """Parameters at values of `dtype`, and what the fp32 master weights have beyond them.
 
     Args:
-        parameters: fp32. The rest of a trained one is kept in another fp32 tensor; a frozen one is rounded for good.
-        dtype: of the weights in the servers.
+        parameters: fp32, sharded or not. The rest of a trained one is kept in another fp32 tensor of its kind; a frozen
+            one is rounded for good.
+        dtype: of the weights in the servers. What is beyond its range becomes its largest number, the rest is kept:
+            it is refused by name when it is sent.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
@@ -32,17 +37,24 @@ class ServedValues:
         self._places = {id(parameter): place for place, parameter in enumerate(self._trained)}
         for parameter in parameters:
             if not parameter.requires_grad:
-                parameter.data.copy_(parameter.data.to(dtype))
+                parameter.data.copy_(self._narrow(parameter.data))
         self.round()
 
     @torch.no_grad()
     def round(self) -> None:
         """Take the parameters as master weights and round them. What is taken away is kept exactly."""
         for parameter, rest in zip(self._trained, self._rests, strict=True):
-            master = parameter.detach().clone()
-            parameter.copy_(master.to(self.dtype))
+            rest.copy_(parameter)
+            parameter.copy_(self._narrow(rest))
             # Exact: the difference of two floats so close has no more digits than the larger of them.
-            rest.copy_(master.sub_(parameter))
+            rest.sub_(parameter.to(rest.device))
+
+    def _narrow(self, values: torch.Tensor) -> torch.Tensor:
+        if self.dtype == torch.float16:
+            # An infinite weight would leave nothing to get the master back from.
+            limit = torch.finfo(torch.float16).max
+            values = values.clamp(-limit, limit)
+        return values.to(self.dtype)
 
     @contextmanager
     def masters(self) -> Iterator[None]:
@@ -64,24 +76,30 @@ class ServedValues:
         place = self._places.get(id(parameter))
         return parameter if place is None else parameter.detach() + self._rests[place].to(parameter.device)
 
+    def values_in(self, dtype: torch.dtype) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """A function from a parameter to what is cast to `dtype`, so that each master weight is rounded once.
+
+        In the servers' dtype the parameter itself is right, and rests that wait in host memory stay there. Not so in
+        float16: it hides what is beyond the range.
+        """
+        if dtype == self.dtype != torch.float16:
+            return lambda name, parameter: parameter
+        return self.value_of
+
 
 def parameters_to_round(
     language_model: torch.nn.Module, computed: torch.dtype, served: torch.dtype, *, has_adapters: bool
 ) -> list[torch.nn.Parameter]:
     """The parameters that products in `computed` would use with more digits than `served` has.
 
+    Only matrices of linear layers are sure to be rounded by their products. Grouped products of experts take weights as
+    they are, biases may be added in fp32, and some vectors have two or three dimensions.
     Adapters are left alone: servers get the merged matrix, which nobody holds here.
     """
     if torch.finfo(served).bits >= 32:
         return []
-    wide = {id(p) for m in language_model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(False)}
-    biases = {id(m.bias) for m in language_model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None}
-    only_what_products_leave = computed == served or has_adapters
-    chosen = []
-    for parameter in language_model.parameters():
-        if parameter.dtype != torch.float32:
-            continue
-        is_multiplied = (parameter.ndim > 1 and id(parameter) not in wide) or id(parameter) in biases
-        if not (is_multiplied and only_what_products_leave):
-            chosen.append(parameter)
-    return chosen
+    linear = {id(m.weight) for m in language_model.modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    # A head that is tied to the embedding is a linear layer too, but the embedding is looked up in fp32.
+    linear -= {id(m.weight) for m in language_model.modules() if isinstance(m, torch.nn.Embedding)}
+    spared = linear if computed == served or has_adapters else set()
+    return [p for p in language_model.parameters() if p.dtype == torch.float32 and id(p) not in spared]

@@ -44,15 +44,16 @@ class PlainBackend:
         self._ranks = ranks
         self._max_norm = config.gradient_clipping_threshold
         self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-        rounded = parameters_to_round(
-            policy.language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
-        )
-        self._served = ServedValues(rounded, policy.served_dtype)
         self._optimizer = make_adamw(self._named, config)
         self._module: torch.nn.Module = policy
         if ranks.world_size > 1:
             device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
             self._module = DistributedDataParallel(policy, device_ids=device_ids)
+        # Behind DDP, which gives all ranks the weights of the first: their masters have to be the same too.
+        rounded = parameters_to_round(
+            policy.language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+        )
+        self._served = ServedValues(rounded, policy.served_dtype)
 
     def forward(
         self,
@@ -87,11 +88,12 @@ class PlainBackend:
         return value
 
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
+        merged, masters = merged_value(self.policy), self._served.values_in(dtype)
         return ModuleSource(
             self.policy,
             dtype=dtype,
             rename=export_name if with_value_head else checkpoint_name,
-            value_of=merged_value(self.policy) if has_adapters(self.policy) else self._served.value_of,
+            value_of=lambda name, parameter: merged(name, masters(name, parameter)),
         )
 
     def move_optimizer(self, device: torch.device) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.backends.tensor_files import read_tensors
 from pipelinerl.finetune.lora import add_adapters
@@ -17,6 +18,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.weights.buffers import packed_buffers
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -85,11 +87,11 @@ def test_a_frozen_parameter_is_rounded_for_good_and_another_one_left_alone() -> 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_bf16_products_leave_is_norms_vectors_and_embeddings(kit, tied: bool) -> None:
+def test_what_bf16_products_leave_is_vectors_and_embeddings(kit, tied: bool) -> None:
     model = kit.model("qwen2", tied=tied)
     chosen = names_of(model, parameters_to_round(model, BF16, BF16, has_adapters=False))
-    norms = {name for name, _ in model.named_parameters() if "norm" in name}
-    assert len(norms) == 5 and chosen == norms | {"model.embed_tokens.weight"}
+    vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+    assert len(vectors) == 11 and chosen == vectors | {"model.embed_tokens.weight"}
     everything = parameters_to_round(model, torch.float32, torch.float16, has_adapters=False)
     assert len(everything) == len(list(model.parameters()))
     assert parameters_to_round(model, torch.float32, torch.float32, has_adapters=False) == []
@@ -155,12 +157,50 @@ def test_with_adapters_only_the_frozen_vectors_and_embeddings_are_rounded(kit, t
     policy = kit.policy(compute_dtype=BF16, served_dtype=BF16)
     add_adapters(policy, LoraConfig(enabled=True, r=2), "base")
     names = names_of(policy, parameters_to_round(policy.language_model, BF16, BF16, has_adapters=True))
-    assert names and all("norm" in name or "embed" in name for name in names)
+    assert names and all("norm" in name or "embed" in name or "bias" in name for name in names)
     in_fp32 = names_of(policy, parameters_to_round(policy.language_model, torch.float32, BF16, has_adapters=True))
     assert not any("lora" in name or "proj.base_layer.weight" in name for name in in_fp32)
     PlainBackend(policy, kit.config(), Ranks())
     parameters = dict(policy.named_parameters())
     assert all(is_rounded(parameters[name]) for name in names)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_trained_beside_adapters_have_masters_too(kit, bias: str) -> None:
+    policy = kit.policy(compute_dtype=torch.float32, served_dtype=BF16)
+    add_adapters(policy, LoraConfig(enabled=True, r=2, bias=bias), "base")
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    train(backend, kit, 1)
+    name = "model.layers.0.self_attn.q_proj.bias"
+    masters, sent = received(backend, torch.float32), received(backend, BF16)
+    parameters = {key.replace(".base_layer", ""): value for key, value in policy.language_model.named_parameters()}
+    assert not is_rounded(masters[name]) and torch.equal(masters[name].to(BF16), sent[name])
+    assert torch.equal(parameters[name].detach(), sent[name].float())
+
+
+def test_a_weight_beyond_float16_is_refused_by_name_and_its_master_kept(kit, tmp_path) -> None:
+    policy = kit.policy(served_dtype=torch.float16)
+    with torch.no_grad():
+        policy.language_model.model.norm.weight[0] = 70000.0
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    source = backend.weight_source(torch.float16)
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight has values that overflow"):
+        list(packed_buffers(source, source.metadata(), 2**20, 0, ["actor_llm_0"]))
+    # Nothing became infinite or NaN behind it.
+    assert torch.isfinite(logprobs(policy)).all()
+    backend.save(tmp_path)
+    assert read_tensors(tmp_path / "model.safetensors")["language_model.model.norm.weight"][0] == 70000.0
+    assert received(backend, torch.float32)["model.norm.weight"][0] == 70000.0
+
+
+def test_what_waits_in_host_memory_is_not_fetched_to_send_the_weights(kit) -> None:
+    backend = PlainBackend(kit.policy(served_dtype=BF16), kit.config(), Ranks())
+    train(backend, kit, 1)
+    sent, masters = received(backend, BF16), received(backend, torch.float32)
+    # On `meta` there is nothing to fetch.
+    backend.move_optimizer(torch.device("meta"))
+    away = received(backend, BF16)
+    assert all(torch.equal(sent[name], away[name]) and torch.equal(masters[name].to(BF16), away[name]) for name in sent)
 
 
 @pytest.mark.parametrize(
