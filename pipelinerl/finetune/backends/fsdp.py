@@ -29,6 +29,7 @@ from pipelinerl.finetune.lora import Update, has_adapters, updates
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
+from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.weight_names import BUCKET_BYTES, NamedParameter, in_buckets, sent_parameters, tensor_metas
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
@@ -37,7 +38,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FSDPBackend:
-    """See `Backend`. Master weights are fp32; `fsdp.param_dtype` is the dtype in which they are gathered."""
+    """See `Backend`. `fsdp.param_dtype` is the dtype in which parameters are gathered.
+
+    Shards are fp32 and between steps have values that servers can have (`served_values.py`); what is saved are the
+    fp32 master weights.
+    """
 
     #: How much of the model is whole at once while it is sent.
     bucket_bytes = BUCKET_BYTES
@@ -64,6 +69,15 @@ class FSDPBackend:
         assert isinstance(policy, FSDPModule)
         self._sharded: FSDPModule = policy
         self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        # Gathered in the servers' dtype, every parameter is rounded on the way.
+        rounded = (
+            parameters_to_round(
+                policy.language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+            )
+            if precision.param_dtype != policy.served_dtype
+            else []
+        )
+        self._served = ServedValues(rounded, policy.served_dtype)
         self._optimizer = make_adamw(self._named, config.finetune)
 
     def forward(
@@ -94,7 +108,8 @@ class FSDPBackend:
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_([p for _, p in self._named], self._max_norm, norm)
             set_learning_rate(self._optimizer, learning_rate_factor)
-            self._optimizer.step()
+            with self._served.masters():
+                self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return value
 
@@ -112,11 +127,12 @@ class FSDPBackend:
 
     def _gathered(self, part: list[NamedParameter], dtype: torch.dtype, table: dict[int, Update]) -> Bucket:
         bucket = []
+        value_of = self._served.values_in(dtype)
         for name, parameter in part:
             update = table.get(id(parameter))
             if update is None:
                 # Cast the shard first: half the bytes travel for bf16.
-                full = whole(parameter.detach().to(dtype))
+                full = whole(value_of(name, parameter).detach().to(dtype))
             else:
                 full = (whole(parameter).float() + update.value(whole)).to(dtype)
             if self._ranks.is_first:
@@ -126,12 +142,14 @@ class FSDPBackend:
     def save(self, folder: Path) -> None:
         rank = self._ranks.rank
         # A frozen base is in the model folder already: what is trained is enough.
-        write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self._named))
+        with self._served.masters():
+            write_tensors(folder / f"model_{rank}.safetensors", parameter_tensors(self._named))
         write_tensors(folder / f"optimizer_{rank}.safetensors", optimizer_tensors(self._named, self._optimizer))
 
     def load(self, folder: Path) -> None:
         rank = self._ranks.rank
-        load_parameters(self._named, read_tensors(folder / f"model_{rank}.safetensors"))
+        with self._served.masters():
+            load_parameters(self._named, read_tensors(folder / f"model_{rank}.safetensors"))
         restore_optimizer(self._named, self._optimizer, read_tensors(folder / f"optimizer_{rank}.safetensors"))
 
 
