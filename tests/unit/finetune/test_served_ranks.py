@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from fakes.rank_group import run_ranks
 
 from pipelinerl.finetune.backends.tensor_files import read_tensors
