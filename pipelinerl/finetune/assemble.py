@@ -20,7 +20,7 @@ from pipelinerl.finetune.colocation import take_turns, wait_for_servers
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.device_memory import peak_memory
 from pipelinerl.finetune.loop import TrainingLoop
-from pipelinerl.finetune.model import load_policy, wire_dtype
+from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.on_policy_check import samples_everything
 from pipelinerl.finetune.optimizer import schedule_of
@@ -127,7 +127,7 @@ def build_loop(
     weights = None
     if has_servers:
         start_timeout_s = config.vllm_config.start_timeout_s
-        sent = wire_dtype(config, dtype)
+        sent = backend.policy.served_dtype
         weights = WeightsFeed(backend, ranks, publisher, sent, pool, first_tokens, start_timeout_s)
     return TrainingLoop(
         config=finetune.model_copy(update={"weight_update_interval": update_interval(config)}),

@@ -16,7 +16,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.model import wire_dtype
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.schedules.drain import Drain
 from pipelinerl.schedules.rounds import next_update
@@ -110,6 +109,6 @@ def take_turns(
 
 def level_of(config: RunConfig, backend: Backend, num_servers: int) -> int:
     """The level at which the servers of this run sleep now."""
-    metas = backend.weight_source(wire_dtype(config, backend.policy.compute_dtype)).metadata()
+    metas = backend.weight_source(backend.policy.served_dtype).metadata()
     weight_bytes = num_servers * sum(meta.num_bytes for meta in metas)
     return sleep_level(config.world.sleep_level, weight_bytes, psutil.virtual_memory().available)

@@ -18,20 +18,13 @@ from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_impleme
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.packing_check import family_leak, forward_difference, packing_difference, tf32_difference
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.server_dtype import wire_dtype
 
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Far beyond what rounding to 10 bits does, far below what rounded positions do.
 _TF32_TOLERANCE = 0.1
-# vLLM's names; `auto` depends on the checkpoint.
-_SERVER_DTYPES = {
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -41,17 +34,6 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         wanted = "bf16" if device.type == "cuda" and config.finetune.load_as_bf16 else "fp32"
     return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[wanted]
-
-
-def wire_dtype(config: RunConfig, computed: torch.dtype) -> torch.dtype:
-    """Dtype in which weights travel to servers, given that of the trainer's products.
-
-    The servers' own, so that a weight is rounded once; but a trainer of bf16 products sends what it multiplies.
-    """
-    if computed != torch.float32:
-        return computed
-    options = {name.strip().lstrip("-"): value for name, value in config.vllm_config.vllm_kwargs.items()}
-    return _SERVER_DTYPES.get(str(options.get("dtype")), computed)
 
 
 def load_policy(config: RunConfig, device: torch.device, model_path: str | None = None) -> PolicyModel:
@@ -81,7 +63,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             with_values=settings.model_class.endswith("with-value-head"),
             compute_dtype=dtype,
             tf32=settings.dtype == "tf32",
-            served_dtype=wire_dtype(config, dtype),
+            served_dtype=wire_dtype(config, dtype, device, path),
         ).to(device)
         if policy.tf32 and policy.fp32_head and not policy.has_linear_head:
             raise ConfigError(
@@ -101,7 +83,9 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
                 # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
                 language_model.enable_input_require_grads()
         products = "tf32" if policy.tf32 else dtype
-        logger.info("attention %s, products in %s, parameters in fp32, device %s", attention, products, device)
+        served = str(policy.served_dtype).removeprefix("torch.")
+        line = "attention %s, products in %s, parameters in fp32, servers in %s, device %s"
+        logger.info(line, attention, products, served, device)
         if settings.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})
         return policy

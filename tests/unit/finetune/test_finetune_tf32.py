@@ -9,7 +9,7 @@ from fakes.matrix_products import MatrixProducts, to_tf32
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.model import load_policy, wire_dtype
+from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import tf32_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel, backbone
@@ -164,25 +164,6 @@ def test_a_module_that_raises_leaves_the_setting_as_it_was():
         with pytest.raises(KeyError):
             module()
         assert allowed_products() == "tf32"
-
-
-@pytest.mark.parametrize(
-    ("server", "computed", "sent"),
-    [
-        ("float16", torch.float32, torch.float16),
-        ("half", torch.float32, torch.float16),
-        ("bfloat16", torch.float32, torch.bfloat16),
-        ("float32", torch.float32, torch.float32),
-        ("auto", torch.float32, torch.float32),
-        (None, torch.float32, torch.float32),
-        ("float16", torch.bfloat16, torch.bfloat16),
-        ("float32", torch.bfloat16, torch.bfloat16),
-    ],
-)
-def test_weights_travel_in_the_coarser_dtype_of_trainer_and_server(server, computed, sent):
-    kwargs = {} if server is None else {"--dtype": server}
-    config = RunConfig(output_dir="x", model_path="y", vllm_config={"vllm_kwargs": kwargs})
-    assert wire_dtype(config, computed) == sent
 
 
 @pytest.mark.parametrize(
