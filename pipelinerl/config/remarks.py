@@ -1,4 +1,4 @@
-"""Remarks on settings that do nothing as they are combined. Called through `rules.advice`.
+"""Remarks on settings that do nothing, or harm, as they are combined. Called through `rules.advice`.
 
 Each remark is a small function from the configuration to lines for the user. What is left at its default is never
 remarked on. Pure.
@@ -23,10 +23,12 @@ _LOSSES_OF = {
     "soft_gate_positive": ("sapo",),
     "soft_gate_negative": ("sapo",),
 }
+#: Values of vLLM's dtype. With `auto` it holds no weights in fp32 either.
+_SIXTEEN_BITS = ("bfloat16", "float16", "half", "auto")
 
 
 def remarks(config: RunConfig) -> list[str]:
-    """Return one line for each setting that does nothing, and one for a missing task."""
+    """Return one line for each setting that does nothing or harms, and one for a missing task."""
     return [line for remark in _REMARKS for line in remark(config)]
 
 
@@ -94,6 +96,27 @@ def _environments(config: RunConfig) -> list[str]:
     return []
 
 
+def _other_weights(config: RunConfig) -> list[str]:
+    """A trainer with fp32 values that cannot compute with the weights that servers in 16 bits have."""
+    finetune = config.finetune
+    products = "fp32" if finetune.dtype == "auto" and not finetune.load_as_bf16 else finetune.dtype
+    options = {name.strip().lstrip("-"): value for name, value in config.vllm_config.vllm_kwargs.items()}
+    server = str(options.get("dtype", "")).lower()
+    if products not in ("fp32", "tf32") or server not in _SIXTEEN_BITS:
+        return []
+    if finetune.lora.enabled:
+        reason, remedy = "only servers round merged weights", "Watch rl/logprob_abs_diff_on_policy"
+    elif config.use_deepspeed:
+        reason = "DeepSpeed computes with fp32 weights as they are"
+        remedy = "Set finetune.dtype=bf16, or use_deepspeed=false (plain, or FSDP2 with use_fsdp=true)"
+    else:
+        return []
+    return [
+        f"finetune.dtype={products} beside servers with dtype {server}: trainer and servers follow policies that "
+        f"differ by rounding, further with every step ({reason}). {remedy}"
+    ]
+
+
 def _is_changed(section: Any, key: str) -> bool:
     return bool(getattr(section, key.rpartition(".")[2]) != default_of(key))
 
@@ -105,4 +128,5 @@ _REMARKS: tuple[Callable[[RunConfig], list[str]], ...] = (
     _values,
     _importance,
     _environments,
+    _other_weights,
 )

@@ -85,9 +85,12 @@ def load_reference(
     language_model = load_language_model(config.model_path, policy.attention, config.finetune.trust_remote_code)
     language_model.requires_grad_(False)
     keep_products_exact(language_model, policy.compute_dtype)
-    # As the policy at the start: on a model that was saved in fp32 rounding changes something.
-    rounded = parameters_to_round(language_model, policy.compute_dtype, policy.served_dtype, has_adapters=False)
-    ServedValues(rounded, policy.served_dtype)
+    if not config.use_deepspeed:
+        # As the policy at the start: on a model that was saved in fp32 rounding changes something.
+        rounded = parameters_to_round(
+            language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+        )
+        ServedValues(rounded, policy.served_dtype)
     model = PolicyModel(
         language_model.eval(),
         temperature=policy.temperature,

@@ -92,6 +92,7 @@ class WeightsFeed:
         self._pool = pool
         self._join_tokens = join_tokens
         self.return_timeout_s = return_timeout_s
+        self._told = False
 
     @property
     def has_fresh(self) -> bool:
@@ -215,6 +216,7 @@ class WeightsFeed:
     def _checked(self, version: int, result: ProbeResult) -> float:
         """The mean difference; WeightSyncError if a server's is beyond the tolerance."""
         policy = self._backend.policy
+        self._compare_dtypes(result)
         for server, mean in result.per_server_mean.items():
             tolerance = probe_tolerance(policy.compute_dtype, policy.tf32, result.server_dtypes.get(server))
             if not mean <= tolerance:
@@ -230,6 +232,24 @@ class WeightsFeed:
                     f"on average, expected at most {tolerance:g}: {reason}",
                 )
         return result.mean_abs_diff
+
+    def _compare_dtypes(self, result: ProbeResult) -> None:
+        """A warning, once, if servers hold their weights in another dtype than the trainer computes with."""
+        policy = self._backend.policy
+        expected = str(policy.served_dtype).removeprefix("torch.")
+        others = {server: dtype for server, dtype in result.server_dtypes.items() if dtype != expected}
+        # With bf16 products the weights are those of bf16 whatever the servers could hold.
+        if others and not self._told and policy.compute_dtype == torch.float32:
+            self._told = True
+            server, dtype = next(iter(others.items()))
+            logger.warning(
+                "%s holds its weights in %s, the trainer computes with values of %s: they follow policies that differ "
+                "by rounding. Name the dtype: vllm_config.vllm_kwargs.dtype=%s",
+                server,
+                dtype,
+                expected,
+                dtype,
+            )
 
     @torch.no_grad()
     def _trainer_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[ProbeSequence]:

@@ -38,6 +38,13 @@ def refusal(*words: str) -> str:
         (["finetune.rl.importance_low=0.1"], "importance_low does nothing with finetune.rl.importance_correction=none"),
         (["environment={_target_: my.Game}"], "no server of my.Game is started with world.env_replicas=0"),
         (["world.env_replicas=2"], "world.env_replicas=2 starts nothing: no environment is set"),
+        (["finetune.dtype=fp32", "use_deepspeed=true"], "DeepSpeed computes with fp32 weights as they are"),
+        (["finetune.dtype=tf32", "vllm_config.vllm_kwargs.dtype=float16"], "beside servers with dtype float16"),
+        (["finetune.load_as_bf16=false", "vllm_config.vllm_kwargs.dtype=auto"], "finetune.dtype=fp32 beside servers"),
+        (
+            ["finetune.dtype=fp32", "use_deepspeed=false", "finetune.lora.enabled=true"],
+            "only servers round merged weights). Watch rl/logprob_abs_diff_on_policy",
+        ),
         (["hydra.run.dir=logs"], "hydra.run.dir does nothing here"),
     ],
 )
@@ -59,6 +66,10 @@ def test_what_does_nothing_is_said_in_one_line(words: list[str], expected: str) 
         ["finetune.rl.importance_correction=mask", "finetune.rl.importance_low=0.1"],
         ["environment={_target_: my.Game}", "world.env_replicas=1"],
         ["environment={url: somewhere}"],
+        ["finetune.dtype=tf32", "use_deepspeed=false"],
+        ["finetune.dtype=fp32", "use_deepspeed=false", "use_fsdp=true"],
+        ["finetune.dtype=fp32", "use_deepspeed=true", "vllm_config.vllm_kwargs.dtype=float32"],
+        ["finetune.dtype=bf16", "use_deepspeed=true", "finetune.lora.enabled=true"],
     ],
     ids=" ".join,
 )

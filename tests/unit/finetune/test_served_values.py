@@ -178,6 +178,31 @@ def test_biases_trained_beside_adapters_have_masters_too(kit, bias: str) -> None
     assert torch.equal(parameters[name].detach(), sent[name].float())
 
 
+@pytest.mark.parametrize(
+    ("lora", "deepspeed"), [(False, False), (True, False), (False, True)], ids=["plain", "biases", "deepspeed"]
+)
+def test_a_frozen_copy_is_the_policy_at_the_start(kit, tmp_path, lora: bool, deepspeed: bool) -> None:
+    kit.model().save_pretrained(tmp_path / "model")
+    kit.tokenizer(tmp_path / "model")
+    finetune = {"dtype": "fp32", "gradient_checkpointing": False, "rl": {"kl_coef": 0.1, "reference": "local"}}
+    config = RunConfig(
+        output_dir=str(tmp_path),
+        model_path=str(tmp_path / "model"),
+        vllm_config={"vllm_kwargs": {"dtype": "bfloat16"}},
+        finetune={**finetune, "lora": {"enabled": lora, "r": 2, "bias": "all" if lora else "none"}},
+        use_deepspeed=deepspeed,
+    )
+    policy = load_policy(config, CPU)
+    reference = load_reference(config, policy, CPU, has_servers=False)
+    assert reference is not None
+    if not deepspeed:
+        PlainBackend(policy, config.finetune, Ranks())
+    batch = token_batch([IDS], CPU)
+    with torch.no_grad():
+        ours = policy(batch, policy.layout_of(batch)).logprobs
+    assert torch.equal(ours, reference.logprobs([batch])[0])
+
+
 def test_a_weight_beyond_float16_is_refused_by_name_and_its_master_kept(kit, tmp_path) -> None:
     policy = kit.policy(served_dtype=torch.float16)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_dtype import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype
+from pipelinerl.finetune.weights_feed import WeightsFeed
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -115,3 +117,21 @@ def test_a_trainer_in_fp32_beside_auto_servers_computes_with_what_they_hold(kit,
     assert policy.served_dtype == served
     PlainBackend(policy, config.finetune, Ranks())
     assert all(torch.equal(p, p.to(served).float()) for p in policy.language_model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("computed", "served", "told", "warned"),
+    [(FP32, FP32, "bfloat16", True), (FP32, BF16, "bfloat16", False), (BF16, BF16, "float16", False)],
+)
+def test_a_server_in_another_dtype_is_said_once(kit, caplog, computed, served, told, warned):
+    class Publisher(kit.publisher):
+        def probe(self, sequences):
+            return dataclasses.replace(super().probe(sequences), server_dtypes={"actor_llm_0": told})
+
+    backend = PlainBackend(kit.policy(compute_dtype=computed, served_dtype=served), kit.config(), Ranks())
+    feed = WeightsFeed(backend, Ranks(), Publisher(), served)
+    for version in range(2):
+        feed.send(version, [[1, 2, 3, 4]])
+    lines = [line for line in caplog.messages if "actor_llm_0 holds its weights in" in line]
+    assert len(lines) == int(warned)
+    assert all("vllm_config.vllm_kwargs.dtype=bfloat16" in line for line in lines)
