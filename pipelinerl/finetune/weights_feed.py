@@ -235,11 +235,10 @@ class WeightsFeed:
 
     def _compare_dtypes(self, result: ProbeResult) -> None:
         """A warning, once, if servers hold their weights in another dtype than the trainer computes with."""
-        policy = self._backend.policy
-        expected = str(policy.served_dtype).removeprefix("torch.")
+        expected = str(self._wire_dtype).removeprefix("torch.")
         others = {server: dtype for server, dtype in result.server_dtypes.items() if dtype != expected}
         # With bf16 products the weights are those of bf16 whatever the servers could hold.
-        if others and not self._told and policy.compute_dtype == torch.float32:
+        if others and not self._told and self._backend.policy.compute_dtype == torch.float32:
             self._told = True
             server, dtype = next(iter(others.items()))
             logger.warning(
