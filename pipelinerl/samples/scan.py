@@ -94,13 +94,16 @@ def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
         ConfigError: there is no such batch (yet).
     """
     last = 0
-    if places := streams.places(TRAINING_DATA_TOPIC, PREPROCESSOR):
+    places = streams.places(TRAINING_DATA_TOPIC, PREPROCESSOR)
+    # The last place may be the end, where no batch is yet: the one before it knows which was the last.
+    for place in (*places[-1:], *places[-2:-1]):
         # A batch a step from step 1 on, so the offset follows from the step.
-        start = min(step - 1, places[-1])
-        for entry in _entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, start):
+        for entry in _entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, min(step - 1, place)):
             last = entry.record.step
             if last == step:
                 return frozenset(entry.record.sample_ids)
+        if last:
+            break
     expected = f"one of the steps 1 to {last} that have a batch" if last else "a step, but no batch was made yet"
     raise ConfigError("--step", step, expected, "Leave it out, or name a step that the run has reached.")
 

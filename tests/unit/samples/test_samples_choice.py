@@ -162,6 +162,27 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
     assert sorted(run.root.rglob("*")) == before
 
 
+@pytest.mark.parametrize("every_bytes", [1, 1500, 1 << 20])
+@pytest.mark.parametrize("shard_bytes", [10_000, 1 << 20])
+def test_a_step_that_is_not_there_is_refused_with_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_bytes: int, shard_bytes: int
+) -> None:
+    """Also where a place to start at is the end of the stream, as it is with batches larger than EVERY_BYTES."""
+    monkeypatch.setattr(index, "EVERY_BYTES", every_bytes)
+    run = RecordedRun(tmp_path, streams={"shard_bytes": shard_bytes})
+    streams = run.streams()
+    for last, group in enumerate(run.plain_groups(5), 1):
+        scored = [ScoredSample(sample=sample, advantages=[0.0]) for sample in group.samples]
+        batch = TrainingBatch(
+            id=f"b{last}", step=last, samples=scored, group_ids=[group.id], plan=[[[0, 1]]], actor_offset=last
+        )
+        run.write(batch, topic=TRAINING_DATA_TOPIC, instance="preprocessor_0", kind=TrainingBatch)
+        assert samples_of_step(streams, last) == {sample.id for sample in group.samples}
+        for step in (last + 1, last + 2, 10**30):
+            with pytest.raises(ConfigError, match=rf"--step: got {step}, expected one of the steps 1 to {last} that"):
+                samples_of_step(streams, step)
+
+
 def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
     groups = run.plain_groups(4)
     batches = [
