@@ -24,6 +24,7 @@ from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.on_policy_check import samples_everything
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.passes_over import follow_passes
 from pipelinerl.finetune.pool_setup import open_pool
 from pipelinerl.finetune.probe_tokens import text_tokens
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
@@ -139,6 +140,7 @@ def build_loop(
             lambda: stop.requested,
             ranks,
             lambda: weights is not None and weights.has_fresh,
+            follow_passes(context, PREPROCESSOR, stack, reader.wake) if ranks.is_first else lambda step: False,
         ),
         steps=StepRunner(
             backend, finetune, ranks, schedule_of(finetune), pad_id, reference, context.heartbeat.progress

@@ -33,6 +33,7 @@ class _News(enum.IntEnum):
     STOP = 1
     SERVER = 2
     TIMEOUT = 3
+    OVER = 4
 
 
 class DataFeed:
@@ -46,6 +47,7 @@ class DataFeed:
         should_stop: asked before the wait and when it was woken: True ends it without a batch.
         ranks: of the trainer.
         server_waits: asked then, too: whether a server waits for weights.
+        is_over: asked then, too: whether no batch follows that of the given step.
     """
 
     def __init__(
@@ -56,7 +58,11 @@ class DataFeed:
         should_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
         server_waits: Callable[[], bool] = lambda: False,
+        is_over: Callable[[int], bool] = lambda step: False,
     ) -> None:
+        self._ends_behind = is_over
+        #: Whether `next` gave no batch because none follows; the same on all ranks.
+        self.is_over = False
         self._should_stop = should_stop
         self._server_waits = server_waits
         self._ranks = ranks or Ranks()
@@ -71,7 +77,7 @@ class DataFeed:
         return self._reader.offset
 
     def next(self, step: int, serve: Callable[[], None] = lambda: None) -> TrainingBatch | None:
-        """The batch of `step`; None if the trainer is to stop.
+        """The batch of `step`; None if the trainer is to stop, or if no batch follows: then `is_over` is set.
 
         Args:
             step: the step that the batch must be of.
@@ -81,7 +87,7 @@ class DataFeed:
             WorkerError: none came in time.
             StreamError: the next batch is of another step or is empty.
         """
-        batch = self._read(serve)
+        batch = self._read(step, serve)
         if batch is None:
             return None
         if batch.step != step:
@@ -92,12 +98,13 @@ class DataFeed:
             raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
         return batch
 
-    def _read(self, serve: Callable[[], None]) -> TrainingBatch | None:
+    def _read(self, step: int, serve: Callable[[], None]) -> TrainingBatch | None:
         while True:
             with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):
                 # Only rank 0's value counts.
-                news = self._ranks.broadcast(int(self._wait() if self._ranks.is_first else _News.BATCH))
-            if news == _News.STOP:
+                news = self._ranks.broadcast(int(self._wait(step) if self._ranks.is_first else _News.BATCH))
+            if news in (_News.STOP, _News.OVER):
+                self.is_over = news == _News.OVER
                 return None
             if news == _News.BATCH:
                 return self._take()
@@ -105,7 +112,7 @@ class DataFeed:
                 raise self._no_data()
             serve()
 
-    def _wait(self) -> _News:
+    def _wait(self, step: int) -> _News:
         """Wait for the next batch, which is kept, or for something else to do."""
         end = time.monotonic() + self._timeout_s
         while True:
@@ -113,6 +120,9 @@ class DataFeed:
                 return _News.STOP
             if self._server_waits():
                 return _News.SERVER
+            if self._ends_behind(step - 1):
+                # It was said behind the last batch, so that is here if there is one.
+                return _News.BATCH if self._fetch(0) else _News.OVER
             left_s = end - time.monotonic()
             if left_s <= 0:
                 return _News.TIMEOUT

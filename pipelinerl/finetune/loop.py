@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.base import Backend
@@ -76,10 +77,15 @@ class TrainingLoop:
             self.reporter.started(state)
         self._deliver(state.step, self.first_probe_tokens)
         is_first_step = True
-        saved_step = state.step
+        saved_step, is_over = state.step, False
         while not self._is_complete(state):
             start = self.clock()
             batch = self.feed.next(state.step + 1, lambda step=state.step: self._serve_fresh(step))  # type: ignore[misc]
+            if batch is None and self.feed.is_over:
+                if not self._deliver_rest(state.step):
+                    return self._stop(state, saved_step)
+                is_over = True
+                break
             # Waits for ranks that got their data later.
             if batch is None or (self.stop is not None and self.stop.agreed()):
                 return self._stop(state, saved_step)
@@ -121,7 +127,17 @@ class TrainingLoop:
         self._save(state, with_training_state=self.config.save_final_training_state)
         if self.reporter:
             self.reporter.training_done(state)
-        return state
+        return replace(state, is_over=is_over)
+
+    def _deliver_rest(self, step: int) -> bool:
+        """Nothing follows behind `step`: send what is not sent yet. False: asked to stop meanwhile."""
+        logger.info("the passes over the problems are over: step %d was the last one", step)
+        if not self.updates_servers or step % self.config.weight_update_interval == 0:
+            return True
+        if not self._may_update(step):
+            return False
+        self._deliver(step, self.first_probe_tokens, is_last=True)
+        return True
 
     def _stop(self, state: TrainerState, saved_step: int) -> TrainerState:
         if state.step > saved_step:

@@ -13,7 +13,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` behind which
     no group was unsettled when the last trained batch was made; `epochs_done` are passes over the problems. Weights,
-    optimizer and offsets are saved as one unit.
+    optimizer and offsets are saved as one unit. `is_over`: the passes have nothing more to train; it is never saved.
     """
 
     step: int = 0
@@ -21,6 +21,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     data_offset: int = 0
     actor_offset: int = 0
     epochs_done: float = 0.0
+    is_over: bool = False
     incarnation: int = 0
 
     def after(self, batch: TrainingBatch, data_offset: int) -> TrainerState:
@@ -40,7 +41,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         The latter counts where weights are sent, every `update_interval` steps: a round of generate-then-train, and
         the turns that trainer and servers take, are not cut off in the middle.
         """
-        if self.step >= config.last_step:
+        if self.step >= config.last_step or self.is_over:
             return True
         epochs_done = config.max_epochs is not None and self.epochs_done >= config.max_epochs
         return epochs_done and self.step % update_interval == 0

@@ -36,6 +36,10 @@ class ClosedStep:
     def samples(self) -> list[ScoredSample]:
         return [sample for group in self.groups for sample in group.samples]
 
+    @property
+    def epochs_done(self) -> float:
+        return max(group.epochs_done for group in self.groups)
+
 
 class Batcher:
     """Queue of groups.
@@ -128,6 +132,16 @@ class Batcher:
             taken.append(self._pop())
             count += len(taken[-1].samples)
         return ClosedStep(step, tuple(taken))
+
+    def close_rest(self, step: int) -> ClosedStep | None:
+        """Take for `step` what there is, up to a whole step, when no more will come. None: nothing is here."""
+        taken: list[ReadyGroup] = []
+        count = 0
+        while self._groups and count < self._samples_per_step:
+            taken.append(self._pop())
+            count += len(taken[-1].samples)
+        self._step_samples[step] = count
+        return ClosedStep(step, tuple(taken)) if taken else None
 
     def _close_step_of_round(self, step: int, rounds: Rounds) -> ClosedStep | None:
         """Share the groups of a complete round among its steps: evenly, whole groups, at least one for each step."""

@@ -18,13 +18,14 @@ import logging
 from collections.abc import Sequence
 
 from pipelinerl.errors import NoRoom
-from pipelinerl.preprocess.batcher import Batcher
+from pipelinerl.preprocess.batcher import Batcher, ClosedStep
 from pipelinerl.preprocess.dispatch import TrainerView
 from pipelinerl.preprocess.intake import Intake, ReferenceScorer
+from pipelinerl.preprocess.last_step import LastStep
 from pipelinerl.preprocess.outputs import Outputs
 from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.records import Group, TrainerMessage
-from pipelinerl.schedules.rounds import rounds_of
+from pipelinerl.schedules.rounds import rounds_of, update_interval
 from pipelinerl.streams.base import ACTOR_TOPIC, PREPROCESSOR_CONSUMER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.supervise.context import RoleContext
@@ -83,6 +84,9 @@ class PreprocessLoop:
             has_trainer=trainer_ranks > 0,
             finish_in_trainer=config.finishes_advantages_in_trainer(bool(context.world.jobs_of("preprocessor_llm"))),
         )
+        # Without a trainer nobody ends with the passes.
+        max_epochs = config.finetune.max_epochs if trainer_ranks else None
+        self._last_step = LastStep(max_epochs, update_interval(config), resume.next_step - 1, resume.epochs_done)
         recorded = recorded_streams(config)
         # The groups of another run are all there; when they are used up, so is the work.
         self._is_recorded, self._used_up = recorded is not None, False
@@ -139,22 +143,38 @@ class PreprocessLoop:
     def _take(self, entries: Sequence[Entry[Group]]) -> None:
         for group, rejections in self._intake.digest(entries):
             self._outputs.write_fates(rejections, self._version)
+            self._last_step.see(group.epochs_done)
             self._outputs.write_fates(self._batcher.add(group), self._version)
         self._digested_offset = entries[-1].offset + 1
         self._heartbeat.progress(len(entries))
 
     def _dispatch(self) -> None:
-        while self._view.may_dispatch(self._step):
+        while not self._last_step.is_closed and self._view.may_dispatch(self._step):
             self._outputs.write_fates(self._batcher.purge_stale(self._step), self._version)
             closed = self._batcher.close_step(self._step)
-            if closed is None:
+            epochs_done = closed.epochs_done if closed else self._last_step.seen_epochs
+            if closed is None and (closed := self._close_rest()) is None:
                 return
             oldest = self._batcher.oldest_offset
             statistics = self._intake.statistics.take()
-            self._outputs.write_batch(closed, self._digested_offset if oldest is None else oldest, statistics)
+            self._outputs.write_batch(
+                closed, self._digested_offset if oldest is None else oldest, epochs_done, statistics
+            )
             self._outputs.write_metrics(self._step, self._batcher.num_batches, statistics)
             self._heartbeat.progress()
+            self._last_step.close(self._step, epochs_done)
             self._step += 1
+
+    def _close_rest(self) -> ClosedStep | None:
+        """The last batch of the passes, with what there is for it; None: it is not due, or there is nothing."""
+        last = self._last_step
+        if last.max_epochs is None or not last.is_overdue:
+            return None
+        closed = self._batcher.close_rest(self._step)
+        if closed is None:
+            self._outputs.write_passes_over(self._step - 1, last.max_epochs)
+            last.give_up()
+        return closed
 
     @property
     def _version(self) -> int:

@@ -14,9 +14,9 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.batcher import ClosedStep
 from pipelinerl.preprocess.filters import Rejection
 from pipelinerl.preprocess.scoring import finish_step
-from pipelinerl.records import FateRecord, MetricRecord, TrainingBatch
+from pipelinerl.records import FateRecord, MetricRecord, PassesOver, TrainingBatch
 from pipelinerl.rl.packing import make_plan
-from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.streams.base import FATES_TOPIC, METRICS_TOPIC, PASSES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Outputs:
         self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch, is_consumed=has_trainer)
         self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
         self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
+        self._passes = streams.writer(PASSES_TOPIC, job_name, PassesOver)
         self._counts: Counter[str] = Counter()
 
     def write_fates(self, rejections: Iterable[Rejection], version: int) -> None:
@@ -72,7 +73,9 @@ class Outputs:
         if bundles:
             self._fates.flush()
 
-    def write_batch(self, closed: ClosedStep, actor_offset: int, statistics: dict[str, float]) -> None:
+    def write_batch(
+        self, closed: ClosedStep, actor_offset: int, epochs_done: float, statistics: dict[str, float]
+    ) -> None:
         """Finish the advantages, plan and publish one optimizer step.
 
         Raises:
@@ -94,7 +97,7 @@ class Outputs:
                 group_ids=[group.group_id for group in closed.groups],
                 plan=plan,
                 actor_offset=actor_offset,
-                epochs_done=max(group.epochs_done for group in closed.groups),
+                epochs_done=epochs_done,
                 incarnation=self._incarnation,
                 metrics=statistics,
             )
@@ -108,6 +111,14 @@ class Outputs:
             sum(len(rank) for rank in plan),
             "".join(f", {name.partition('/')[2]} {value:.3f}" for name, value in statistics.items()),
         )
+
+    def write_passes_over(self, step: int, max_epochs: int) -> None:
+        """Tell the trainer that no batch follows that of `step`."""
+        self._passes.write(
+            PassesOver(step=step, max_epochs=max_epochs, time=self._clock(), incarnation=self._incarnation)
+        )
+        self._passes.flush()
+        logger.info("%d passes over the problems are done, and nothing is left for a batch behind %d", max_epochs, step)
 
     def write_metrics(self, step: int, queue_batches: float, statistics: dict[str, float]) -> None:
         """Counters are totals since this process started."""
@@ -126,5 +137,5 @@ class Outputs:
         self._batches.end_waits()
 
     def close(self) -> None:
-        for writer in (self._batches, self._fates, self._metrics):
+        for writer in (self._batches, self._fates, self._metrics, self._passes):
             writer.close()

@@ -24,6 +24,7 @@ class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     group_ids: list[str]
     actor_offset: int
+    epochs_done: float = 0.0
     plan: list[list[list[int]]] = []
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
@@ -45,6 +46,7 @@ class FateHead(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass
 class ResumePoint:
     """`next_step` to dispatch, `actor_offset` to read from, what is settled behind that offset, samples by step.
+    `epochs_done` are the passes over the problems that the batches so far say.
 
     `first_steps[i]` is the first step that incarnation i made a batch for. A version from there on that an older
     incarnation sampled with came from a batch that is not in the stream any more (the machine lost it), so it is
@@ -53,6 +55,7 @@ class ResumePoint:
 
     next_step: int = 1
     actor_offset: int = 0
+    epochs_done: float = 0.0
     first_steps: dict[int, int] = field(default_factory=dict)
     dispatched_groups: set[str] = field(default_factory=set)
     settled_samples: set[str] = field(default_factory=set)
@@ -70,6 +73,7 @@ def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -
     for head in _all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
         point.next_step = max(point.next_step, head.step + 1)
         point.actor_offset = max(point.actor_offset, head.actor_offset)
+        point.epochs_done = max(point.epochs_done, head.epochs_done)
         point.dispatched_groups.update(head.group_ids)
         point.step_samples[head.step] = head.num_samples
         point.first_steps.setdefault(head.incarnation, head.step)

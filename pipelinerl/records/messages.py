@@ -66,6 +66,17 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
 TrainerMessage = TrainerStarted | WeightUpdateSuccess | StepDone | TrainingDone
 
 
+class PassesOver(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes of `finetune.max_epochs` are over and no batch follows that of `step`: stream `passes`, written by the
+    preprocessor where too little was left to train for a batch that would end training."""
+
+    step: int
+    max_epochs: int
+    time: float
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
 class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
 

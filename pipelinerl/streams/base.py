@@ -22,6 +22,7 @@ METRICS_TOPIC = "metrics"
 EVALUATION_TOPIC = "evaluation"
 TURNS_TOPIC = "turns"
 POOL_TOPIC = "pool"
+PASSES_TOPIC = "passes"
 
 #: The launcher as a writer of streams.
 LAUNCHER = "launch"

@@ -67,6 +67,29 @@ def test_the_deadline_holds_whatever_wakes_it(hub, kit):
         feed.next(1)
 
 
+@pytest.mark.parametrize("ends_behind", [1, 2])
+def test_the_end_of_the_passes_is_heard_behind_the_last_batch(hub, kit, ends_behind):
+    """Also where it is known before that batch was read, and where it comes while the feed waits."""
+    reader, writer = reader_of(hub), hub.writer("training_data", "preprocessor_0", TrainingBatch)
+    ends: set[int] = set()
+    feed = DataFeed(reader, kit.heartbeat(), WAIT_S, is_over=ends.__contains__)
+    for step in range(1, ends_behind + 1):
+        writer.write(kit.batch(kit.samples(4), step=step))
+    if ends_behind == 1:
+        ends.add(1)
+    for step in range(1, ends_behind + 1):
+        assert feed.next(step).step == step and not feed.is_over
+
+    def say():
+        ends.add(ends_behind)
+        reader.wake()
+
+    thread = threading.Thread(target=say)
+    thread.start()
+    assert feed.next(ends_behind + 1) is None and feed.is_over
+    thread.join()
+
+
 class OtherRank(Ranks):
     """Rank 1, which hears `news` from rank 0 one after the other."""
 
@@ -85,11 +108,15 @@ class OtherRank(Ranks):
 def test_other_ranks_do_what_rank_0_says(hub, kit):
     hub.writer("training_data", "preprocessor_0", TrainingBatch).write(kit.batch(kit.samples(4), step=1))
     served = []
-    batch, stop, server, timeout = range(4)
-    feed = DataFeed(reader_of(hub), kit.heartbeat(), WAIT_S, lambda: True, OtherRank([server, batch, stop, timeout]))
+    batch, stop, server, timeout, over = range(5)
+    feed = DataFeed(
+        reader_of(hub), kit.heartbeat(), WAIT_S, lambda: True, OtherRank([server, batch, stop, timeout, over])
+    )
     # Its own wish to stop does not count: the ranks agree on that elsewhere.
     assert feed.next(1, lambda: served.append(1)).step == 1
     assert served == [1]
     assert feed.next(2) is None
+    assert not feed.is_over
     with pytest.raises(WorkerError, match="no training data"):
         feed.next(2)
+    assert feed.next(2) is None and feed.is_over, "all ranks end at the same step"

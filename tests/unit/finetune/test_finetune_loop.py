@@ -201,6 +201,18 @@ def test_a_run_that_passes_ended_trains_on_only_for_more_passes(start, batches):
     assert start("run", batches=marked, max_epochs=2).run().publisher.versions == [2, 3, 4]
 
 
+@pytest.mark.parametrize(("ends_behind", "interval", "versions"), [(3, 2, [0, 2, 3]), (2, 2, [0, 2]), (0, 1, [0])])
+def test_training_is_complete_where_the_passes_leave_nothing_to_train(start, batches, ends_behind, interval, versions):
+    run = start(batches=batches[:ends_behind], max_epochs=1, weight_update_interval=interval)
+    run.loop.feed._ends_behind = lambda step: step == ends_behind
+    run.run()
+    assert run.publisher.versions == versions
+    assert isinstance(run.written[-1], TrainingDone) and run.written[-1].version == ends_behind
+    assert run.state.is_complete(run.config, interval)
+    assert not run.store.restore(run.backend).is_over, "with more passes it trains on"
+    assert start(batches=batches, max_epochs=2, weight_update_interval=interval).run().state.step == 4
+
+
 def test_a_resumed_run_takes_the_same_steps_to_the_end_of_the_passes(start, batches):
     marked = in_passes(batches, 0.0, 0.6, 1.0, 1.5)
     whole = start("whole", batches=marked, max_epochs=1).run()

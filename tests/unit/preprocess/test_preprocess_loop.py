@@ -17,6 +17,7 @@ from pipelinerl.records import (
     FateRecord,
     Group,
     MetricRecord,
+    PassesOver,
     StepDone,
     TrainerMessage,
     TrainerStarted,
@@ -151,6 +152,69 @@ def test_a_batch_says_how_many_passes_its_groups_have_done(tmp_path):
     run.actor.flush()
     assert [run.next_batch().epochs_done for _ in range(2)] == [0.5, 1.5]
     run.finish()
+
+
+PASSES = {**FINETUNE, "max_epochs": 1, "rl": {"filter_zero_advantage_groups": True}}
+
+
+def passes_over(run):
+    entries = run.context.streams.reader("passes", "preprocessor_0", PassesOver).read(0)
+    return [(entry.record.step, entry.record.max_epochs) for entry in entries]
+
+
+def write_groups(run, groups, first=0):
+    """Groups of (passes that are done, whether they are filtered)."""
+    for number, (done, is_filtered) in enumerate(groups, first):
+        run.actor.write(replace(group(f"0-{number}", (1, 1) if is_filtered else (1, 0)), epochs_done=done))
+    run.actor.flush()
+
+
+def wait_for_end(run):
+    """Until the loop does not wait for groups any more: all that was written is digested."""
+    reader = run.context.streams.reader("passes", "preprocessor_0", PassesOver)
+    assert reader.read(60), "nothing was said of the end"
+
+
+def test_the_last_step_of_the_passes_is_closed_with_what_there_is(tmp_path):
+    """One more pass does not fill it, because all its groups are filtered."""
+    run = Run(tmp_path, finetune=PASSES)
+    write_groups(run, [(0.5, False), (1.0, True), (1.5, True), (1.9, True)])
+    assert run.next_batch(timeout_s=0.2) is None
+    write_groups(run, [(2.0, True)], first=4)
+    batch = run.next_batch(60)
+    assert (batch.group_ids, batch.epochs_done) == (["0-0"], 2.0)
+    write_groups(run, [(2.5, False), (3.0, False)], first=5)
+    assert run.next_batch(timeout_s=0.2) is None, "training ends with it"
+    run.finish()
+    assert passes_over(run) == []
+
+
+def test_where_nothing_is_left_for_a_last_step_the_trainer_is_told(tmp_path):
+    run = Run(tmp_path, finetune=PASSES)
+    write_groups(run, [(0.2, False), (0.4, False), *((n / 2, True) for n in range(1, 5))])
+    assert run.next_batch(60).epochs_done == 0.4
+    wait_for_end(run)
+    write_groups(run, [(2.5, False), (3.0, False)], first=6)
+    assert run.next_batch(timeout_s=0.2) is None
+    run.finish()
+    assert passes_over(run) == [(1, 1)]
+    # More passes than those that were over then: what came behind them is trained.
+    more = Run(tmp_path, incarnation=1, finetune={**PASSES, "max_epochs": 4})
+    more.batches = more.context.streams.reader("training_data", "preprocessor_0", TrainingBatch, 1)
+    more.trainer.write(TrainerStarted(step=1, data_offset=1, time=0, incarnation=1))
+    batch = more.next_batch(60)
+    assert (batch.step, batch.group_ids) == (2, ["0-6", "0-7"])
+    more.finish()
+
+
+def test_the_rest_goes_on_to_the_next_update(tmp_path):
+    """Training may only end behind an update: the step of the rest is followed by the word that nothing comes."""
+    run = Run(tmp_path, finetune={**PASSES, "weight_update_interval": 4})
+    write_groups(run, [(0.5, False), *((n / 2, True) for n in range(2, 7))])
+    assert run.next_batch(60).group_ids == ["0-0"]
+    wait_for_end(run)
+    run.finish()
+    assert passes_over(run) == [(1, 1)]
 
 
 def test_the_range_of_rewards_is_one_of_the_rollouts_metrics(tmp_path):

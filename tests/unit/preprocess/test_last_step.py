@@ -1,0 +1,58 @@
+"""The batch that ends the passes is not waited for longer than one more pass takes, and nothing comes behind it."""
+
+from __future__ import annotations
+
+import pytest
+from preprocess_groups import sample
+
+from pipelinerl.preprocess.batcher import Batcher, ReadyGroup
+from pipelinerl.preprocess.last_step import LastStep
+from pipelinerl.records import ScoredSample
+from pipelinerl.schedules.rounds import Rounds
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "interval", "step", "closed", "is_closed"),
+    [
+        (2, 1, 5, 1.9, False),
+        (2, 1, 5, 2.0, True),
+        (2, 4, 5, 2.5, False),
+        (2, 4, 8, 2.5, True),
+        (2, 1, 0, 0.0, False),
+        (None, 1, 5, 9.0, False),
+    ],
+)
+def test_no_batch_is_due_behind_the_one_that_ends_training(
+    max_epochs: int | None, interval: int, step: int, closed: float, is_closed: bool
+) -> None:
+    resumed = LastStep(max_epochs, interval, step, closed)
+    assert resumed.is_closed is is_closed
+    went_on = LastStep(max_epochs, interval, 0, 0.0)
+    went_on.close(step, closed)
+    assert went_on.is_closed is is_closed
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "closed", "seen", "is_overdue"),
+    [(1, 0.9, 1.9, False), (1, 0.9, 2.0, True), (1, 0.0, 2.0, True), (1, 1.5, 2.4, False), (1, 1.5, 2.5, True)],
+)
+def test_one_more_pass_is_waited_for(max_epochs: int, closed: float, seen: float, is_overdue: bool) -> None:
+    last = LastStep(max_epochs, 4, 2, closed)
+    last.see(seen)
+    last.see(0.1)
+    assert last.is_overdue is is_overdue
+
+
+@pytest.mark.parametrize("rounds", [None, Rounds(3, 4, 100)])
+def test_the_rest_is_taken_whole_group_by_whole_group(rounds: Rounds | None) -> None:
+    batcher = Batcher(4, rounds=rounds)
+    assert batcher.close_rest(1) is None
+    for offset, (size, done) in enumerate([(2, 0.5), (3, 1.5), (1, 1.0)]):
+        samples = [ScoredSample(sample=sample(f"0-{offset}/r{i}/s0"), advantages=[1.0]) for i in range(size)]
+        batcher.add(ReadyGroup(f"0-{offset}", offset, tuple(samples), done))
+    first = batcher.close_rest(1)
+    assert first is not None and [group.group_id for group in first.groups] == ["0-0", "0-1"]
+    assert first.epochs_done == 1.5
+    second = batcher.close_rest(2)
+    assert second is not None and len(second.samples) == 1
+    assert batcher.close_rest(3) is None and batcher.num_samples == 0 and batcher.oldest_offset is None
