@@ -10,8 +10,10 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.problems import rollout_seed
@@ -105,6 +107,21 @@ class Evaluator:
                 incarnation=self.incarnation,
             ),
         )
+
+
+def as_final(newest: Sequence[EvaluationResult], version: int) -> list[EvaluationResult]:
+    """The newest evaluation as the final one; empty: another one has to be made.
+
+    Where passes over the problems end training, the last version is not known before, and an evaluation may have been
+    due at it. The final one would ask the same problems with the same seeds once more.
+
+    Args:
+        newest: results of the newest evaluation beside training, if there was one.
+        version: the last one of the run.
+    """
+    if any(not result.due_version == result.min_version == result.max_version == version for result in newest):
+        return []
+    return [replace(result, is_final=True) for result in newest]
 
 
 @dataclass(frozen=True, slots=True)

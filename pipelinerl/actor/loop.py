@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 from pipelinerl.actor.drain_requests import follow_drain_requests
+from pipelinerl.actor.evaluation import as_final
 from pipelinerl.actor.membership import follow_pool
 from pipelinerl.actor.parts import ActorParts, assemble
 from pipelinerl.actor.pool import WorkerPool
@@ -38,6 +39,7 @@ from pipelinerl.actor.servers import fetch_max_model_lens
 from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.domains.datasets import ProblemSets
 from pipelinerl.errors import UserError
+from pipelinerl.records import EvaluationResult
 from pipelinerl.supervise.context import RoleContext
 
 logger = logging.getLogger(__name__)
@@ -115,11 +117,15 @@ async def _live(context: RoleContext, parts: ActorParts, pool: WorkerPool) -> No
     parts.throughput.restart()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(parts.training.run())
-        tasks.create_task(_evaluate_when_due(parts))
+        beside = tasks.create_task(_evaluate_when_due(parts))
 
     if parts.alone is None and (trainer.current_version, True) not in made:
-        logger.info("training is done at version %d: last evaluation", trainer.current_version)
-        await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
+        if final := as_final(beside.result(), trainer.current_version):
+            logger.info("training is done at version %d, which was just evaluated", trainer.current_version)
+            await parts.publisher.publish_evaluation(final)
+        else:
+            logger.info("training is done at version %d: last evaluation", trainer.current_version)
+            await _evaluate(parts, trainer.current_version, is_final=True, concurrency=parts.slots.total)
     await parts.report()
 
 
@@ -150,8 +156,12 @@ async def _take_up(context: RoleContext, parts: ActorParts) -> None:
     )
 
 
-async def _evaluate_when_due(parts: ActorParts) -> None:
-    """Evaluate beside training; an evaluation that runs when training ends is still brought to its end."""
+async def _evaluate_when_due(parts: ActorParts) -> list[EvaluationResult]:
+    """Evaluate beside training; an evaluation that runs when training ends is still brought to its end.
+
+    Returns the results of the last one.
+    """
+    results: list[EvaluationResult] = []
     with parts.trainer.subscribe() as changed:
         while not parts.trainer.done:
             changed.clear()
@@ -159,12 +169,13 @@ async def _evaluate_when_due(parts: ActorParts) -> None:
             if due is None:
                 await changed.wait()
             else:
-                await _evaluate(parts, due, is_final=False, concurrency=parts.evaluation_concurrency)
+                results = await _evaluate(parts, due, is_final=False, concurrency=parts.evaluation_concurrency)
+    return results
 
 
-async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, concurrency: int) -> None:
+async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, concurrency: int) -> list[EvaluationResult]:
     if not parts.evaluator.problems:
-        return
+        return []
     async with _evaluation_turn(parts):
         results = await parts.evaluator.run(due_version, lambda: parts.trainer.current_version, is_final, concurrency)
     if not results:
@@ -181,6 +192,7 @@ async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, conc
             result.num_failed,
             result.seconds,
         )
+    return results
 
 
 @asynccontextmanager

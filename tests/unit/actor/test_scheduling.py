@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from pipelinerl.actor.evaluation import EvaluationFrame, EvaluationSchedule, summarize_evaluation
+from pipelinerl.actor.evaluation import EvaluationFrame, EvaluationSchedule, as_final, summarize_evaluation
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.actor.groups import run_group
 from pipelinerl.actor.pool import SERVER_LOST
@@ -167,6 +168,22 @@ def test_an_evaluation_averages_what_came_to_an_end() -> None:
     assert (result.num_rollouts, result.num_failed, result.success_rate, result.mean_reward) == (3, 1, 0.5, 0.5)
     assert (result.due_version, result.min_version, result.max_version) == (4, 3, 5)
     assert result.metrics == {"n": 1.5} and result.dataset_name == "train"
+
+
+@pytest.mark.parametrize(
+    ("due", "spans", "is_final"),
+    [(6, (6, 6), True), (6, (6, 7), False), (6, (5, 6), False), (5, (5, 5), False), (5, (6, 6), False)],
+)
+def test_o2_an_evaluation_of_the_last_version_is_the_final_one(
+    due: int, spans: tuple[int, int], is_final: bool
+) -> None:
+    frame = replace(FRAME, due_version=due)
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    made = summarize_evaluation(problems, [ended(versions=spans), ended(versions=spans)], frame)
+    final = as_final(made, 6)
+    assert bool(final) is is_final
+    assert all(result.is_final and result.success_rate == 1.0 for result in final)
+    assert as_final([], 6) == []
 
 
 def test_several_data_sets_come_after_the_result_for_all() -> None:
