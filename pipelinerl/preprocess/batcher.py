@@ -133,11 +133,11 @@ class Batcher:
             count += len(taken[-1].samples)
         return ClosedStep(step, tuple(taken))
 
-    def close_rest(self, step: int) -> ClosedStep | None:
-        """Take for `step` what there is, up to a whole step, when no more will come. None: nothing is here."""
+    def close_rest(self, step: int, end_offset: int) -> ClosedStep | None:
+        """Take for `step` what came before `end_offset`, up to a whole step. None: nothing of it is here."""
         taken: list[ReadyGroup] = []
         count = 0
-        while self._groups and count < self._samples_per_step:
+        while self._groups and self._groups[0].offset < end_offset and count < self._samples_per_step:
             taken.append(self._pop())
             count += len(taken[-1].samples)
         self._step_samples[step] = count

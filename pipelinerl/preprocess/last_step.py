@@ -24,6 +24,8 @@ class LastStep:
         self._step = step
         self._closed_epochs = epochs_done
         self._given_up = False
+        #: Once one more pass has not filled the open batch: what came before this offset is all that is trained.
+        self.rest_end: int | None = None
         self.seen_epochs = epochs_done
 
     def see(self, epochs_done: float) -> None:
@@ -47,9 +49,11 @@ class LastStep:
         ends = self._closed_epochs >= self.max_epochs and self._step % self._interval == 0
         return ends or self._given_up
 
-    @property
-    def is_overdue(self) -> bool:
-        """Whether one more pass did not fill the batch that would be the last."""
+    def wait_no_longer(self, end_offset: int) -> bool:
+        """Whether one more pass did not fill the batch that would be the last, of which groups before `end_offset`
+        came in; if so, `rest_end` is set."""
         if self.max_epochs is None:
             return False
-        return self.seen_epochs >= max(self.max_epochs, self._closed_epochs) + 1
+        if self.rest_end is None and self.seen_epochs >= max(self.max_epochs, self._closed_epochs) + 1:
+            self.rest_end = end_offset
+        return self.rest_end is not None

@@ -151,10 +151,10 @@ class PreprocessLoop:
     def _dispatch(self) -> None:
         while not self._last_step.is_closed and self._view.may_dispatch(self._step):
             self._outputs.write_fates(self._batcher.purge_stale(self._step), self._version)
-            closed = self._batcher.close_step(self._step)
-            epochs_done = closed.epochs_done if closed else self._last_step.seen_epochs
-            if closed is None and (closed := self._close_rest()) is None:
+            closed = self._close_step()
+            if closed is None:
                 return
+            epochs_done = closed.epochs_done if self._last_step.rest_end is None else self._last_step.seen_epochs
             oldest = self._batcher.oldest_offset
             statistics = self._intake.statistics.take()
             self._outputs.write_batch(
@@ -165,16 +165,19 @@ class PreprocessLoop:
             self._last_step.close(self._step, epochs_done)
             self._step += 1
 
-    def _close_rest(self) -> ClosedStep | None:
-        """The last batch of the passes, with what there is for it; None: it is not due, or there is nothing."""
+    def _close_step(self) -> ClosedStep | None:
+        """The next batch, the last of the passes with what there is for it. None: there is nothing to write yet, or
+        nothing any more."""
         last = self._last_step
-        if last.max_epochs is None or not last.is_overdue:
+        if last.rest_end is None and (closed := self._batcher.close_step(self._step)):
+            return closed
+        if last.max_epochs is None or not last.wait_no_longer(self._digested_offset):
             return None
-        closed = self._batcher.close_rest(self._step)
-        if closed is None:
+        rest = self._batcher.close_rest(self._step, last.rest_end or 0)
+        if rest is None:
             self._outputs.write_passes_over(self._step - 1, last.max_epochs)
             last.give_up()
-        return closed
+        return rest
 
     @property
     def _version(self) -> int:

@@ -40,19 +40,22 @@ def test_one_more_pass_is_waited_for(max_epochs: int, closed: float, seen: float
     last = LastStep(max_epochs, 4, 2, closed)
     last.see(seen)
     last.see(0.1)
-    assert last.is_overdue is is_overdue
+    assert last.wait_no_longer(7) is is_overdue
+    last.see(9.0)
+    assert last.wait_no_longer(8) and last.rest_end == (7 if is_overdue else 8)
 
 
 @pytest.mark.parametrize("rounds", [None, Rounds(3, 4, 100)])
 def test_the_rest_is_taken_whole_group_by_whole_group(rounds: Rounds | None) -> None:
     batcher = Batcher(4, rounds=rounds)
-    assert batcher.close_rest(1) is None
+    assert batcher.close_rest(1, 9) is None
     for offset, (size, done) in enumerate([(2, 0.5), (3, 1.5), (1, 1.0)]):
         samples = [ScoredSample(sample=sample(f"0-{offset}/r{i}/s0"), advantages=[1.0]) for i in range(size)]
         batcher.add(ReadyGroup(f"0-{offset}", offset, tuple(samples), done))
-    first = batcher.close_rest(1)
+    first = batcher.close_rest(1, 3)
     assert first is not None and [group.group_id for group in first.groups] == ["0-0", "0-1"]
     assert first.epochs_done == 1.5
-    second = batcher.close_rest(2)
+    assert batcher.close_rest(2, 2) is None, "what came later is not of the rest"
+    second = batcher.close_rest(2, 3)
     assert second is not None and len(second.samples) == 1
-    assert batcher.close_rest(3) is None and batcher.num_samples == 0 and batcher.oldest_offset is None
+    assert batcher.close_rest(3, 3) is None and batcher.num_samples == 0 and batcher.oldest_offset is None

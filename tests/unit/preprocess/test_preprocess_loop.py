@@ -207,12 +207,20 @@ def test_where_nothing_is_left_for_a_last_step_the_trainer_is_told(tmp_path):
     more.finish()
 
 
-def test_the_rest_goes_on_to_the_next_update(tmp_path):
-    """Training may only end behind an update: the step of the rest is followed by the word that nothing comes."""
-    run = Run(tmp_path, finetune={**PASSES, "weight_update_interval": 4})
-    write_groups(run, [(0.5, False), *((n / 2, True) for n in range(2, 7))])
-    assert run.next_batch(60).group_ids == ["0-0"]
+@pytest.mark.parametrize(
+    "keys",
+    [{"finetune": {**PASSES, "weight_update_interval": 4}}, {"schedule": "conventional", "steps_per_generation": 3}],
+    ids=["interval", "round"],
+)
+def test_the_rest_is_not_waited_for_up_to_the_next_update(tmp_path, keys):
+    """Behind it the trainer is told that nothing comes; groups of further passes stay where they are."""
+    run = Run(tmp_path, **{"finetune": PASSES, **keys})
+    write_groups(run, [(0.5, False), *((n / 2, True) for n in range(2, 5))])
+    batch = run.next_batch(60)
+    assert (batch.group_ids, batch.epochs_done) == (["0-0"], 2.0)
     wait_for_end(run)
+    write_groups(run, [(2.5, False), (3.0, False), (3.5, False)], first=4)
+    assert run.next_batch(timeout_s=0.2) is None
     run.finish()
     assert passes_over(run) == [(1, 1)]
 
