@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import EXIT_RUN_FAILED
+from pipelinerl.samples.printable import one_line
 
 if TYPE_CHECKING:
     from pipelinerl.samples.choose import Order, Wanted
@@ -33,8 +34,18 @@ def main(argv: list[str]) -> int:
         return _run(args)
     except BrokenPipeError:
         # `| head` has seen enough. Python would complain once more when it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end_output()
         return 0
+    except OSError as error:
+        # The output's disk is full, or something in the run directory is no file.
+        _end_output()
+        where = f"{one_line(os.fsdecode(error.filename))}: " if isinstance(error.filename, str | bytes) else ""
+        print(f"samples cannot be read or shown: {where}{error.strerror or error}", file=sys.stderr)
+        return EXIT_RUN_FAILED
+
+
+def _end_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: argparse.Namespace) -> int:

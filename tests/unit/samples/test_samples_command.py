@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -256,3 +257,29 @@ def test_a_server_that_only_the_launcher_knows(tmp_path: Path, capsys: pytest.Ca
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["samples", str(run.root)]) == 2
     assert "Its password is in no file" in capsys.readouterr().err
+
+
+def test_output_that_is_full_is_one_line(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path)
+    run.write(*run.plain_groups(3))
+    argv = [sys.executable, "-m", "pipelinerl", "samples", str(run.root)]
+    for options in ([], ["--json", "--last", "9"]):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([*argv, *options], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        assert (result.returncode, result.stderr) == (1, "samples cannot be read or shown: No space left on device\n")
+
+
+@pytest.mark.parametrize("place", ["streams/actor", "streams/actor/actor_0/0/00000000000000000000.jsonl"])
+def test_what_is_no_stream_is_one_line(tmp_path: Path, place: str) -> None:
+    run = RecordedRun(tmp_path)
+    run.write(*run.plain_groups(1))
+    odd = run.root / place
+    if odd.is_file():
+        odd.unlink()
+        odd.mkdir()
+    else:
+        shutil.rmtree(odd)
+        odd.touch()
+    result = command(run)
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("samples cannot be read or shown: ")
