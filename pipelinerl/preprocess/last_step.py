@@ -24,18 +24,25 @@ class LastStep:
         self._step = step
         self._closed_epochs = epochs_done
         self._given_up = False
+        # Passes that were done when they were first seen to be enough, or when the last batch behind that was closed.
+        self._over_since: float | None = None
         #: Once one more pass has not filled the open batch: what came before this offset is all that is trained.
         self.rest_end: int | None = None
-        self.seen_epochs = epochs_done
+        self.seen_epochs = 0.0
+        self.see(epochs_done)
 
     def see(self, epochs_done: float) -> None:
         """Hear what a group says, also one of which nothing is trained."""
         self.seen_epochs = max(self.seen_epochs, epochs_done)
+        if self._over_since is None and self.max_epochs is not None and self.seen_epochs >= self.max_epochs:
+            self._over_since = self.seen_epochs
 
     def close(self, step: int, epochs_done: float) -> None:
         """Hear of a batch that was closed."""
         self._step = step
         self._closed_epochs = max(self._closed_epochs, epochs_done)
+        if self._over_since is not None:
+            self._over_since = max(self._over_since, epochs_done)
 
     def give_up(self) -> None:
         """There is nothing for another batch."""
@@ -52,8 +59,8 @@ class LastStep:
     def wait_no_longer(self, end_offset: int) -> bool:
         """Whether one more pass did not fill the batch that would be the last, of which groups before `end_offset`
         came in; if so, `rest_end` is set."""
-        if self.max_epochs is None:
+        if self._over_since is None:
             return False
-        if self.rest_end is None and self.seen_epochs >= max(self.max_epochs, self._closed_epochs) + 1:
+        if self.rest_end is None and self.seen_epochs >= self._over_since + 1:
             self.rest_end = end_offset
         return self.rest_end is not None

@@ -33,16 +33,45 @@ def test_no_batch_is_due_behind_the_one_that_ends_training(
 
 
 @pytest.mark.parametrize(
-    ("max_epochs", "closed", "seen", "is_overdue"),
-    [(1, 0.9, 1.9, False), (1, 0.9, 2.0, True), (1, 0.0, 2.0, True), (1, 1.5, 2.4, False), (1, 1.5, 2.5, True)],
+    ("closed", "seen", "is_over"),
+    [
+        (0.9, (1.0, 1.9), False),
+        (0.9, (1.0, 2.0), True),
+        (0.0, (0.5, 1.0, 1.5, 2.0), True),
+        # A slow group was waited for: what ran beside it did so before the passes were over.
+        (0.9, (3.5,), False),
+        (0.9, (3.5, 4.5), True),
+        # A batch was closed meanwhile, which was none to end with: each has a pass to be filled.
+        (1.5, (1.6, 2.4), False),
+        (1.5, (1.6, 2.5), True),
+    ],
 )
-def test_one_more_pass_is_waited_for(max_epochs: int, closed: float, seen: float, is_overdue: bool) -> None:
-    last = LastStep(max_epochs, 4, 2, closed)
-    last.see(seen)
-    last.see(0.1)
-    assert last.wait_no_longer(7) is is_overdue
+def test_one_more_pass_is_waited_for(closed: float, seen: tuple[float, ...], is_over: bool) -> None:
+    last = LastStep(1, 4, 2, closed)
+    for epochs_done in (*seen, 0.1):
+        last.see(epochs_done)
+    assert last.wait_no_longer(7) is is_over
     last.see(9.0)
-    assert last.wait_no_longer(8) and last.rest_end == (7 if is_overdue else 8)
+    assert last.wait_no_longer(8) and last.rest_end == (7 if is_over else 8)
+
+
+def test_a_batch_behind_the_passes_gives_the_next_one_a_pass() -> None:
+    last = LastStep(1, 4, 0, 0.0)
+    last.see(1.0)
+    last.see(1.7)
+    last.close(1, 1.7)
+    last.see(2.6)
+    assert not last.wait_no_longer(7)
+    last.see(2.7)
+    assert last.wait_no_longer(8) and not last.is_closed
+    last.close(4, 2.7)
+    assert last.is_closed
+
+
+def test_without_max_epochs_nothing_ends() -> None:
+    last = LastStep(None, 1, 0, 0.0)
+    last.see(100.0)
+    assert not last.wait_no_longer(7) and not last.is_closed
 
 
 @pytest.mark.parametrize("rounds", [None, Rounds(3, 4, 100)])
