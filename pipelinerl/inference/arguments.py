@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.inference.admission import DEFAULT_BATCH_FRACTION
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -72,6 +73,9 @@ class ServerSettings:
         quantization: `--quantization`, if any.
         can_sleep: it shares its GPU and has to be able to leave it.
         trust_remote_code: run code of the model's folder.
+        admission_wait_steps: steps that a request waits at most so that several start together; `None`: as the
+            environment says, see `inference.admission`.
+        admission_batch_fraction: they start when so many wait, as a part of those that run.
     """
 
     model: str
@@ -85,6 +89,8 @@ class ServerSettings:
     quantization: str | None = None
     can_sleep: bool = False
     trust_remote_code: bool = False
+    admission_wait_steps: int | None = None
+    admission_batch_fraction: float = DEFAULT_BATCH_FRACTION
 
 
 def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:

@@ -4,6 +4,8 @@ Cache entries are found by a hash of the tokens and a salt. The salt is set here
 scheduled, and names the epoch of the weights: a request that was queued before an update and starts after it gets the
 new epoch, so it cannot hit blocks of the old weights. The epoch counts resumes (weights change only while the
 scheduler is paused), so a version number that is used twice does no harm.
+
+Requests start as soon as they can, or several at once (`inference.batched_start`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from pipelinerl.inference.batched_start import BatchedStartScheduler
 from pipelinerl.inference.cache_salt import salt_for_epoch
 from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
 from pipelinerl.inference.executor import read_every_answer
@@ -59,11 +62,11 @@ class EpochSaltMixin:
             request.update_block_hashes()
 
 
-class EpochScheduler(EpochSaltMixin, Scheduler):
+class EpochScheduler(EpochSaltMixin, BatchedStartScheduler):
     """For engines without asynchronous scheduling."""
 
 
-class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
+class EpochAsyncScheduler(EpochSaltMixin, BatchedStartScheduler, AsyncScheduler):
     """For engines with asynchronous scheduling. Tokens leave in batches (see `inference.coalesce`).
 
     While requests run, a step is always in flight, so a pause ends only after one more call of `update_from_output`:

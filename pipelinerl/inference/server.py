@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE, batcher_from
 from pipelinerl.inference.arguments import ServerSettings, check_options, server_arguments
 from pipelinerl.inference.auth import read_token
 
@@ -24,10 +25,19 @@ _GRACE_S = 5
 
 
 def prepare_environment(environ: MutableMapping[str, str], settings: ServerSettings, cpu_kv_cache_gib: float) -> None:
-    """Set the variables that vLLM reads. Those that a user may want to choose keep a value that is already there."""
+    """Set the variables that vLLM and our scheduler read. Those that a user may want to choose keep their value.
+
+    Raises:
+        ConfigError: a variable of our scheduler has a value that cannot be used.
+    """
     # Opens the control routes (pause, weight transfer); our token guards them.
     environ["VLLM_SERVER_DEV_MODE"] = "1"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if settings.admission_wait_steps is not None:
+        environ[WAIT_STEPS_VARIABLE] = str(settings.admission_wait_steps)
+        environ[BATCH_FRACTION_VARIABLE] = str(settings.admission_batch_fraction)
+    # The engine's process would say it in the middle of a traceback.
+    batcher_from(environ)
     if settings.transport == "gloo":
         # vLLM takes whole GiB only.
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))
