@@ -2,6 +2,8 @@
 
     python scripts/benchmark_schedules.py --output results/schedules.json              # CPU, a tiny random model
     python scripts/benchmark_schedules.py --device cuda --model MODEL --repeats 3 -- finetune.learning_rate=1e-5
+    python scripts/benchmark_schedules.py --device cuda --model MODEL --graphs piecewise -- \
+        vllm_config.admission_wait_steps=8
 
 Each schedule runs with answers of one length (low variance) and with one in ten eleven times as long (high variance).
 For each it reports samples per second, how busy trainer and servers were and the seconds in which they were not, lag,
@@ -23,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark_common import graphs_override, write_result
+from benchmark_common import GRAPHS, graphs_override, write_result
 from benchmark_runs import last_line, run_bounded
 
 from pipelinerl.tiny.build import build_tiny_model
@@ -63,7 +65,7 @@ def overrides_of(args: argparse.Namespace, schedule: str, variance: str, seed: i
         "vllm_config.vllm_kwargs.dtype=bfloat16",
         "vllm_config.vllm_kwargs.gpu-memory-utilization=0.5",
         "~vllm_config.vllm_kwargs.enforce-eager",
-        graphs_override(),
+        graphs_override(args.graphs),
         "+vllm_config.vllm_kwargs.kv-cache-memory-bytes=8589934592",
         "finetune.dtype=bf16",
         "finetune.logprob_chunk_tokens=4096",
@@ -212,6 +214,7 @@ def run_all(args: argparse.Namespace, scratch: Path, model: str) -> dict[str, di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--graphs", choices=sorted(GRAPHS), default="decode", help="which CUDA graphs of servers")
     parser.add_argument("--model", help="a model folder or name; default: a tiny random one")
     parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--variances", nargs="*", choices=("low", "high"), default=["low", "high"])

@@ -4,12 +4,16 @@
     python scripts/benchmark_server.py --model FOLDER --device cuda --flags '{}' '{"stream-interval": 16}'
     python scripts/benchmark_server.py --model FOLDER --url URL --token TOKEN --output FILE
     python scripts/benchmark_server.py --random-model 0.001 --concurrency 64 --max-tokens 128
+    python scripts/benchmark_server.py --model FOLDER --device cuda --graphs decode --admission-wait-steps 0 8 16 \
+        --lengths varied --turns 8 --route lean
 
 Routes: `vllm` is JSON with one object a token, `lean` the compact answer of our own servers. They take turns, round by
 round, on the same server. Each flag set and each number of held tokens gets a server of its own, one after the other on
-the same card. Several client processes send the load, so that the clients are not what is measured. The first round
-warms up and is not counted. Of a server on this machine the CPU seconds of the API and engine processes for each 1,000
-output tokens are given too.
+the same card; so does each setting of `vllm_config.admission_*`. Several client processes send the load, so that the
+clients are not what is measured. The first round warms up and is not counted. Every client sends `--turns` requests one
+after the other; with `--lengths varied` one in ten is eleven times as long as the others, `--max-tokens` is the mean,
+and the load is even only in long rounds. Of a server on this machine the CPU seconds of the API and engine processes
+for each 1,000 output tokens are given too.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
@@ -30,6 +35,7 @@ from typing import Any
 
 import torch
 from benchmark_common import (
+    GRAPHS,
     Server,
     client_session,
     cpu_seconds,
@@ -40,26 +46,41 @@ from benchmark_common import (
     server_processes,
     write_result,
 )
+from benchmark_schedules_task import answer_tokens
+
+from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE
 
 #: What is asked for: name and `logprobs`.
 LABELS = (("with log-probs", 0), ("without log-probs", None))
 
 
-def client(server: Server, count: int, args: argparse.Namespace, route: str, logprobs: int | None) -> int:
-    """Send `count` requests at once; returns output tokens. Runs in a process of its own."""
+def client(server: Server, count: int, args: argparse.Namespace, route: str, logprobs: int | None, seed: int) -> int:
+    """Send `count` requests at once, and so on `args.turns` times; returns output tokens. Runs in its own process."""
+    draws = random.Random(seed)
 
-    async def one(session: Any, ids: list[int]) -> int:
+    async def one(session: Any, ids: list[int], length: int) -> int:
         if route == "vllm":
-            return len((await generate(session, server, ids, args.max_tokens, logprobs=logprobs))["token_ids"])
-        packed = await generate_lean(session, server, ids, args.max_tokens, logprobs=logprobs)
+            return len((await generate(session, server, ids, length, logprobs=logprobs))["token_ids"])
+        packed = await generate_lean(session, server, ids, length, logprobs=logprobs)
         if logprobs is not None and len(packed.logprobs or b"") != len(packed.token_ids):
             raise RuntimeError("the server left out log-probs")
         return len(packed.token_ids) // 4
 
+    async def turns(session: Any, ids: list[int], lengths: list[int]) -> int:
+        tokens = 0
+        for turn, length in enumerate(lengths):
+            # The first token differs, so that no turn finds the prompt of another in the cache.
+            tokens += await one(session, [(ids[0] - 5 + turn) % 400 + 5, *ids[1:]], length)
+        return tokens
+
     async def run() -> int:
         async with client_session() as session:
             prompts = [[(31 * n + 7 * k) % 400 + 5 for k in range(args.prompt_tokens)] for n in range(count)]
-            return sum(await asyncio.gather(*(one(session, ids) for ids in prompts)))
+            kind = "high" if args.lengths == "varied" else "low"
+            lengths = [
+                [answer_tokens(args.max_tokens, kind, draws.random()) for _ in range(args.turns)] for _ in prompts
+            ]
+            return sum(await asyncio.gather(*map(turns, itertools.repeat(session), prompts, lengths)))
 
     return asyncio.run(run())
 
@@ -70,7 +91,9 @@ def one_round(pool: Pool, server: Server, args: argparse.Namespace, route: str, 
     before = cpu_seconds(processes)
     start = time.perf_counter()
     share = args.concurrency // args.clients
-    tokens = sum(pool.starmap(client, [(server, share, args, route, logprobs)] * args.clients))
+    # The same seeds in every round: all servers get the same lengths.
+    calls = [(server, share, args, route, logprobs, seed) for seed in range(args.clients)]
+    tokens = sum(pool.starmap(client, calls))
     seconds = time.perf_counter() - start
     after = cpu_seconds(processes)
     used = {f"{part} CPU s": (after[part] - before[part]) / tokens * 1000 for part in after}
@@ -105,6 +128,11 @@ def main() -> None:
     parser.add_argument(
         "--held", nargs="*", default=["64"], help="tokens held back at most; 0: each is shipped at once"
     )
+    parser.add_argument("--graphs", choices=sorted(GRAPHS), help="which CUDA graphs; default: what vLLM does")
+    parser.add_argument("--admission-wait-steps", nargs="*", default=["0"], help="steps that a request may wait")
+    parser.add_argument("--admission-batch-fraction", nargs="*", default=["0.0625"])
+    parser.add_argument("--lengths", choices=("equal", "varied"), default="equal")
+    parser.add_argument("--turns", type=int, default=1, help="requests of each client in a round, one after the other")
     parser.add_argument("--route", nargs="*", choices=("vllm", "lean"), default=["vllm", "lean"])
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -122,8 +150,13 @@ def main() -> None:
         base |= {"enforce-eager": "", "block_size": 32}
     else:
         base |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.5}
+    longest = args.prompt_tokens + answer_tokens(args.max_tokens, "high" if args.lengths == "varied" else "low", 0.0)
+    base["max_model_len"] = max(1024, longest)
+    if args.graphs:
+        base["compilation-config"] = GRAPHS[args.graphs]
     results: dict[str, Any] = {}
-    load = {name: getattr(args, name) for name in ("concurrency", "prompt_tokens", "max_tokens", "clients")}
+    shown = ("concurrency", "prompt_tokens", "max_tokens", "clients", "lengths", "turns", "graphs")
+    load = {name: getattr(args, name) for name in shown}
     if args.url:
         results["running server"] = measure(Server(args.url, args.token, 0.0), args)
         write_result(args.output, {**load, "results": results})
@@ -133,11 +166,14 @@ def main() -> None:
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         model = args.model or str(random_model(args.random_model, scratch / "model", dtype))
         transport = "nccl" if args.device == "cuda" else "gloo"
-        for flags, held in itertools.product(args.flags, args.held):
+        settings = itertools.product(args.flags, args.held, args.admission_wait_steps, args.admission_batch_fraction)
+        for flags, held, steps, fraction in settings:
             environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu, "PIPELINERL_HELD_TOKENS": held}
+            environ |= {WAIT_STEPS_VARIABLE: steps, BATCH_FRACTION_VARIABLE: fraction}
             kwargs = {**base, **json.loads(flags)}
             with running_server(model, transport, kwargs, scratch / "server.log", True, environ) as server:
-                name = f"flags {flags}, held {held} (start {server.start_s:.0f} s)"
+                starts = f"wait {steps} steps, fraction {fraction}" if steps != "0" else "no batches"
+                name = f"flags {flags}, held {held}, {starts} (start {server.start_s:.0f} s)"
                 results[name] = measure(server, args)
                 write_result(args.output, {**load, "results": results})
 

@@ -32,10 +32,11 @@ class AdmissionBatcher:
     """
 
     def __init__(self, wait_steps: int, batch_fraction: float = DEFAULT_BATCH_FRACTION) -> None:
-        self._wait_steps = wait_steps
+        self.wait_steps = wait_steps
         self._batch_fraction = batch_fraction
         self._waited = 0
         self._refused = 0
+        self._goes_on = False
 
     def holds(self, running: int, ready: int) -> bool:
         """Whether nothing new starts in the coming step.
@@ -50,7 +51,8 @@ class AdmissionBatcher:
             return False
         enough = int(running * self._batch_fraction)
         # Below 2 there is no batch to wait for; what the last step had no room for does not count as new.
-        return enough >= 2 and self._waited < self._wait_steps and ready - self._refused < enough
+        is_batch = self._goes_on or ready - self._refused >= enough
+        return enough >= 2 and self._waited < self.wait_steps and not is_batch
 
     def held(self) -> None:
         """The step was scheduled, and all that could start had to wait."""
@@ -62,14 +64,15 @@ class AdmissionBatcher:
         Args:
             started: requests that started.
             left: requests that could have started by the number of places, and did not.
-            cut_short: they did not because the step had no more tokens to give, so that they start in the next one.
-                Else there is no memory for them, and one more place or request does not change that.
+            cut_short: they did not because the step had no more tokens to give. If some did start, the rest of the
+                batch follows in the next step. Else there is no memory for them: they are no batch by themselves.
         """
         if started:
             self._waited = 0
         elif left:
             self._waited += 1
-        self._refused = 0 if cut_short else left
+        self._goes_on = cut_short and started > 0
+        self._refused = left
 
 
 def batcher_from(environ: Mapping[str, str]) -> AdmissionBatcher | None:

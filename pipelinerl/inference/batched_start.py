@@ -6,6 +6,7 @@ already, or is in the middle of its prompt, goes on. `inference.admission` decid
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -16,6 +17,9 @@ from vllm.v1.request import Request
 
 from pipelinerl.inference.admission import batcher_from
 
+# Below the name of vLLM, whose configuration of logging is the one that this process has.
+logger = logging.getLogger(f"vllm.{__name__}")
+
 
 class BatchedStartScheduler(Scheduler):
     """As vLLM's own, unless the environment asks for more (see `admission.batcher_from`)."""
@@ -23,6 +27,8 @@ class BatchedStartScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batcher = batcher_from(os.environ)
+        if self._batcher is not None:
+            logger.info("requests start several at once, after %d steps at the latest", self._batcher.wait_steps)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._batcher is None or self._pause_state != PauseState.UNPAUSED:

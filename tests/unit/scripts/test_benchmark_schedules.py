@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from fakes.script_module import load_script
 
+from pipelinerl.config.compose import compose
+
 
 def test_figures_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = load_script("benchmark_schedules", monkeypatch)
@@ -75,3 +77,27 @@ def test_a_run_that_is_refused_is_said_and_the_next_one_starts(monkeypatch: pyte
     for table in tables.values():
         [failed] = table["failed"]
         assert failed.startswith("seed 1: ") and "llm.parameters.top_p: got 0.5" in failed
+
+
+@pytest.mark.parametrize(("graphs", "mode"), [("decode", "FULL_DECODE_ONLY"), ("piecewise", "FULL_AND_PIECEWISE")])
+def test_graphs_and_settings_of_servers_reach_the_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: str, mode: str
+) -> None:
+    benchmark = load_script("benchmark_schedules", monkeypatch)
+    given: list[list[str]] = []
+
+    def run_once(args: object, folder: Path, model: str, words: list[str]) -> dict[str, float]:
+        given.append(words)
+        return {"seconds": 1.0}
+
+    monkeypatch.setattr(benchmark, "run_once", run_once)
+    words = ["--device", "cuda", "--graphs", graphs, "--schedules", "pipeline", "--variances", "high", "--model", "x"]
+    words += ["--", "vllm_config.admission_wait_steps=8", "vllm_config.admission_batch_fraction=0.25"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_schedules.py", *words])
+    with pytest.raises(SystemExit, match="False"):
+        benchmark.main()
+    (tmp_path / "schedules.yaml").write_text(benchmark.CONFIG)
+    words = ["--config-dir", str(tmp_path), "--config-name", "schedules", f"output_dir={tmp_path}", "model_path=x"]
+    servers = compose([*words, *given[0]]).config.vllm_config
+    assert servers.vllm_kwargs["compilation-config"]["cudagraph_mode"] == mode
+    assert (servers.admission_wait_steps, servers.admission_batch_fraction) == (8, 0.25)
