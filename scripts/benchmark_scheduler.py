@@ -154,8 +154,10 @@ def count_steps(config: Any, args: argparse.Namespace, mean_tokens: int, longest
     }
 
 
-def admission(config: Any, args: argparse.Namespace, longest: int) -> dict[str, Any]:
-    """`count_steps` of every combination; without batches the fraction means nothing and is counted once."""
+def admission(config: Any, args: argparse.Namespace, longest: int) -> None:
+    """`count_steps` of every combination, written after each; without batches the fraction means nothing."""
+    settings = {"requests": args.requests, "lengths": args.lengths, "steps": args.steps // 2}
+    settings |= {"decode_ms": args.decode_step_ms, "mixed_ms": args.mixed_step_ms}
     found: dict[str, Any] = {}
     for mean_tokens, steps, fraction in itertools.product(args.mean_tokens, args.wait_steps, args.batch_fractions):
         if steps == 0 and fraction != args.batch_fractions[0]:
@@ -163,7 +165,7 @@ def admission(config: Any, args: argparse.Namespace, longest: int) -> dict[str, 
         os.environ |= {WAIT_STEPS_VARIABLE: str(steps), BATCH_FRACTION_VARIABLE: str(fraction)}
         name = f"{mean_tokens} tokens, " + (f"wait {steps} steps, fraction {fraction:g}" if steps else "no batches")
         found[name] = count_steps(config, args, mean_tokens, longest)
-    return found
+        write_result(args.output, {"settings": settings, "results": found})
 
 
 def main() -> None:
@@ -194,13 +196,7 @@ def main() -> None:
     blocks_a_request = (PROMPT_TOKENS + longest) // BLOCK + 2
     config.cache_config.num_gpu_blocks = args.requests * blocks_a_request + 1
     if args.admission:
-        settings = {
-            "requests": args.requests,
-            "lengths": args.lengths,
-            "decode_ms": args.decode_step_ms,
-            "mixed_ms": args.mixed_step_ms,
-        }
-        write_result(args.output, {"settings": settings, "results": admission(config, args, longest)})
+        admission(config, args, longest)
         return
     runs: dict[str, list[dict[str, float]]] = {"with log-probs": [], "without log-probs": []}
     for _ in range(args.repeats + 1):  # the first one warms up
