@@ -1,9 +1,9 @@
 """When a server starts waiting requests: one by one as they come, or several at once. Pure: no vLLM, no clock.
 
 Asked by `inference.batched_start` before every engine step. A step that only decodes runs from CUDA graphs; one that
-also computes a prompt runs without, several times as long, for all requests. With answers of varied length a request
-ends in nearly every step and another one takes its place, so nearly every step is of the slow kind. Held back for a few
-steps, those that wait start together, and the steps between are quick.
+also computes a prompt may run without them, and then takes longer, for all requests. With answers of varied length a
+request ends in nearly every step and another one takes its place, so nearly every step is of the slow kind. Held back
+for a few steps, those that wait start together, and the steps between only decode.
 """
 
 from __future__ import annotations
