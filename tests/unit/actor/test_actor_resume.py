@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+from fakes.short_sample import short_sample
 
 from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.loop import _report
@@ -18,37 +19,18 @@ from pipelinerl.records import (
     EvaluationResult,
     FateRecord,
     Group,
-    Sample,
     StepDone,
     TrainingBatch,
     TrainingDone,
-    VersionSpan,
     WeightUpdateSuccess,
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.run_dir import RunDir
 
 
-def sample(sample_id: str, group_id: str) -> Sample:
-    return Sample(
-        id=sample_id,
-        group_id=group_id,
-        rollout_id=f"{group_id}/r0",
-        input_ids=[1, 2],
-        labels=[-100, 2],
-        logprobs=[-0.5],
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
-        prompt_tokens=1,
-        output_tokens=1,
-        version_spans=[VersionSpan(0, 0, 1)],
-    )
-
-
 def group(number: int) -> Group:
     group_id = f"0-{number}"
-    samples = [sample(f"{group_id}/r0/s{index}", group_id) for index in range(2)]
+    samples = [short_sample(f"{group_id}/r0/s{index}") for index in range(2)]
     return Group(id=group_id, problem_id="p", dataset_name="d", samples=samples, rollouts=[])
 
 

@@ -6,13 +6,14 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from fakes.short_sample import short_sample
 
 from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.round_budget import RoundBudget
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config import RunConfig
 from pipelinerl.preprocess.batcher import Batcher, ClosedStep, ReadyGroup
-from pipelinerl.records import Sample, ScoredSample, StepDone, TrainerStarted, VersionSpan, WeightUpdateSuccess
+from pipelinerl.records import ScoredSample, StepDone, TrainerStarted, WeightUpdateSuccess
 from pipelinerl.schedules.rounds import Rounds, next_update, rounds_of, takes_turns, update_interval
 
 
@@ -35,22 +36,7 @@ def test_what_the_configuration_asks_for() -> None:
 
 
 def scored(sample_id: str, version: int) -> ScoredSample:
-    group, rollout, _ = sample_id.split("/")
-    sample = Sample(
-        id=sample_id,
-        group_id=group,
-        rollout_id=f"{group}/{rollout}",
-        input_ids=[1, 2],
-        labels=[-100, 2],
-        logprobs=[-0.5],
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
-        prompt_tokens=1,
-        output_tokens=1,
-        version_spans=[VersionSpan(version, 0, 1)],
-    )
-    return ScoredSample(sample=sample, advantages=[1.0])
+    return ScoredSample(sample=short_sample(sample_id, version), advantages=[1.0])
 
 
 def ready(group_id: str, count: int, version: int = 0, offset: int = 0) -> ReadyGroup:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.short_sample import short_sample
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import ConfigError
-from pipelinerl.records import Sample, ScoredSample, StepDone, TrainerMessage, TrainingBatch, VersionSpan
+from pipelinerl.records import ScoredSample, StepDone, TrainerMessage, TrainingBatch
 from pipelinerl.streams.base import TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.run_dir import RunDir
@@ -29,21 +30,7 @@ def config(root: Path, settings: dict[str, Any]) -> RunConfig:
 
 
 def batch(step: int, ref_logprobs: list[float]) -> TrainingBatch:
-    sample = Sample(
-        id="0-0/r0/s0",
-        group_id="0-0",
-        rollout_id="0-0/r0",
-        input_ids=[1, 2],
-        labels=[-100, 2],
-        logprobs=[-0.5],
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
-        prompt_tokens=1,
-        output_tokens=1,
-        version_spans=[VersionSpan(0, 0, 1)],
-        ref_logprobs=ref_logprobs,
-    )
+    sample = short_sample("0-0/r0/s0", ref_logprobs=ref_logprobs)
     scored = [ScoredSample(sample=sample, advantages=[1.0])]
     return TrainingBatch(id=f"0-{step}", step=step, samples=scored, group_ids=["0-0"], plan=[[[0]]], actor_offset=0)
 
