@@ -11,6 +11,7 @@ from typing import Any
 
 from pipelinerl.config.keys import default_of
 from pipelinerl.config.rules_run import missing_task
+from pipelinerl.config.rules_sampling import vllm_option
 from pipelinerl.config.run import RunConfig
 
 _VALUE_HEAD = "causal-language-modeling-with-value-head"
@@ -100,8 +101,7 @@ def _other_weights(config: RunConfig) -> list[str]:
     """A trainer with fp32 values that cannot compute with the weights that servers in 16 bits have."""
     finetune = config.finetune
     products = "fp32" if finetune.dtype == "auto" and not finetune.load_as_bf16 else finetune.dtype
-    options = {name.strip().lstrip("-"): value for name, value in config.vllm_config.vllm_kwargs.items()}
-    server = str(options.get("dtype", "")).lower()
+    server = str(vllm_option(config, "dtype")[1]).lower()
     if products not in ("fp32", "tf32") or server not in _SIXTEEN_BITS:
         return []
     if finetune.lora.enabled:

@@ -17,7 +17,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.lora import adapters_off, has_adapters, keep_products_exact
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
+from pipelinerl.finetune.served_values import parameters_to_round, round_for_good
 from pipelinerl.rl.batch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def load_reference(
         rounded = parameters_to_round(
             language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
         )
-        ServedValues(rounded, policy.served_dtype)
+        round_for_good(rounded, policy.served_dtype)
     model = PolicyModel(
         language_model.eval(),
         temperature=policy.temperature,

@@ -1,6 +1,6 @@
 """Keeps the trainer's parameters at values that servers can have, the fp32 rest beside.
 
-Used by the plain backend, by FSDP2 (on its shards), and once by a frozen reference model.
+Used by the plain backend and by FSDP2 (on its shards); a frozen reference model is rounded once.
 
 Servers hold weights in 16 bits. A trainer that computes with fp32 weights follows another policy than the one that
 sampled: it sees the part of every update that rounding takes away, and the difference grows from step to step. So the
@@ -35,9 +35,7 @@ class ServedValues:
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._rests: list[torch.Tensor] = [torch.empty_like(parameter) for parameter in self._trained]
         self._places = {id(parameter): place for place, parameter in enumerate(self._trained)}
-        for parameter in parameters:
-            if not parameter.requires_grad:
-                parameter.data.copy_(self._narrow(parameter.data))
+        round_for_good([parameter for parameter in parameters if not parameter.requires_grad], dtype)
         self.round()
 
     @torch.no_grad()
@@ -45,16 +43,9 @@ class ServedValues:
         """Take the parameters as master weights and round them. What is taken away is kept exactly."""
         for parameter, rest in zip(self._trained, self._rests, strict=True):
             rest.copy_(parameter)
-            parameter.copy_(self._narrow(rest))
+            parameter.copy_(_narrowed(rest, self.dtype))
             # Exact: the difference of two floats so close has no more digits than the larger of them.
             rest.sub_(parameter.to(rest.device))
-
-    def _narrow(self, values: torch.Tensor) -> torch.Tensor:
-        if self.dtype == torch.float16:
-            # An infinite weight would leave nothing to get the master back from.
-            limit = torch.finfo(torch.float16).max
-            values = values.clamp(-limit, limit)
-        return values.to(self.dtype)
 
     @contextmanager
     def masters(self) -> Iterator[None]:
@@ -85,6 +76,20 @@ class ServedValues:
         if dtype == self.dtype != torch.float16:
             return lambda name, parameter: parameter
         return self.value_of
+
+
+def round_for_good(parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype) -> None:
+    """Round frozen parameters to values of `dtype`; nothing is kept of what is taken away."""
+    for parameter in parameters:
+        parameter.data.copy_(_narrowed(parameter.data, dtype))
+
+
+def _narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.float16:
+        # An infinite weight would leave nothing to get the master back from.
+        limit = torch.finfo(torch.float16).max
+        values = values.clamp(-limit, limit)
+    return values.to(dtype)
 
 
 def parameters_to_round(
