@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -9,9 +10,20 @@ from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.random_model import model_logprobs, perturb, random_model
 from fakes.vllm_process import VLLMProcess
 
+from pipelinerl.records import Sample
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+
+
+def crossing_samples(run: ActorRun) -> list[Sample]:
+    return [sample for group in run.groups for sample in group.samples if len(sample.version_spans) > 1]
+
+
+def wait_for_crossing_samples(run: ActorRun) -> None:
+    deadline = time.monotonic() + 120
+    while not crossing_samples(run):
+        assert time.monotonic() < deadline, "no sequence crossed an update"
 
 
 def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_server: VLLMProcess) -> None:
@@ -31,6 +43,9 @@ def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_s
         publisher.connect([ServerAddress("tiny", tiny_server.url)])
 
         def publish(version: int) -> None:
+            if version == 4:
+                # Sequences that crossed an update are seen when their groups are written, so wait with the last update.
+                wait_for_crossing_samples(run)
             if version:
                 perturb(model, seed=version)
             assert publisher.publish(version, ModuleSource(model)).failed == {}
@@ -39,7 +54,7 @@ def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_s
         with run.started(), CountingTrainer(run, steps=4, on_version=publish, step_s=0.15):
             assert run.wait(200) == 0, run.stderr
     samples = [sample for group in run.groups for sample in group.samples]
-    assert any(len(sample.version_spans) > 1 for sample in samples)
+    assert crossing_samples(run)
     first = next(sample for sample in samples if sample.max_version == 0)
     expected = model_logprobs(at_version_0, first.input_ids, temperature=0.7)[first.prompt_tokens - 1 :]
     assert max(abs(a - b) for a, b in zip(first.logprobs, expected, strict=True)) < 1e-4
