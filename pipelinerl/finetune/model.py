@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_implementations, register_own_attention
+from pipelinerl.finetune.experts import use_own_experts
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.packing_check import family_leak, forward_difference, packing_difference, tf32_difference
 from pipelinerl.finetune.policy import PolicyModel
@@ -124,6 +125,7 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
         trust_remote_code=trust_remote_code,
     )
     remove_dropout(model)
+    use_own_experts(model)
     model.train()
     return model
 

@@ -8,7 +8,8 @@ forward and backward passes run on the rounded values, as with all mixed precisi
 section 3.1), and the optimizer updates the sums, the fp32 master weights.
 
 Products in bf16 round the matrices of linear layers by themselves. What else a model computes with is rounded here:
-norms and other vectors, embeddings, experts. With products in fp32 or TF32 it is every parameter.
+norms and other vectors, embeddings, experts that do not follow autocast. With products in fp32 or TF32 it is every
+parameter.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 
 import torch
 from transformers.pytorch_utils import Conv1D
+
+from pipelinerl.finetune.experts import own_experts_parameters
 
 
 class ServedValues:
@@ -97,13 +100,15 @@ def parameters_to_round(
 ) -> list[torch.nn.Parameter]:
     """The parameters that products in `computed` would use with more digits than `served` has.
 
-    Only matrices of linear layers are sure to be rounded by their products. Grouped products of experts take weights as
-    they are, biases may be added in fp32, and some vectors have two or three dimensions.
+    Only matrices of linear layers, and experts that follow autocast, are sure to be rounded by their products. Other
+    products of experts may take weights as they are, biases may be added in fp32, and some vectors have two or three
+    dimensions.
     Adapters are left alone: servers get the merged matrix, which nobody holds here.
     """
     if torch.finfo(served).bits >= 32:
         return []
     linear = {id(m.weight) for m in language_model.modules() if isinstance(m, torch.nn.Linear | Conv1D)}
+    linear |= {id(parameter) for parameter in own_experts_parameters(language_model)}
     # A head that is tied to the embedding is a linear layer too, but the embedding is looked up in fp32.
     linear -= {id(m.weight) for m in language_model.modules() if isinstance(m, torch.nn.Embedding)}
     spared = linear if computed == served or has_adapters else set()
