@@ -57,6 +57,20 @@ def graphs_override(kind: str = "decode") -> str:
     return f"+vllm_config.vllm_kwargs.compilation-config={{{inner}}}"
 
 
+def visible_gpus(places: str, visible: str | None) -> str:
+    """`CUDA_VISIBLE_DEVICES` of a child that gets the GPUs at `places` ("0", "0,1") among those that we see.
+
+    Args:
+        visible: our own variable; None: we see all GPUs, and places are their numbers.
+
+    Raises:
+        IndexError: we see fewer.
+    """
+    if visible is None:
+        return places
+    return ",".join(visible.split(",")[int(place)] for place in places.split(","))
+
+
 @dataclass(frozen=True)
 class Server:
     """A running server: where it is and its token."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 import aiohttp
 import torch
-from benchmark_common import Server, client_session, generate, running_server, write_result
+from benchmark_common import Server, client_session, generate, running_server, visible_gpus, write_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import RunConfig
@@ -156,7 +157,9 @@ def own_server(dtype: str, head: str, args: argparse.Namespace) -> None:
     kwargs: dict[str, object] = {"max_model_len": 1024, "enforce-eager": "", "dtype": dtype}
     kwargs |= {"block_size": 32} if args.device == "cpu" else {"gpu_memory_utilization": 0.3}
     transport = "nccl" if args.device == "cuda" else "gloo"
-    environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu}
+    environ = {}
+    if args.device == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
     try:
         with tempfile.TemporaryDirectory() as scratch:
             log = Path(scratch) / "server.log"

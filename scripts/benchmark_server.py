@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -44,6 +45,7 @@ from benchmark_common import (
     random_model,
     running_server,
     server_processes,
+    visible_gpus,
     write_result,
 )
 from benchmark_schedules_task import answer_tokens
@@ -168,7 +170,9 @@ def main() -> None:
         transport = "nccl" if args.device == "cuda" else "gloo"
         settings = itertools.product(args.flags, args.held, args.admission_wait_steps, args.admission_batch_fraction)
         for flags, held, steps, fraction in settings:
-            environ = {"CUDA_VISIBLE_DEVICES": args.server_gpu, "PIPELINERL_HELD_TOKENS": held}
+            environ = {"PIPELINERL_HELD_TOKENS": held}
+            if args.device == "cuda":
+                environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
             environ |= {WAIT_STEPS_VARIABLE: steps, BATCH_FRACTION_VARIABLE: fraction}
             kwargs = {**base, **json.loads(flags)}
             with running_server(model, transport, kwargs, scratch / "server.log", True, environ) as server:

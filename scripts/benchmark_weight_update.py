@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import tempfile
 import threading
@@ -19,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import GRAPHS, Server, client_session, generate, random_model, running_server, write_result
+from benchmark_common import (
+    GRAPHS,
+    Server,
+    client_session,
+    generate,
+    random_model,
+    running_server,
+    visible_gpus,
+    write_result,
+)
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
@@ -176,7 +186,9 @@ def main() -> None:
     else:
         kwargs |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv-cache-memory-bytes": 4 << 30}
         kwargs |= {"enforce-eager": ""} if args.eager else {"compilation-config": GRAPHS[args.graphs]}
-    environ = {"CUDA_VISIBLE_DEVICES": str(args.server_gpu)}
+    environ = {}
+    if args.device == "cuda":
+        environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(str(args.server_gpu), os.environ.get("CUDA_VISIBLE_DEVICES"))
     environ |= {IN_PLACE_VARIABLE: "0"} if args.layerwise else {}
     environ |= {COPY_PLAN_VARIABLE: "0"} if args.tensor_by_tensor else {}
     with tempfile.TemporaryDirectory() as scratch:

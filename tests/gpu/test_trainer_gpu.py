@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from fakes.rank_group import run_ranks
+from fakes.visible_gpus import visible_gpu
 from safetensors.torch import load_file
 
 from pipelinerl.config import RunConfig
@@ -79,7 +80,7 @@ def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend:
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")
     # One card is visible to each process; DeepSpeed takes the card by LOCAL_RANK, so its processes see both.
-    cards = None if backend.startswith("zero") else [{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)]
+    cards = None if backend.startswith("zero") else [{"CUDA_VISIBLE_DEVICES": visible_gpu(rank)} for rank in range(2)]
     run_ranks(FOLDER / "rank_process.py", [backend, str(tmp_path), "cuda"], tmp_path, environments=cards)
     kit = helpers.Kit()
     expected = gradient(kit, kit.policy(), torch.device("cpu"))

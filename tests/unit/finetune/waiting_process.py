@@ -39,7 +39,8 @@ def main(folder, device):
     if device == "cuda" and ranks.is_first:
         # nvidia-smi looks back over up to a second.
         time.sleep(2.5)
-        busy = busy_percent(1)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+        busy = busy_percent(visible.split(",")[1])
     got = {
         "broadcast": ranks.broadcast(7 if ranks.is_first else -1),
         "sum": ranks.sum([1.0, 0.5 + ranks.rank]),
