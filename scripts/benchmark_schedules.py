@@ -211,7 +211,7 @@ def run_all(args: argparse.Namespace, scratch: Path, model: str) -> dict[str, di
     return results
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--graphs", choices=sorted(GRAPHS), default="decode", help="which CUDA graphs of servers")
@@ -233,7 +233,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the folders of the runs here")
     parser.add_argument("--output", type=Path)
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     with tempfile.TemporaryDirectory(prefix="benchmark-schedules-") as name:
         scratch = Path(name) if args.keep is None else args.keep.absolute()
         model = args.model or str(build_tiny_model(scratch / "model", seed=3, warmup=None, progress=lambda line: None))

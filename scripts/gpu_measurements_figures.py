@@ -1,0 +1,123 @@
+"""The figures of one measurement, from the files that it left in its folder; some may be missing. By kind."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmark_splits_figures import begin_of_training, rows_of
+
+SUCCESS = "evaluation/test/success_rate"
+
+
+def figures_of(kind: str, work: Path) -> dict[str, Any]:
+    """Names as a table shows them, and values."""
+    return _KINDS[kind](work)
+
+
+def run_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of a training run, from its metrics; seconds count from the first weights."""
+    begin = begin_of_training(rows)
+    steps = [row for row in rows if "finetune/step_s" in row]
+    if begin is None or not steps:
+        return {"steps": len(steps)}
+    evaluations = [(float(row["time"]) - begin, float(row[SUCCESS])) for row in rows if SUCCESS in row]
+
+    def seconds_to(success: float) -> float | None:
+        return min((seconds for seconds, value in evaluations if value >= success), default=None)
+
+    samples = sum(float(row.get("finetune/samples", 0.0)) for row in steps)
+    trained_s = float(steps[-1]["time"]) - begin
+    lags = [float(row["finetune/lag_max_versions"]) for row in steps if "finetune/lag_max_versions" in row]
+    reserved = [float(row["finetune/gpu_memory_reserved_peak_gib"]) for row in steps if _RESERVED in row]
+    return {
+        "steps": len(steps),
+        "training s": trained_s,
+        "samples/s": samples / trained_s if trained_s > 0 else None,
+        "success first": evaluations[0][1] if evaluations else None,
+        "best": max((value for _, value in evaluations), default=None),
+        "last": evaluations[-1][1] if evaluations else None,
+        "s to 0.35": seconds_to(0.35),
+        "s to 0.6": seconds_to(0.6),
+        "ESS": statistics.fmean([float(row["finetune/ess"]) for row in steps if "finetune/ess" in row] or [0.0]),
+        "lag max": max(lags, default=None),
+        "trainer GiB": max(reserved, default=None),
+    }
+
+
+def schedule_figures(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `benchmark_schedules.py`: medians of the one schedule that it ran, or why it failed."""
+    found: dict[str, Any] = {}
+    for tables in result.get("results", {}).values():
+        for table in tables.values():
+            if failed := table.get("failed"):
+                found["error"] = "; ".join(failed)[:300]
+            medians = {name: value["median"] for name, value in table.items() if isinstance(value, Mapping)}
+            found |= {title: medians[name] for title, name in _SCHEDULE_COLUMNS if medians.get(name) is not None}
+    return found
+
+
+def split_figures(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `benchmark_splits.py` with one split."""
+    found: dict[str, Any] = {}
+    for row in result.get("splits", []):
+        phases = row.get("update_s") or {}
+        found |= {f"{name} ms": None if phases.get(name) is None else 1000 * phases[name] for name in _PHASES}
+        found |= {title: row.get(name) for title, name in _SPLIT_COLUMNS}
+        if row.get("error"):
+            found["error"] = str(row["error"])[:300]
+    return found
+
+
+def test_figures(report: Path) -> dict[str, Any]:
+    """Of a JUnit report: how many passed, which did not."""
+    counts = {"passed": 0, "skipped": 0}
+    bad = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            bad.append(str(case.get("name")))
+        else:
+            counts["skipped" if case.find("skipped") is not None else "passed"] += 1
+    return {**counts, "failed": len(bad), **({"which": " ".join(bad)} if bad else {})}
+
+
+def _json_of(file: Path) -> Mapping[str, Any]:
+    try:
+        content: Mapping[str, Any] = json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return content
+
+
+_RESERVED = "finetune/gpu_memory_reserved_peak_gib"
+_PHASES = ("pause", "transfer", "load")
+_SCHEDULE_COLUMNS = (
+    ("samples/s", "samples_per_s"),
+    ("tokens/s", "output_tokens_per_s"),
+    ("trainer busy", "trainer_busy"),
+    ("server load", "server_load"),
+    ("idle GPU s", "idle_gpu_s"),
+    ("ESS", "ess"),
+    ("lag max", "lag_max_versions"),
+    ("s to success", "seconds_to_success"),
+    ("success after", "success_after"),
+)
+_SPLIT_COLUMNS = (
+    ("paused ms", "paused_ms"),
+    ("GB/s", "transfer_gb_per_s"),
+    ("samples/s", "samples_per_s"),
+    ("probe", "probe_abs_diff_max"),
+    ("rank 0 GiB", "trainer_peak_gib"),
+    ("reserved GiB", "trainer_reserved_peak_gib"),
+    ("cards GiB", "cards_peak_gib"),
+)
+_KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "run": lambda work: run_figures(rows_of(work / "run")),
+    "schedules": lambda work: schedule_figures(_json_of(work / "result.json")),
+    "splits": lambda work: split_figures(_json_of(work / "result.json")),
+    "tests": lambda work: test_figures(work / "tests.xml") if (work / "tests.xml").exists() else {},
+}
