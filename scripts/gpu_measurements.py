@@ -15,6 +15,7 @@ of a measurement (a megabyte at most) are in `--output` as soon as it is over, s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -22,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def command_of(measurement: Measurement, model: str, work: Path) -> list[str]:
             word = word.replace(key, value)
         words.append(word)
     return words
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[None]:
+    """No second interrupt: what runs is being ended already, and takes `GRACE_S` at most."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Session:
@@ -79,10 +91,11 @@ class Session:
                     break
                 self._turn()
         except KeyboardInterrupt:
-            for job in self._jobs:
-                job.end("interrupted", self._now_s())
-            while self._jobs:
-                self._turn()
+            with deaf():
+                for job in self._jobs:
+                    job.end("interrupted", self._now_s())
+                while self._jobs:
+                    self._turn()
             raise
         finally:
             for measurement in waiting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from gpu_measurements_plan import Measurement, Until
 
 _TESTS = (
-    *("{python}", "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--basetemp={work}/pytest"),
+    *("{python}", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-rA", "--basetemp={work}/pytest"),
     "--junitxml={work}/tests.xml",
 )
 

@@ -25,7 +25,14 @@ KEPT_BYTES = 800_000
 _LOG_BYTES = 30_000
 _SAID_BYTES = 60_000
 _COMPRESSED_FROM_BYTES = 8_000
-_RUN_FILES = ("summary.json", "conf/exp_config.yaml", "metrics.jsonl", "launch.log", "*/stderr.log")
+_RUN_FILES = (
+    "summary.json",
+    "conf/exp_config.yaml",
+    "metrics.jsonl",
+    "learning_curve.png",
+    "launch.log",
+    "*/stderr.log",
+)
 #: What is kept of a measurement's folder, by its kind, in the order of what matters most.
 KEPT = {
     "run": tuple(f"run/{name}" for name in _RUN_FILES),

@@ -1,0 +1,49 @@
+"""Figures of measurements, from files as the scripts and pytest write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from fakes.script_module import load_script
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    load_script("benchmark_splits_figures", monkeypatch)
+    return load_script("gpu_measurements_figures", monkeypatch)
+
+
+def test_a_schedule_and_why_another_failed(figures: ModuleType, tmp_path: Path) -> None:
+    spread = {"samples_per_s": {"median": 115.0}, "ess": {"median": 0.9}, "seconds_to_success": {"median": None}}
+    (tmp_path / "result.json").write_text(json.dumps({"results": {"high": {"pipeline": spread}}}))
+    assert figures.figures_of("schedules", tmp_path) == {"samples/s": 115.0, "ESS": 0.9}
+    failed = {"results": {"high": {"pipeline": {"failed": ["seed 1: not done after 300 s: a line"]}}}}
+    (tmp_path / "result.json").write_text(json.dumps(failed))
+    assert figures.figures_of("schedules", tmp_path) == {"error": "seed 1: not done after 300 s: a line"}
+
+
+def test_a_split_in_milliseconds(figures: ModuleType, tmp_path: Path) -> None:
+    row = {"split": "3servers-1rank", "update_s": {"pause": 0.0125, "transfer": 0.5, "load": None}, "paused_ms": 61.0}
+    (tmp_path / "result.json").write_text(
+        json.dumps({"splits": [{**row, "cards_peak_gib": {"0": 3.0}, "error": None}]})
+    )
+    found = figures.figures_of("splits", tmp_path)
+    assert (found["pause ms"], found["transfer ms"], found["load ms"], found["paused ms"]) == (12.5, 500.0, None, 61.0)
+    assert found["cards GiB"] == {"0": 3.0} and "error" not in found
+
+
+def test_tests_that_passed_and_those_that_did_not(figures: ModuleType, tmp_path: Path) -> None:
+    cases = '<testcase name="a"/><testcase name="b[1]"><failure message="x"/></testcase>'
+    cases += '<testcase name="c"><skipped/></testcase><testcase name="d"><error message="y"/></testcase>'
+    (tmp_path / "tests.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert figures.figures_of("tests", tmp_path) == {"passed": 1, "skipped": 1, "failed": 2, "which": "b[1] d"}
+
+
+@pytest.mark.parametrize("kind", ["run", "schedules", "splits", "tests"])
+def test_what_ended_before_it_wrote_anything_has_no_figures(figures: ModuleType, tmp_path: Path, kind: str) -> None:
+    assert figures.figures_of(kind, tmp_path) in ({}, {"steps": 0})
+    (tmp_path / "result.json").write_text('{"results": {"hi')
+    assert figures.figures_of(kind, tmp_path) in ({}, {"steps": 0})
