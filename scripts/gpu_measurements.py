@@ -118,8 +118,10 @@ class Session:
 
     def _turn(self) -> None:
         """Wait until something is due or ends, and do what is due."""
-        due_s = min(job.next_s for job in self._jobs)
-        wait_any([pid for job in self._jobs for pid in job.pids()], due_s - self._now_s())
+        pids = [job.pids() for job in self._jobs]
+        if all(pids):
+            due_s = min(job.next_s for job in self._jobs)
+            wait_any([pid for those in pids for pid in those], due_s - self._now_s())
         for job in list(self._jobs):
             job.advance(self._now_s())
             if job.over:

@@ -112,10 +112,11 @@ class Job:
         return self._limit[0] if self._watch is None else min(self._limit[0], self._seen_s + WATCH_S)
 
     def pids(self) -> list[int]:
-        """Whose end is worth a look."""
-        if self._kill_s is not None:
-            return [process.pid for process in self._living()]
-        return [self._process.pid]
+        """Whose end is worth a look; none: it is worth one now."""
+        first = [self._process.pid] if self._process.returncode is None else []
+        if self._kill_s is None:
+            return first
+        return [*first, *(process.pid for process in self._living() if process.pid not in first)]
 
     def advance(self, now_s: float) -> None:
         """Do what is due: end it at its limit or goal, kill what outlasts the grace, notice that it is over."""
