@@ -154,4 +154,4 @@ def _split(
     words += ("--size", size, "--steps", "8") if device == "cuda" else ("--steps", "2", "--samples-per-step", "8")
     words += ("--timeout-s", f"{timeout_s:g}", "--keep", "{work}/runs", "--output", "{work}/result.json", *own)
     what = f"{split}, {size} B at random: update times, rates, memory"
-    return Measurement(name, group, what, gpus, expected_s, timeout_s + 60, "splits", words)
+    return Measurement(name, group, what, gpus, expected_s, timeout_s + 75, "splits", words)
