@@ -103,7 +103,7 @@ def collect(record: Record, kind: str, work: Path, output: Path) -> None:
     left = KEPT_BYTES
     for file in _files(work, KEPT[kind]):
         name, data = file.relative_to(work).as_posix(), _content(file)
-        if len(data) > _COMPRESSED_FROM_BYTES:
+        if len(data) > _COMPRESSED_FROM_BYTES and file.suffix != ".png":
             name, data = f"{name}.gz", gzip.compress(data, 9, mtime=0)
         if len(data) > left:
             record.left_out.append(name)
