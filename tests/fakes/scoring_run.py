@@ -12,7 +12,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from fakes.actor_run import TASK
 from fakes.fake_server import FakeServer
+from fakes.ports import free_port
 from fakes.random_model import model_logprobs, random_model
 
 from pipelinerl.config import RunConfig
@@ -103,9 +103,7 @@ def start_run(
             **overrides.get("finetune", {}),
         },
     }
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        group_port = probe.getsockname()[1]
-    command = [sys.executable, __file__, json.dumps(config), server.url, str(group_port), server.token, str(task_dir)]
+    command = [sys.executable, __file__, json.dumps(config), server.url, str(free_port()), server.token, str(task_dir)]
     tests = Path(__file__).resolve().parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "OMP_NUM_THREADS": "1"}
 
@@ -117,7 +115,7 @@ def start_run(
         launcher = subprocess.Popen(
             command, stdout=log, stderr=log, text=True, env=env, start_new_session=True, preexec_fn=limit_files
         )
-    entered, deadline = RunDir(root / "run").world_file, time.monotonic() + 120
+    entered, deadline = RunDir(root / "run").world_file, time.monotonic() + 300
     while not entered.exists() and launcher.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     return launcher

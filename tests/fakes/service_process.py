@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +13,12 @@ from collections.abc import Iterator
 
 import msgspec
 from fakes.actor_run import ActorRun
+from fakes.ports import free_port
 
 from pipelinerl.supervise.context import TOKEN_KEY
 from pipelinerl.world import Job, WorldMap
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
@@ -43,8 +43,7 @@ def service(run: ActorRun, kind: str) -> Iterator[str]:
 
 
 def _plan(run: ActorRun, kind: str, name: str) -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     world = WorldMap.from_json(run.files.world_file.read_bytes())
     job = Job(kind, name, 0, 0, 0, "127.0.0.1", [], port, url, None, 1)
@@ -56,7 +55,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while True:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            with urllib.request.urlopen(f"{url}/health", timeout=10) as response:
                 assert response.status == 200
                 return
         except OSError:

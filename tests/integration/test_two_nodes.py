@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes.ports import free_port
 from fakes.whole_run import WholeRun, make_whole_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 SPLIT = ("world.num_actor_llms=2", "world.num_finetune_ranks=2")
 RUN_S = 900
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

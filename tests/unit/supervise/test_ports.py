@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from fakes.ports import free_port
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
@@ -25,10 +26,8 @@ def test_d4_taken_ports_are_passed_over_on_this_node_only() -> None:
 
 
 def test_a_listening_port_is_not_free() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         assert not can_bind(port)
     assert can_bind(port)
 

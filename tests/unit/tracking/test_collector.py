@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
-import socket
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.ports import refused_port
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import StreamError
@@ -256,13 +256,12 @@ def test_o1_an_unreachable_wandb_is_never_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = FakeWandb()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        fake.base_url = f"http://127.0.0.1:{server.getsockname()[1]}"
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr("pipelinerl.tracking.wandb_sink.getproxies", dict)
-    run = Run(tmp_path, mode="online")
-    run.collector.start()
-    with caplog.at_level(logging.WARNING):
+    with refused_port() as port, caplog.at_level(logging.WARNING):
+        fake.base_url = f"http://127.0.0.1:{port}"
+        run = Run(tmp_path, mode="online")
+        run.collector.start()
         run.collector.write_summary("completed", None)
     assert fake.calls == ["teardown"]
     assert caplog.text.count("W&B is off from now on: ConnectionRefusedError") == 1

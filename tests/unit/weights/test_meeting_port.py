@@ -5,16 +5,17 @@ from __future__ import annotations
 import socket
 
 import pytest
+from fakes.ports import free_port
 
 from pipelinerl.weights.meeting_port import listen
 from pipelinerl.weights.transport import TransportName, create_transport
 
 
 def test_the_planned_port_is_taken_if_it_is_free() -> None:
-    with listen("127.0.0.1", None) as first:
-        port = first.getsockname()[1]
-    with listen("127.0.0.1", port) as again:
-        assert again.getsockname()[1] == port
+    port = free_port()
+    for _ in range(2):
+        with listen("127.0.0.1", port) as listening:
+            assert listening.getsockname()[1] == port
 
 
 @pytest.mark.parametrize(("name", "key"), [("gloo", "master_port"), ("ipc", "port")])
@@ -23,9 +24,9 @@ def test_a_server_that_joins_again_does_not_wait_for_the_port_of_its_broken_grou
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         planned = held.getsockname()[1]
-        transport = create_transport(name, "127.0.0.1", planned, 5, 1024)
+        transport = create_transport(name, "127.0.0.1", planned, 60, 1024)
         told = transport.prepare(num_workers=1)
         assert told[key] != planned
-        with socket.create_connection(("127.0.0.1", told[key]), timeout=5):
+        with socket.create_connection(("127.0.0.1", told[key]), timeout=60):
             pass
         transport.close()
