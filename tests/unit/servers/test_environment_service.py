@@ -27,6 +27,10 @@ TESTS = Path(__file__).parents[2]
 TOKEN = "environment-test-token-0123456789"
 ECHO = "fakes.games.Echo"
 TARGET = "pipelinerl.servers.game_app.create_app"
+# Of moves that come to an end; nobody waits so long.
+LIMIT_S = 60.0
+# Of moves that never end.
+SHORT_S = 3.0
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +41,14 @@ def _games_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def service(port: int = 0, **settings: Any) -> AsyncIterator[str]:
-    app: Any = TokenMiddleware(make_app({"_target_": TARGET, "processes": 1, "timeout_s": 3.0, **settings}), TOKEN)
+    app: Any = TokenMiddleware(make_app({"_target_": TARGET, "processes": 1, "timeout_s": LIMIT_S, **settings}), TOKEN)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_S):
                 while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
                     await asyncio.sleep(0.01)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -54,8 +58,19 @@ async def service(port: int = 0, **settings: Any) -> AsyncIterator[str]:
 
 
 def pool(**settings: Any) -> GamePool:
-    return GamePool(**{"size": 1, "timeout_s": 3.0, "memory_bytes": 2 << 30, "max_games": 8, "idle_timeout_s": 3600,
+    return GamePool(**{"size": 1, "timeout_s": LIMIT_S, "memory_bytes": 2 << 30, "max_games": 8, "idle_timeout_s": 3600,
                        **settings})  # fmt: skip
+
+
+async def act_for_ever(games: GamePool, number: int, move: str) -> asyncio.Task[GameStep | GameFailed]:
+    """A move that does not end, with a short deadline; the moves of others have the pool's."""
+    process = games._games[number]
+    games._timeout_s = SHORT_S
+    playing = asyncio.create_task(games.act(number, move))
+    while not process.turn.locked():  # noqa: ASYNC110 - until it is being made
+        await asyncio.sleep(0)
+    games._timeout_s = LIMIT_S
+    return playing
 
 
 async def begin(games: GamePool, **problem: Any) -> int:
@@ -86,10 +101,12 @@ async def test_games_keep_their_state_and_do_not_mix() -> None:
         ("spin", "environment_timeout"),
     ],
 )
-async def test_r1_a_bad_move_costs_its_own_game_only(move: str, reason: str) -> None:
+async def test_r1_a_bad_move_costs_its_own_game_only(move: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The process ends the move by itself; it is not killed because that takes a while on a busy machine.
+    monkeypatch.setattr(game_pool, "_KILL_GRACE_S", LIMIT_S)
     async with pool() as games:
         bad, other = await begin(games), await begin(games)
-        failed = await games.act(bad, move)
+        failed = await (await act_for_ever(games, bad, move) if move == "spin" else games.act(bad, move))
         assert isinstance(failed, GameFailed) and failed.reason == reason
         assert await games.act(other, "a") == GameStep("a 1", 0.0, False)
         gone = await games.act(bad, "a")
@@ -120,7 +137,7 @@ async def test_r1_a_game_whose_process_cannot_be_started_takes_no_place(monkeypa
 async def test_r1_a_process_that_is_stuck_or_gone_is_replaced(move: str, reason: str) -> None:
     async with pool() as games:
         bad, other = await begin(games), await begin(games)
-        failed = await games.act(bad, move)
+        failed = await (await act_for_ever(games, bad, move) if move == "block" else games.act(bad, move))
         assert isinstance(failed, GameFailed) and failed.reason == reason
         lost = await games.act(other, "a")
         assert isinstance(lost, GameFailed) and lost.reason == "environment_lost"
@@ -150,7 +167,7 @@ async def test_only_marked_classes_can_be_named(path: str) -> None:
 async def test_r2_a_hundred_games_go_on_beside_one_that_spins() -> None:
     async with pool(size=2, max_games=200) as games:
         bad = await begin(games)
-        spinning = asyncio.create_task(games.act(bad, "block"))
+        spinning = await act_for_ever(games, bad, "block")
         numbers = [await begin(games) for _ in range(100)]
         steps = await asyncio.gather(*(games.act(number, "x") for number in numbers))
         failed = await spinning
@@ -197,8 +214,9 @@ async def test_a_rollout_plays_in_a_service_or_in_its_own_process(with_service: 
 
 
 async def test_r1_a_game_that_fails_fails_its_rollout_with_the_reason() -> None:
-    async with service() as url, open_environments([url], TOKEN):
-        for move, reason in (("raise", "environment_raised"), ("spin", "environment_timeout")):
+    cases = (("raise", "environment_raised", LIMIT_S), ("spin", "environment_timeout", SHORT_S))
+    for move, reason, timeout_s in cases:
+        async with service(timeout_s=timeout_s) as url, open_environments([url], TOKEN):
             with pytest.raises(RolloutError) as caught:
                 await play(CONFIG, ScriptedModel([move]), PROBLEM, None, ECHO)  # type: ignore[arg-type]
             assert caught.value.reason == reason and not isinstance(caught.value, RetryableRolloutError)

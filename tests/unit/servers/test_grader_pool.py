@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fakes.loop_lag import measured_lag
 
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
@@ -19,12 +20,16 @@ from pipelinerl.servers.messages import GradeAnswer, GradeFailed, GradeRequest, 
 
 TESTS = Path(__file__).parents[2]
 MEMORY = 1 << 30
+# Of graders that end by themselves; nobody waits so long.
+LIMIT_S = 60.0
+# Of graders that never end.
+SHORT_S = 1.0
 
 
 @pytest.fixture
 async def pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GraderPool]:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    async with GraderPool(size=1, timeout_s=1.0, memory_bytes=MEMORY) as made:
+    async with GraderPool(size=1, timeout_s=LIMIT_S, memory_bytes=MEMORY) as made:
         yield made
     assert made.num_processes == 0
 
@@ -70,9 +75,9 @@ async def test_r1_misbehaviour_is_a_failure_with_a_reason_and_the_slot_comes_bac
 ) -> None:
     await grade(pool, "exact", "4")
     started = time.monotonic()
-    answer = await grade(pool, name, timeout_s=20.0 if name == "allocates" else None)
+    answer = await grade(pool, name, timeout_s=SHORT_S if reason == "grader_timeout" else None)
     assert isinstance(answer, GradeFailed) and answer.reason == reason, answer
-    assert time.monotonic() - started < 60.0
+    assert time.monotonic() - started < 2 * LIMIT_S
     assert pool.outcomes[reason] == 1
     assert await grade(pool, "exact", "4") == Grade(1.0, "correct")
 
@@ -100,10 +105,14 @@ def wait_until_gone(pid: int) -> None:
 
 
 async def test_what_a_grader_started_is_killed_with_it(pool: GraderPool, tmp_path: Path) -> None:
-    answer = await grade(pool, "forks_and_hangs", str(tmp_path / "pid"))
-    assert isinstance(answer, GradeFailed) and answer.reason == "grader_timeout"
-    pid = int((tmp_path / "pid").read_text())
-    await asyncio.to_thread(wait_until_gone, pid)
+    file, timeout_s = tmp_path / "pid", SHORT_S
+    while not (file.exists() and file.read_text()):
+        # On a busy machine it may be killed before it has started anything: then it is given more time.
+        assert timeout_s <= LIMIT_S
+        answer = await grade(pool, "forks_and_hangs", str(file), timeout_s=timeout_s)
+        assert isinstance(answer, GradeFailed) and answer.reason == "grader_timeout"
+        timeout_s *= 4
+    await asyncio.to_thread(wait_until_gone, int(file.read_text()))
 
 
 @pytest.mark.parametrize("way", ["run", "system", "connect", "write", "remove"])
@@ -123,7 +132,7 @@ async def test_secrets_stay_out_of_reach(pool: GraderPool, monkeypatch: pytest.M
 
 async def test_a_cancelled_rollout_gives_its_process_back(pool: GraderPool) -> None:
     await grade(pool, "exact", "4")
-    task = asyncio.create_task(grade(pool, "spins", timeout_s=60))
+    task = asyncio.create_task(grade(pool, "spins"))
     while pool._idle:  # noqa: ASYNC110 - until the task has taken the process
         await asyncio.sleep(0.001)
     task.cancel()
@@ -143,7 +152,7 @@ async def test_a_problem_that_cannot_be_sent_is_a_failure(pool: GraderPool) -> N
 
 async def test_a_process_is_replaced_after_its_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    async with GraderPool(size=1, timeout_s=5, memory_bytes=MEMORY, max_uses=2) as pool:
+    async with GraderPool(size=1, timeout_s=LIMIT_S, memory_bytes=MEMORY, max_uses=2) as pool:
         pids = set()
         for _ in range(4):
             await grade(pool, "exact", "4")
@@ -155,38 +164,21 @@ async def test_r2_a_hundred_others_finish_while_hostile_ones_meet_their_deadline
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    # The best of three, beside what the machine does to a loop that has nothing to do.
-    idle_s = _p99(await _lags_of(100))
+    # The best of three: a machine that stands still for a moment must not decide.
     lags_s: list[float] = []
     while not lags_s or (lags_s[-1] >= 0.1 and len(lags_s) < 3):
         lags_s.append(await _lag_p99_s())
-    assert min(lags_s) < max(0.1, 3 * idle_s), f"the event loop stood still: p99 {lags_s}, of an idle one {idle_s}"
-
-
-def _p99(lags: list[float]) -> float:
-    return sorted(lags)[int(len(lags) * 0.99)]
-
-
-async def _lags_of(count: float, lags: list[float] | None = None) -> list[float]:
-    """Measure how late the loop is, `count` times; the measurements so far are in `lags`."""
-    lags = [] if lags is None else lags
-    while len(lags) < count:
-        before = time.monotonic()
-        await asyncio.sleep(0.01)
-        lags.append(time.monotonic() - before - 0.01)
-    return lags
+    assert lags_s[-1] < 0.1, f"the event loop stood still: p99 of three attempts {lags_s}"
 
 
 async def _lag_p99_s() -> float:
-    lags: list[float] = []
-    async with GraderPool(size=3, timeout_s=1.0, memory_bytes=MEMORY) as pool:
-        watcher = asyncio.create_task(_lags_of(float("inf"), lags))
-        hostile = [asyncio.create_task(grade(pool, name)) for name in ("spins", "blocks_in_c", "allocates", "sleeps")]
+    names = ("spins", "blocks_in_c", "allocates", "sleeps")
+    async with GraderPool(size=3, timeout_s=LIMIT_S, memory_bytes=MEMORY) as pool, measured_lag() as lag:
+        hostile = [asyncio.create_task(grade(pool, name, timeout_s=SHORT_S)) for name in names]
         others = [asyncio.create_task(grade(pool, "exact", "4")) for _ in range(100)]
         assert all(answer == Grade(1.0, "correct") for answer in await asyncio.gather(*others))
         assert all(isinstance(answer, GradeFailed) for answer in await asyncio.gather(*hostile))
-        watcher.cancel()
-    return _p99(lags)
+    return lag.p99_s
 
 
 async def test_verify_finds_its_verifier_and_raises_for_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
