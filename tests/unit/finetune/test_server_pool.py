@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fakes.fake_server import FakeServer, Fault
+from fakes.ports import refused_port
 
 from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.finetune.ranks import Ranks
@@ -20,7 +21,7 @@ from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.verify import ProbeSequence
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 WAIT_S = 60.0
 SHAPES = {"weight": (3, 4), "bias": (3,)}
 # What the fake servers answer for every token.
@@ -212,11 +213,11 @@ def test_the_last_version_waits_for_a_server(scene: Scene) -> None:
 
 
 def test_a_server_that_dies_while_it_starts_joins_when_it_is_started_again() -> None:
-    with FakeServer(SHAPES) as first, FakeServer(SHAPES) as again:
+    with FakeServer(SHAPES) as first, FakeServer(SHAPES) as again, refused_port() as port:
         publisher = WeightPublisher(first.token, timeout_s=TIMEOUT_S)
         said: list[ServerReady | ServerDropped] = []
         pool = ServerPool(publisher, ["s0", "s1"], WAIT_S, said.append, 0)
-        nobody = "http://127.0.0.1:9"
+        nobody = f"http://127.0.0.1:{port}"
 
         def restart() -> None:
             for event, generation, url in (("down", 0, nobody), ("up", 1, again.url)):
@@ -236,8 +237,8 @@ def test_servers_that_do_not_come_up_are_named() -> None:
     publisher = WeightPublisher("a-token-of-sixteen", timeout_s=TIMEOUT_S)
     said: list[ServerReady | ServerDropped] = []
     pool = ServerPool(publisher, ["s0"], 0.5, said.append, 0)
-    with pytest.raises(WeightSyncError, match=r"s0: not connected within 0\.5 s of the start"):
-        pool.connect_all([ServerAddress("s0", "http://127.0.0.1:9")])
+    with refused_port() as port, pytest.raises(WeightSyncError, match=r"s0: not connected within 0\.5 s of the start"):
+        pool.connect_all([ServerAddress("s0", f"http://127.0.0.1:{port}")])
     publisher.close()
 
 
