@@ -159,7 +159,7 @@ async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
     await asyncio.sleep(0)
     assert budget.charged_samples == 2 and not waiter.done()
     state.apply_message(StepDone(step=1, time=0, group_ids=["0-1"], num_samples=2, samples_processed=2))
-    await asyncio.wait_for(waiter, 1)
+    await asyncio.wait_for(waiter, 60)
 
 
 class WatchedState(TrainerState):

@@ -16,7 +16,8 @@ def future() -> asyncio.Future[Any]:
 
 @pytest.mark.timeout(60)
 async def test_each_ends_at_its_own_deadline() -> None:
-    deadlines = Deadlines()
+    deadlines, now = Deadlines(), asyncio.get_running_loop().time
+    began = now()
     never, late, early, done, forgotten = (future() for _ in range(5))
     deadlines.watch(1, never, 3600)
     deadlines.watch(2, late, 0.05)
@@ -25,12 +26,10 @@ async def test_each_ends_at_its_own_deadline() -> None:
     deadlines.watch(5, forgotten, 0.01)
     done.set_result("answer")
     deadlines.forget(5)
-    ended: list[str] = []
-    early.add_done_callback(lambda _: ended.append("early"))
-    late.add_done_callback(lambda _: ended.append("late"))
-    assert await early is None and await late is None
-    await asyncio.sleep(0)
-    assert ended == ["early", "late"]
+    assert await early is None
+    # Not with the early one, unless that was itself so late: the machine may have stood still.
+    assert not late.done() or now() >= began + 0.05
+    assert await late is None and now() >= began + 0.05
     assert done.result() == "answer" and not never.done() and not forgotten.done()
     deadlines.close()
 

@@ -210,6 +210,7 @@ async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub
     assert sorted(groups, key=lambda group_id: int(group_id[2:]))[:100] == [f"0-{number}" for number in range(100)]
     # Training ends while the stream is full again: what has no room is given up, with a fate, and nobody waits.
     await until(lambda: actor.waits.is_set() and actor.rests())
+    held = actor.training._unwritten_groups
     actor.trainer.finish()
     await asyncio.wait_for(rollouts, LIMIT_S)
     await actor.close()

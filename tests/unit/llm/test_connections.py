@@ -58,7 +58,7 @@ async def serving(*answers: bytes | list[bytes] | None) -> AsyncIterator[tuple[S
     server.close()
 
 
-async def post(connections: Connections, url: str, timeout_s: float = 5) -> tuple[int, bytes]:
+async def post(connections: Connections, url: str, timeout_s: float = 60) -> tuple[int, bytes]:
     response = await connections.post(url, b"{}", b"Authorization: Bearer t\r\n", timeout_s)
     return response.status, response.body
 
@@ -98,7 +98,7 @@ async def test_framings(answer: bytes | list[bytes], expected: tuple[int, bytes]
 
 async def test_the_wish_to_be_asked_later_is_told() -> None:
     async with serving(reply(b"", "Retry-After: 7\r\n")) as (_, connections, url):
-        assert (await connections.post(url, b"", b"", 5)).retry_after == "7"
+        assert (await connections.post(url, b"", b"", 60)).retry_after == "7"
 
 
 async def test_a_kept_connection_that_was_closed_is_replaced_without_a_word() -> None:
@@ -125,15 +125,15 @@ async def test_a_late_or_cancelled_request_closes_its_connection() -> None:
     async with serving(b"", b"") as (server, connections, url):
         with pytest.raises(TimeoutError):
             await post(connections, url, timeout_s=0.1)
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 60)
         server.lost.clear()
         server.asked.clear()
         waiting = asyncio.create_task(post(connections, url))
-        await asyncio.wait_for(server.asked.wait(), 5)
+        await asyncio.wait_for(server.asked.wait(), 60)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.wait_for(server.lost.wait(), 5)
+        await asyncio.wait_for(server.lost.wait(), 60)
 
 
 async def test_a_request_that_takes_over_a_connection_at_once_keeps_its_deadline() -> None:

@@ -67,7 +67,7 @@ class Server:
         started = threading.Event()
         self.thread = threading.Thread(target=self._main, args=(started,), daemon=True)
         self.thread.start()
-        assert started.wait(10)
+        assert started.wait(60)
 
     def _main(self, started):
         asyncio.set_event_loop(self.loop)
@@ -97,7 +97,7 @@ class Server:
 
     def __exit__(self, *exc):
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(60)
 
 
 def test_samples_are_scored_with_retries():
