@@ -96,14 +96,14 @@ def test_command_sh_is_a_script_that_asks_for_the_token(tmp_path: Path) -> None:
     jobs = [job("actor")]
     script = tmp_path / "command.sh"
     script.write_text(build_command(jobs[0], world(jobs), RUN, {}, python="/bin/echo").script())
-    denied = subprocess.run(["sh", str(script)], env={}, capture_output=True, text=True, timeout=10, check=False)
+    denied = subprocess.run(["sh", str(script)], env={}, capture_output=True, text=True, timeout=300, check=False)
     assert denied.returncode != 0 and "export the token" in denied.stderr
     ran = subprocess.run(
         ["sh", str(script)],
         env={"PIPELINERL_SERVER_TOKEN": "t"},
         capture_output=True,
         text=True,
-        timeout=10,
+        timeout=300,
         check=True,
     )
     assert ran.stdout == "-m pipelinerl.entrypoints.actor --run-dir /runs/a run --job actor_0\n"

@@ -24,17 +24,20 @@ if sys.argv[2] == "handler":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if sys.argv[2] == "ignore":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-watch_death_pipe(int(sys.argv[1]), functools.partial(end_own_process_group, 0.5))
+watch_death_pipe(int(sys.argv[1]), functools.partial(end_own_process_group, float(sys.argv[3])))
 print(child.pid, flush=True)
 threading.Event().wait(100)
 """
 
 
-@pytest.mark.parametrize(("on_sigterm", "code"), [("default", -15), ("handler", 7), ("ignore", -9)])
-def test_the_whole_group_ends_when_the_pipe_closes(on_sigterm: str, code: int) -> None:
+# The grace has to do for a handler that ends the interpreter, on any machine; nobody else uses it.
+@pytest.mark.parametrize(
+    ("on_sigterm", "grace_s", "code"), [("default", 0.5, -15), ("handler", 5, 7), ("ignore", 0.5, -9)]
+)
+def test_the_whole_group_ends_when_the_pipe_closes(on_sigterm: str, grace_s: float, code: int) -> None:
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", ROLE, str(read_end), on_sigterm],
+        [sys.executable, "-c", ROLE, str(read_end), on_sigterm, str(grace_s)],
         pass_fds=[read_end],
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -44,8 +47,8 @@ def test_the_whole_group_ends_when_the_pipe_closes(on_sigterm: str, code: int) -
     child = psutil.Process(int(process.stdout.readline()))
     assert process.poll() is None
     os.close(write_end)
-    assert process.wait(10) == code
-    deadline = time.monotonic() + 10
+    assert process.wait(60) == code
+    deadline = time.monotonic() + 60
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
@@ -59,8 +62,8 @@ def test_bytes_in_the_pipe_are_no_death() -> None:
     os.write(write_end, b"still here")
     assert not dead.wait(0.1)
     os.close(write_end)
-    assert dead.wait(5)
-    thread.join(5)
+    assert dead.wait(60)
+    thread.join(60)
     os.close(read_end)
 
 

@@ -19,12 +19,16 @@ import pytest
 from pipelinerl.supervise.pool_requests import PoolRequest, ask
 from pipelinerl.supervise.run_dir import RunDir
 
+# Nothing here takes long; this only bounds a test that fails.
+LIMIT_S = 200.0
 DRIVER = Path(__file__).parents[2] / "fakes" / "supervised_run.py"
 
 SLEEP = "import time; time.sleep(300)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(300)"
 )
+# Says that it was asked to end, and goes on.
+STUBBORN_AND_SAYS_SO = STUBBORN.replace("signal.SIG_IGN", "lambda *_: print('asked', flush=True)")
 RAISES = "import time; time.sleep(0.5)\nraise ValueError('bad row 7')"
 # Logs an error that it survives, and more; then a signal ends it.
 IS_KILLED = """
@@ -63,7 +67,7 @@ from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.run_dir import RunDir
 hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
 reader = hub.reader("trainer", "finetune_0", TrainerMessage)
-assert reader.read(timeout_s=60)
+assert reader.read(timeout_s=200)
 """
 # A server with a helper in a session of its own, whose parent is gone: nobody's group, nobody's child.
 RUNAWAY = """
@@ -201,8 +205,10 @@ from pathlib import Path
 root = Path(sys.argv[1])
 while "finetune_0 is done" not in (root / "launch.log").read_text():
     time.sleep(0.05)
+while not (root / "server").exists():
+    time.sleep(0.05)
 os.kill(int((root / "server").read_text()), signal.SIGKILL)
-end = time.monotonic() + 50
+end = time.monotonic() + 150
 while '"down"' not in (root / "pool" / "servers.json").read_text():
     assert time.monotonic() < end, "nobody said that the server is gone"
     time.sleep(0.05)
@@ -224,7 +230,9 @@ time.sleep(300)
 SERVES = """
 import os, sys, time
 from pathlib import Path
-(Path(sys.argv[1]) / "server").write_text(str(os.getpid()))
+root = Path(sys.argv[1])
+(root / "server.new").write_text(str(os.getpid()))
+(root / "server.new").rename(root / "server")
 print("up", flush=True)
 time.sleep(300)
 """
@@ -246,7 +254,7 @@ class Run:
 
     def wait_started(self, count: int) -> None:
         """Block until `count` jobs are up (their logs say so, or they exist)."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while len(self.descendants()) < count:
             assert time.monotonic() < deadline, "the jobs did not start"
             threading.Event().wait(0.05)
@@ -262,7 +270,7 @@ class Run:
                 continue
         return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
-    def end(self, timeout_s: float = 60) -> tuple[int, str, dict[str, Any]]:
+    def end(self, timeout_s: float = LIMIT_S) -> tuple[int, str, dict[str, Any]]:
         started = time.monotonic()
         _, stderr = self.process.communicate(timeout=timeout_s)
         self.seconds = time.monotonic() - started
@@ -371,7 +379,7 @@ def test_l5_a_signal_ends_everything_that_ignores_sigterm_too(start: Starter, si
 
 
 def wait_up(run: Run, *jobs: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     logs = [run.root / job / "stdout.log" for job in jobs]
     while not all(log.exists() and "up" in log.read_text() for log in logs):
         assert time.monotonic() < deadline, "the jobs did not start"
@@ -379,7 +387,7 @@ def wait_up(run: Run, *jobs: str) -> None:
 
 
 def test_preemption_lets_the_trainer_save_while_its_servers_live(start: Starter) -> None:
-    run = start({"actor_llm_0": SERVES, "actor_0": SLEEP, "finetune_0": SAVES}, shutdown_grace_s=10)
+    run = start({"actor_llm_0": SERVES, "actor_0": SLEEP, "finetune_0": SAVES}, shutdown_grace_s=60)
     wait_up(run, "actor_llm_0", "finetune_0")
     run.process.send_signal(signal.SIGTERM)
     returncode, _, summary = run.end()
@@ -399,10 +407,11 @@ def test_a_trainer_that_hangs_when_it_is_asked_to_save_says_where(start: Starter
 
 
 def test_a_second_signal_does_not_wait_for_the_trainer(start: Starter) -> None:
-    run = start({"actor_0": SLEEP, "finetune_0": STUBBORN}, shutdown_grace_s=60)
+    run = start({"actor_0": SLEEP, "finetune_0": STUBBORN_AND_SAYS_SO}, shutdown_grace_s=10 * LIMIT_S)
     wait_up(run, "finetune_0")
     run.process.send_signal(signal.SIGTERM)
-    threading.Event().wait(0.5)
+    # Two signals that the launcher has not looked at yet would be one.
+    wait_until("the first signal", lambda: "asked" in (run.root / "finetune_0" / "stdout.log").read_text())
     run.process.send_signal(signal.SIGTERM)
     run.end()
     assert run.descendants() == []
@@ -421,12 +430,12 @@ def test_l9_a_killed_launcher_takes_its_children_along(start: Starter) -> None:
     run.wait_started(4)
     children = run.descendants()
     run.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == [] and run.descendants() == []
 
 
 def wait_until(what: str, condition: Any) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, what
         threading.Event().wait(0.05)
@@ -532,11 +541,14 @@ def test_a_stuck_server_is_not_missed_after_training_either(start: Starter) -> N
         """'"serving"' not in (root / "pool" / "servers.json")""",
         """"finetune_0 is done" not in (root / "launch.log")""",
     )
-    kill = 'os.kill(int((root / "server").read_text()), signal.SIGKILL)\n'
+    kill = """while not (root / "server").exists():
+    time.sleep(0.05)
+os.kill(int((root / "server").read_text()), signal.SIGKILL)
+"""
     waits_for_news = EVALUATES.replace(kill, "")
     assert kill in EVALUATES and "launch.log" in stuck
     jobs = {"actor_llm_0": stuck, "actor_llm_1": SLEEP, "actor_0": waits_for_news, "finetune_0": TRAINS}
-    code, stderr, summary = start(jobs, heartbeat_timeout_s=5, max_server_restarts=0).end()
+    code, stderr, summary = start(jobs, heartbeat_timeout_s=8, max_server_restarts=0).end()
     assert (code, summary["status"]) == (0, "completed"), stderr
 
 
@@ -552,9 +564,9 @@ def test_a_removed_server_that_ignores_sigterm_is_killed_with_its_helpers(start:
     run = start(jobs, shutdown_grace_s=1)
     wait_until("the start", lambda: len(starts_of(run)) == 1)
     wait_until("all jobs", lambda: len(run.descendants()) == 4)
-    assert ask(RunDir(run.root), PoolRequest("remove", "actor_llm_0"), 60) == "actor_llm_0"
+    assert ask(RunDir(run.root), PoolRequest("remove", "actor_llm_0"), LIMIT_S) == "actor_llm_0"
     wait_until("the end of the server and of its helper", lambda: len(run.descendants()) == 2)
-    assert not any(psutil.pid_exists(pid) for pid in starts_of(run)[0])
+    wait_until("nothing is left of them", lambda: not any(psutil.pid_exists(pid) for pid in starts_of(run)[0]))
     assert run.process.poll() is None, "the run goes on without it"
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[2]["status"] == "interrupted"
