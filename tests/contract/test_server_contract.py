@@ -46,7 +46,7 @@ def call(server: Server, method: str, path: str, body: Any = None, token: str | 
     request = urllib.request.Request(f"{server.url}{path}", data=data, headers=headers, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=60) as response:
+        with opener.open(request, timeout=300) as response:
             text = response.read()
             return response.status, json.loads(text) if text else {}
     except urllib.error.HTTPError as error:
@@ -162,7 +162,7 @@ def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> No
     request.join(0.5)
     assert answers == []
     assert call(server, "POST", "/resume", token=server.token)[0] == 200
-    request.join(30)
+    request.join(300)
     assert len(answers[0]["choices"][0]["token_ids"]) == 8
 
 

@@ -97,7 +97,7 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        if not self._ready.wait(30):
+        if not self._ready.wait(120):
             raise RuntimeError("fake server: it did not start")
         return self
 
@@ -113,7 +113,7 @@ class FakeServer:
         self._loop.call_soon_threadsafe(self._stopping.set)
         if self._group is not None:
             self._group.close()
-        self._thread.join(30)
+        self._thread.join(120)
 
     def inject(self, path: str, *faults: Fault) -> None:
         """The next calls of `path` meet these faults, one each."""

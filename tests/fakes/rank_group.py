@@ -18,7 +18,7 @@ def run_ranks(
     arguments: Sequence[str],
     folder: Path,
     world_size: int = 2,
-    limit_s: float = 300,
+    limit_s: float = 800,
     environments: Sequence[Mapping[str, str]] | None = None,
 ) -> None:
     """Run `script` on every rank to its end, with logs in `folder`.

@@ -88,7 +88,7 @@ class WholeRun:
             *(f"output_dir={self.output_dir}", f"model_path={self.model_path}", "world.device=cpu", *overrides),
         ]
 
-    def run(self, *overrides: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    def run(self, *overrides: str, timeout_s: float = 1200) -> subprocess.CompletedProcess[str]:
         """Run to the end, from a folder that is not the checkout."""
         return subprocess.run(
             self.command(*overrides),
@@ -115,9 +115,13 @@ class WholeRun:
         return json.loads((self.output_dir / "summary.json").read_text())
 
     def records(self, topic: str) -> list[dict[str, Any]]:
-        """All records of a topic, of every writer, as plain data."""
+        """All records of a topic, of every writer, as plain data. What is just being written is left out."""
         files = sorted((self.output_dir / "streams" / topic).glob("*/*/*.jsonl"))
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [json.loads(line) for file in files for line in file.read_text().split("\n")[:-1]]
+
+    def metric_rows(self) -> list[dict[str, Any]]:
+        """Rows of `metrics.jsonl`. What is just being written is left out."""
+        return [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().split("\n")[:-1]]
 
     def logs(self) -> str:
         """The end of every job's log, for the message of a failed assertion."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 
@@ -26,7 +27,7 @@ def test_a_run_from_the_first_weights_to_the_last_evaluation(tmp_path: Path, mod
     with FakeServer(token_delay_s=0.001) as server:
         run = ActorRun(tmp_path, model, [server.url], server.token)
         with run.started(), CountingTrainer(run, steps=4, on_version=_set_version(server)) as trainer:
-            assert run.wait() == 0, run.stderr
+            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
     # On-policy: every trained token of step n was sampled by version n - 1.
     assert len(trainer.batches) == 4
     for step, batch in enumerate(trainer.batches, start=1):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 TASK = """
@@ -32,7 +33,6 @@ generate_rollout = black_box(rollout)
 """
 
 
-@pytest.mark.timeout(120)
 def test_groups_of_a_black_box_agent(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     model = save_random_model(tmp_path / "model")
@@ -43,7 +43,7 @@ def test_groups_of_a_black_box_agent(tmp_path: Path) -> None:
             server.version = str(version)
 
         with run.started(), CountingTrainer(run, 1, on_version):
-            assert run.wait() == 0, run.stderr
+            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
     (group, *_) = run.groups
     assert len(group.samples) == 2 and group.failed_rollouts == 0
     assert {summary.metrics["answers"] for summary in group.rollouts} == {2.0}

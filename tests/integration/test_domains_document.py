@@ -9,6 +9,7 @@ import pytest
 import yaml
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ def test_the_thirty_lines(document: str, module: str, test_problems: int, tmp_pa
             server.version = str(version)
 
         with run.started(), CountingTrainer(run, steps=2, on_version=set_version) as trainer:
-            assert run.wait(60) == 0, run.stderr
+            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
     sample = trainer.batches[0][0].samples[0]
     assert sample.reward == 0.0 and sample.output_tokens == max_tokens
     assert run.evaluations[0].num_rollouts == test_problems and run.evaluations[0].dataset_name == "test"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 from fakes.service_process import service
 
@@ -49,7 +49,6 @@ TASK = """
 """
 
 
-@pytest.mark.timeout(280)
 def test_r1_games_fail_with_a_reason_and_the_run_goes_on(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model")
     with FakeServer() as server:
@@ -65,7 +64,7 @@ def test_r1_games_fail_with_a_reason_and_the_run_goes_on(tmp_path: Path) -> None
             run.started(),
             CountingTrainer(run, steps=4, on_version=set_version),
         ):
-            assert run.wait(200) == 0, run.stderr
+            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
     reasons = Counter(record.reason for record in run.fates if record.fate == "failed")
     assert set(reasons) & {"environment_raised", "environment_timeout"}, reasons
     samples = [sample for group in run.groups for sample in group.samples]

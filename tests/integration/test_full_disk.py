@@ -32,5 +32,5 @@ def test_o1_what_cannot_be_written_is_a_clean_stop(
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "File too large" in summary["reason"] and place in summary["reason"], summary["reason"]
-    _, left = psutil.wait_procs(children, timeout=15)
+    _, left = psutil.wait_procs(children, timeout=60)
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []

@@ -16,7 +16,7 @@ from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 # What a server on a CPU is started with; the transport alone does not say so here.
 CPU_ENVIRON = {

@@ -8,20 +8,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.whole_run import WholeRun, make_whole_run
 
-END_S = 30
+# What is promised, and within what time the first step comes on two cores that have nothing else to do.
+END_S, TERMINATED_S, ORPHANED_S = 30, 20, 15
+FIRST_STEP_S = 60
 
 
-def _wait_for_training(run: WholeRun, launcher: subprocess.Popen[str], deadline_s: float = 200) -> None:
-    """Return when the first step is done: from then on every process is at work."""
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
+def _wait_for_training(run: WholeRun, launcher: subprocess.Popen[str]) -> float:
+    """Return when the first step is done: from then on every process is at work.
+
+    What is returned is how many times slower the machine is now than it should be; at least 1.
+    """
+    began = time.monotonic()
+    while (start_s := time.monotonic() - began) < PROCESS_LIMIT_S:
         assert launcher.poll() is None, f"{launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
         if any(record.get("type") == "step_done" for record in run.records("trainer")):
-            return
+            return max(1.0, start_s / FIRST_STEP_S)
         time.sleep(0.5)
-    pytest.fail(f"no step within {deadline_s} s\n{run.logs()}")
+    pytest.fail(f"no step within {PROCESS_LIMIT_S} s\n{run.logs()}")
 
 
 def _pid_of(run: WholeRun, job: str) -> int:
@@ -39,17 +45,16 @@ def _still_running(processes: list[psutil.Process], timeout_s: float) -> list[ps
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("job", ["actor_0", "preprocessor_0", "finetune_0", "actor_llm_0"])
 def test_l5_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
     launcher = run.start("finetune.max_train_steps=1000", "supervise.max_server_restarts=0")
     try:
-        _wait_for_training(run, launcher)
+        slowness = _wait_for_training(run, launcher)
         psutil.Process(_pid_of(run, job)).kill()
         killed_at = time.monotonic()
-        output, _ = launcher.communicate(timeout=END_S + 15)
-        assert time.monotonic() - killed_at < END_S
+        output, _ = launcher.communicate(timeout=PROCESS_LIMIT_S)
+        assert time.monotonic() - killed_at < slowness * END_S
     finally:
         launcher.kill()
     assert launcher.returncode not in (0, None)
@@ -60,26 +65,24 @@ def test_l5_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_l9_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
     launcher = run.start("finetune.max_train_steps=1000")
-    _wait_for_training(run, launcher)
+    slowness = _wait_for_training(run, launcher)
     children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.kill()
     launcher.wait()
-    assert _still_running(children, timeout_s=15) == []
+    assert _still_running(children, timeout_s=slowness * ORPHANED_S) == []
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_l5_a_terminated_launcher_ends_everything(tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
     launcher = run.start("finetune.max_train_steps=1000")
-    _wait_for_training(run, launcher)
+    slowness = _wait_for_training(run, launcher)
     children = psutil.Process(launcher.pid).children(recursive=True)
     launcher.terminate()
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=slowness * TERMINATED_S)
     assert _still_running(children, timeout_s=1) == []
     assert launcher.returncode not in (0, None)
     assert run.summary["status"] == "interrupted"

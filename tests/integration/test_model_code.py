@@ -16,7 +16,7 @@ from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.verify import ProbeSequence
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
+pytestmark = pytest.mark.slow
 CODE = """
     from transformers import Qwen2Config
 

@@ -20,7 +20,7 @@ from pipelinerl.weights.source import Bucket, ModuleSource
 from pipelinerl.weights.transport import TransportName
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 SMALL_BUFFERS = 10_000
 #: How weights come, and whether the server loads them in place, as one on a GPU does.

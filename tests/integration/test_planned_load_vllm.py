@@ -17,7 +17,7 @@ from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.verify import ProbeSequence
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
 #: Half of them in bf16, the other half in fp32: another layout.
 UPDATES = 8

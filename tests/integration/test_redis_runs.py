@@ -46,7 +46,7 @@ def test_d6_a_run_goes_on_when_its_redis_server_is_killed(tmp_path: Path) -> Non
 def _trained(root: Path) -> int:
     """Samples that the audit, which has to be clean, counts as trained."""
     command = [sys.executable, "-m", "pipelinerl", "audit", str(root / "run"), "--json"]
-    audit = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    audit = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     return int(json.loads(audit.stdout)["fates"]["trained"])
 

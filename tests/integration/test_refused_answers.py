@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from fakes.actor_run import ActorRun, CountingTrainer
 from fakes.fake_server import FakeServer
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 
-@pytest.mark.timeout(200)
 def test_t2_log_probs_that_are_none_are_counted_and_never_trained(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model")
     # What the server writes for NaN and -inf.
@@ -21,7 +20,7 @@ def test_t2_log_probs_that_are_none_are_counted_and_never_trained(tmp_path: Path
             server.version = str(version)
 
         with run.started(), CountingTrainer(run, steps=2, on_version=set_version):
-            assert run.wait(120) == 1
+            assert run.wait(PROCESS_LIMIT_S) == 1
     assert run.groups == []
     assert {fate.reason for fate in run.fates if fate.fate == "failed"} - {"run_ended"} == {"bad_logprob"}
     assert "bad_logprob" in run.stderr and "log-prob -9999.0" in run.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.whole_run import WholeRun, make_whole_run
 
 SAVE = "finetune.save_checkpoint_steps=2"
@@ -20,7 +21,7 @@ SAVE = "finetune.save_checkpoint_steps=2"
 
 def _audit(run: WholeRun) -> dict[str, Any]:
     command = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     report: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == 0 and report["clean"], report["faults"]
     assert sum(report["fates"].values()) == report["submitted"]
@@ -28,7 +29,7 @@ def _audit(run: WholeRun) -> dict[str, Any]:
 
 
 def _wait_for_step(run: WholeRun, launcher: subprocess.Popen[str], step: int, incarnation: int) -> None:
-    end = time.monotonic() + 400
+    end = time.monotonic() + PROCESS_LIMIT_S
     while time.monotonic() < end:
         assert launcher.poll() is None, f"{launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
         done = [r for r in run.records("trainer") if r["type"] == "step_done" and r["incarnation"] == incarnation]
@@ -55,7 +56,7 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     launcher = run.start("finetune.max_train_steps=1000", SAVE)
     _wait_for_step(run, launcher, 3, incarnation=0)
     _kill(run, "finetune_0")
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 1 and "finetune_0" in output
     killed = _audit(run)
     assert killed["starts"] == 1 and killed["fates"]["pending"] > 0
@@ -63,7 +64,7 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     launcher = run.start("finetune.max_train_steps=1000", SAVE)
     _wait_for_step(run, launcher, 5, incarnation=1)
     launcher.send_signal(signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 143, output
     assert run.summary["status"] == "interrupted" and run.living_processes() == []
     last_step = max(r["step"] for r in run.records("trainer") if r["type"] == "step_done")
@@ -72,7 +73,7 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     _audit(run)
 
     steps = last_step + 2
-    finished = run.run(f"finetune.max_train_steps={steps}", SAVE, timeout_s=400)
+    finished = run.run(f"finetune.max_train_steps={steps}", SAVE, timeout_s=PROCESS_LIMIT_S)
     assert finished.returncode == 0, f"{finished.stderr}\n{run.logs()}"
     assert (run.summary["status"], run.summary["steps"]) == ("completed", steps)
     report = _audit(run)
@@ -80,15 +81,15 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     assert report["fates"]["trained"] == run.summary["samples_trained"]
 
     more = f"finetune.max_train_steps={steps + 2}"
-    refused = run.run(more, SAVE, "seed=7", timeout_s=60)
+    refused = run.run(more, SAVE, "seed=7", timeout_s=PROCESS_LIMIT_S)
     assert refused.returncode == 2 and "seed: got 7, expected" in refused.stderr
-    longer = run.run(more, SAVE, timeout_s=400)
+    longer = run.run(more, SAVE, timeout_s=PROCESS_LIMIT_S)
     assert longer.returncode == 0, f"{longer.stderr}\n{run.logs()}"
     assert f"changed since the last start: finetune.max_train_steps: {steps} -> {steps + 2}" in longer.stderr
     assert run.summary["steps"] == steps + 2 and _audit(run)["starts"] == 4
     _check_streams(run, [0, last_step, steps], steps)
     replay = [sys.executable, "-m", "pipelinerl", "replay", str(run.output_dir), "--verify"]
-    replayed = subprocess.run(replay, capture_output=True, text=True, timeout=200, check=False)
+    replayed = subprocess.run(replay, capture_output=True, text=True, timeout=300, check=False)
     assert replayed.returncode == 0 and "equal to the record" in replayed.stdout, replayed.stdout + replayed.stderr
 
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import psutil
 import pytest
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.whole_run import WholeRun, environment, make_whole_run
 
 BACK_S = 60
 
 
-def _wait(run: WholeRun, launcher: subprocess.Popen[str], what: str, found: Callable[[], Any], limit_s: float) -> Any:
+def _wait(run: WholeRun, launcher: subprocess.Popen[str], what: str, found: Callable[[], Any]) -> Any:
     """What `found` returns once it is true; the run has to live so long."""
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + PROCESS_LIMIT_S
     while not (result := found()):
         assert launcher.poll() is None, f"{what}: {launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
-        assert time.monotonic() < end, f"{what}: not within {limit_s} s\n{run.logs()}"
+        assert time.monotonic() < end, f"{what}: not within {PROCESS_LIMIT_S} s\n{run.logs()}"
         time.sleep(0.2)
     return result
 
@@ -50,7 +51,7 @@ def _audit(run: WholeRun) -> dict[str, Any]:
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,9 +81,9 @@ def _kill_and_go_on(folder: Path, override: str, *victim: Callable[[int], int]) 
 def _two_more_steps(run: WholeRun, launcher: subprocess.Popen[str]) -> None:
     """Wait for them, and then ask the run to end."""
     reached = max(_steps(run))
-    _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2, 120)
+    _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2)
     launcher.terminate()
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=300)
 
 
 def _assert_a_clean_end(run: WholeRun) -> None:
@@ -100,11 +101,11 @@ def _kill_and_await_return(
     long.
     """
     started_at = psutil.Process(launcher.pid).create_time()
-    _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2, 300)
+    _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2)
     first_start_s = next(r["time"] for r in run.records("trainer") if "num_servers" in r) - started_at
     psutil.Process(victim(_pid_of(run, "actor_llm_0"))).kill()
     killed_at = time.time()
-    back = _wait(run, launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1), 300)
+    back = _wait(run, launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1))
     print(f"first start {first_start_s:.1f} s, back after {back['time'] - killed_at:.1f} s")
     assert back["time"] - killed_at < max(BACK_S, 2 * first_start_s)
     assert back["probe_abs_diff"] < 1e-3
@@ -128,11 +129,10 @@ def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
         assert back["version"] >= meanwhile[-1] - 1
 
         def used_again() -> bool:
-            rates = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
-            late = [row for row in rates if row.get("time", 0) > back["time"]]
+            late = [row for row in run.metric_rows() if row.get("time", 0) > back["time"]]
             return any(row.get("actor/server_busy_0", 0) > 0 for row in late)
 
-        _wait(run, launcher, "rollouts on the server that came back", used_again, 120)
+        _wait(run, launcher, "rollouts on the server that came back", used_again)
         _two_more_steps(run, launcher)
     finally:
         launcher.kill()
@@ -162,7 +162,7 @@ def test_a_server_is_killed_while_it_starts(tmp_path: Path) -> None:
     launcher = run.start("finetune.max_train_steps=3")
     try:
         beat = run.output_dir / "actor_llm_0" / "heartbeat.json"
-        _wait(run, launcher, "the server's first sign of life", beat.exists, 120)
+        _wait(run, launcher, "the server's first sign of life", beat.exists)
         psutil.Process(_pid_of(run, "actor_llm_0")).kill()
         output, _ = launcher.communicate(timeout=600)
     finally:
@@ -179,7 +179,7 @@ def test_the_launcher_goes_on_by_itself_when_the_trainer_died(tmp_path: Path) ->
     run = make_whole_run(tmp_path)
     launcher = run.start("supervise.max_restarts=1", "finetune.save_checkpoint_steps=2", "finetune.max_train_steps=12")
     try:
-        _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 3, 300)
+        _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 3)
         psutil.Process(_pid_of(run, "finetune_0")).kill()
         output, _ = launcher.communicate(timeout=500)
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.whole_run import WholeRun, environment, make_whole_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -55,7 +56,7 @@ SPLITS: dict[str, tuple[tuple[str, ...], int, int]] = {
 
 def audit(run: WholeRun) -> dict[str, Any]:
     command = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -103,6 +104,6 @@ def test_a_split_that_cannot_be_says_why(tmp_path: Path, split: str) -> None:
         "ranks": (lists("[[0]]", "[1,1]"), "NCCL refuses two ranks on one"),
         "servers": (("vllm_config.vllm_kwargs.pipeline-parallel-size=2",), "Use tensor-parallel-size, or more servers"),
     }[split]
-    result = run.run(*words, timeout_s=120)
+    result = run.run(*words, timeout_s=PROCESS_LIMIT_S)
     assert result.returncode == 2
     assert expected in result.stderr and "Traceback" not in result.stderr

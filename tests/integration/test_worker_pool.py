@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 from fakes.actor_run import TASK, ActorRun
+from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, Servers, StartRollout
@@ -23,7 +24,8 @@ BLOCKING = TASK.replace(
     if problem["words"] == "spin":
         # Hours of backtracking, during which no other thread of the interpreter runs.
         re.match(r"(a|aa)+$", "a" * 60 + "b")
-    await asyncio.sleep(0.5)
+    if problem["words"] == "beside":
+        await asyncio.Event().wait()  # until the worker ends
     return RolloutResult([], BaseMetrics(reward=1, success=True))
 """,
 )
@@ -38,7 +40,7 @@ def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> Wor
     model = save_random_model(tmp_path / "model")
     run = ActorRun(tmp_path, model, ["http://127.0.0.1:9"], "token", task)
     monkeypatch.setenv("PYTHONPATH", str(run.task_dir))
-    return WorkerPool(worker_command(str(run.files.root), "actor_0"), 1, block_limit_s=2)
+    return WorkerPool(worker_command(str(run.files.root), "actor_0"), 1, block_limit_s=6)
 
 
 async def test_a_worker_held_by_a_regular_expression_is_replaced(
@@ -48,11 +50,12 @@ async def test_a_worker_held_by_a_regular_expression_is_replaced(
     async with asyncio.TaskGroup() as tasks:
         await pool.start(tasks)
         await pool.wait_ready(Servers([None]))
-        beside, held = await asyncio.gather(pool.run(start("w4"), 60), pool.run(start("spin"), 60))
+        rollouts = [pool.run(start(words), PROCESS_LIMIT_S) for words in ("beside", "spin")]
+        beside, held = await asyncio.gather(*rollouts)
         # Whoever ran beside it may be tried again, and then the new worker takes it.
         assert isinstance(beside, RolloutFailed) and beside.transient
         assert isinstance(held, RolloutFailed) and held.reason == "blocked_worker"
-        assert isinstance(await pool.run(start("w5"), 60), RolloutEnded)
+        assert isinstance(await pool.run(start("w5"), PROCESS_LIMIT_S), RolloutEnded)
         assert pool.replaced_workers == 1
         await pool.close()
     errors = capfd.readouterr().err
