@@ -19,14 +19,20 @@ LIGHT = (
     *("pipelinerl.streams.base", "pipelinerl.supervise.context", "pipelinerl.supervise.commands"),
     *("pipelinerl.actor.loop", "pipelinerl.nodes.following"),
 )
-# Measured: well under one second. The bound leaves room for a busy machine.
-ANSWER_S = 20.0
+# Measured: well under one second, which is less than twenty starts of an interpreter. The bound leaves room for a busy
+# machine, and on a very busy one it is so many of what a start takes there.
+ANSWER_S, ANSWER_STARTS = 20.0, 50
 
 
 def run(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
     started = time.monotonic()
-    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=300, check=False)
     return done, time.monotonic() - started
+
+
+def answer_limit_s() -> float:
+    _, start_s = run("-c", "pass")
+    return max(ANSWER_S, ANSWER_STARTS * start_s)
 
 
 def test_light_modules_do_not_load_heavy_ones() -> None:
@@ -51,20 +57,20 @@ def test_composing_loads_nothing_heavy() -> None:
 def test_help_of_launch_answers_at_once() -> None:
     done, seconds = run("-m", "pipelinerl.launch", "--help")
     assert done.returncode == 0 and "output_dir=DIR" in done.stdout
-    assert seconds < ANSWER_S
+    assert seconds < answer_limit_s()
 
 
 def test_launch_without_output_dir_answers_at_once() -> None:
     done, seconds = run("-m", "pipelinerl.launch")
     assert done.returncode == 2
     assert "output_dir" in done.stderr and "Traceback" not in done.stderr
-    assert seconds < ANSWER_S
+    assert seconds < answer_limit_s()
 
 
 def test_the_command_table() -> None:
     done, seconds = run("-m", "pipelinerl", "--help")
     assert done.returncode == 0 and "launch" in done.stdout and "tiny-model" in done.stdout
-    assert seconds < ANSWER_S
+    assert seconds < answer_limit_s()
 
 
 def test_an_unknown_command_names_the_nearest() -> None:

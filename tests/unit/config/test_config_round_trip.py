@@ -104,7 +104,7 @@ values = st.recursive(
     max_examples=60,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # shrinking through the YAML reader takes minutes
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(value=values)
 def test_o3_any_plain_value_reloads_equal(tmp_path: Path, value: object) -> None:

@@ -24,7 +24,7 @@ def test_a_python_without_the_packages(module: str) -> None:
         env={"PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 2 and done.stdout == ""

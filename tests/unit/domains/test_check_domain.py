@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.__main__ import main
+from pipelinerl.commands import dry_rollout
 
 OFFLINE = ("guessing", "counting", "countdown", "math", "ifeval", "fn_calling", "logic", "multi")
 SMALL = ["dataset_loader_params={num_train: 20, num_test: 5}"]
@@ -149,8 +150,11 @@ def write_waiting_task(folder: Path, module: str, line: str) -> list[str]:
     ],
 )
 def test_a_rollout_that_does_not_end_is_named_with_its_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, words: str
 ) -> None:
+    if "await" in line:
+        # The event loop ends it, however late the machine lets it do so.
+        monkeypatch.setattr(dry_rollout, "_BLOCK_GRACE_S", 60.0)
     module = f"own_task_{abs(hash(line))}"
     command = write_waiting_task(tmp_path, module, line)
     assert main([*command, "actor.rollout_timeout_s=0.5"]) == 2
@@ -168,5 +172,5 @@ def test_ctrl_c_ends_a_check_whose_rollout_blocks(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert any(line == "held\n" for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors

@@ -156,7 +156,7 @@ def test_the_check_as_a_process(tmp_path: Path) -> None:
                 env={"PYTHONPATH": str(tmp_path)},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=300,
             )
         )
     good, bad = results

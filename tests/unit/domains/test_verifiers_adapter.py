@@ -66,7 +66,7 @@ async def run(problem: dict[str, Any], server: FakeServer, tokenizer: Any) -> Ro
 
 
 def problem_of(env_id: str = ADDITION, index: int = 0, **settings: Any) -> dict[str, Any]:
-    return load_problems(["train"], env_id=env_id, **settings)[index]
+    return load_problems(["train"], env_id=env_id, **{"score_timeout_s": 300.0, **settings})[index]
 
 
 def test_rows_of_both_data_sets_and_a_held_out_part() -> None:
@@ -123,12 +123,13 @@ async def test_several_turns_are_one_growing_sample(
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [(7, "grader_raised"), pytest.param(8, "grader_timeout", marks=pytest.mark.slow)]
+    ("answer", "reason", "timeout_s"),
+    [(7, "grader_raised", 300.0), pytest.param(8, "grader_timeout", 20.0, marks=pytest.mark.slow)],
 )
 async def test_r1_reward_functions_that_raise_or_spin_fail_the_rollout(
-    answer: int, reason: str, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+    answer: int, reason: str, timeout_s: float, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
-    problem = problem_of(index=answer - 1, env_args={"bad": True}, num_test=0, score_timeout_s=20.0)
+    problem = problem_of(index=answer - 1, env_args={"bad": True}, num_test=0, score_timeout_s=timeout_s)
     assert problem["row"]["answer"] == str(answer)
     texts.left = ["1"]
     with pytest.raises(RolloutError) as caught:

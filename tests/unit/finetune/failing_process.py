@@ -19,7 +19,7 @@ def main(folder, device):
     meeting = Path(os.environ["TEST_MEETING_FILE"])
     started, error = time.monotonic(), None
     try:
-        with joined_ranks(os.environ, device, 60, meeting) as ranks:
+        with joined_ranks(os.environ, device, 600, meeting) as ranks:
             # The default group has been used, as in a run.
             tensor = torch.ones(1, device=ranks.device)
             torch.distributed.all_reduce(tensor)

@@ -43,7 +43,7 @@ def kit_module():
     return module
 
 
-def join(device, timeout_s=120):
+def join(device, timeout_s=300):
     return start_ranks(os.environ, device, timeout_s, Path(os.environ["TEST_MEETING_FILE"]))
 
 

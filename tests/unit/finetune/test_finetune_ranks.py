@@ -68,7 +68,8 @@ def test_a_rank_that_fails_waits_for_no_other(tmp_path):
     run_ranks(FAILING_SCRIPT, [str(tmp_path), "cpu"], tmp_path)
     first, second = (json.loads((tmp_path / f"result_{rank}.json").read_text()) for rank in range(2))
     assert (first["error"], second["error"]) == ("ValueError", "RuntimeError")
-    assert max(first["seconds"], second["seconds"]) < 20
+    # A tenth of the time that a rank waits for another one.
+    assert max(first["seconds"], second["seconds"]) < 60
 
 
 @pytest.mark.parametrize(("fails", "ends"), [(False, ["left"]), (True, [])])
@@ -92,7 +93,7 @@ Ranks().close()
 sys.stdout.write(f"the group stays: {dist.is_initialized()}")
 end_process(3)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (3, "the group stays: True"), done.stderr
 
 

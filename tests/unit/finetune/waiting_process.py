@@ -21,9 +21,9 @@ from pipelinerl.finetune.ranks import Ranks, end_process, start_ranks
 def join(device):
     meeting = Path(os.environ["TEST_MEETING_FILE"])
     if device == "cuda":
-        return start_ranks(os.environ, device, 60, meeting)
-    ranks = start_ranks(os.environ, "cpu", 60, meeting)
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+        return start_ranks(os.environ, device, 300, meeting)
+    ranks = start_ranks(os.environ, "cpu", 300, meeting)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=300))
     return Ranks(ranks.rank, ranks.world_size, torch.device(device), group)
 
 

@@ -222,7 +222,7 @@ def test_the_module_loads_without_torch_and_vllm() -> None:
         "import pipelinerl.inference.server, pipelinerl.entrypoints.llm;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
 
 
 def test_cpu_servers_do_not_cut_prompts_into_chunks() -> None:

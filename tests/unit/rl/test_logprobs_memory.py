@@ -15,7 +15,7 @@ def peak_mib(path):
     command = [sys.executable, str(SCRIPT), "--hidden", "64", "--vocabulary", "8192", "--repeats", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--one", path, "4096"], capture_output=True, text=True, timeout=120, env=environment, check=True
+        [*command, "--one", path, "4096"], capture_output=True, text=True, timeout=300, env=environment, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])["peak_mib"]
 

@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 def command(run: RecordedRun, *options: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "pipelinerl", "samples", str(run.root), *options]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, **kwargs)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, **kwargs)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -82,7 +82,7 @@ def test_neither_torch_nor_transformers_is_loaded(run: RecordedRun) -> None:
         "sys.exit(str(sorted({'torch', 'transformers', 'redis', 'vllm'} & set(sys.modules))))"
     )
     argv = [sys.executable, "-c", code, "samples", str(run.root)]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert result.stderr.strip() == "[]"
 
 
@@ -265,7 +265,7 @@ def test_output_that_is_full_is_one_line(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "pipelinerl", "samples", str(run.root)]
     for options in ([], ["--json", "--last", "9"]):
         with open("/dev/full", "w") as full:
-            result = subprocess.run([*argv, *options], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+            result = subprocess.run([*argv, *options], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300)
         assert (result.returncode, result.stderr) == (1, "samples cannot be read or shown: No space left on device\n")
 
 

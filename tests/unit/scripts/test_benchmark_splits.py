@@ -204,7 +204,7 @@ def test_a_run_that_is_refused_is_a_row_with_its_error(
     benchmark: ModuleType, listed: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     args = settings_of(
-        benchmark, monkeypatch, "--device", "cpu", "--timeout-s", "120", "--", "llm.parameters.top_p=0.5"
+        benchmark, monkeypatch, "--device", "cpu", "--timeout-s", "600", "--", "llm.parameters.top_p=0.5"
     )
     row = benchmark.run_split(args, listed.SPLITS[2][1], tmp_path, tmp_path / "model")
     assert row["status"] == "failed" and row["exit_code"] == 2 and row["steps"] == 0

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "compare_losses.py"
 
 def compare(*arguments):
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def write(path, losses, norms=None, first_step=1):

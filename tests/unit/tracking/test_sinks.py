@@ -29,7 +29,7 @@ class ListSink:
 
     def log(self, record: MetricRecord) -> None:
         if self.gate is not None:
-            self.gate.wait(20)
+            self.gate.wait(600)
         if record.step == self.fail_at:
             raise ConnectionError("unreachable")
         self.steps.append(record.step)
@@ -91,7 +91,7 @@ def test_a_background_sink_drops_the_oldest_and_never_blocks() -> None:
     start = time.monotonic()
     for n in range(1, 100):
         sink.log(record(n))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     gate.set()
     sink.finish({})
     assert inner.steps[-3:] == [97, 98, 99] and len(inner.steps) <= 5

@@ -82,7 +82,6 @@ def test_the_address_of_an_online_run_is_printed(
     assert capsys.readouterr().err == "W&B: https://wandb.example/p/runs/1\n"
 
 
-@pytest.mark.timeout(300)
 def test_two_starts_of_a_run_with_the_real_wandb(tmp_path: Path) -> None:
     """The files of both starts are of one W&B run, and the first line names them all."""
     run = config(tmp_path, mode="offline")
