@@ -58,6 +58,8 @@ class _Worker:
     writer: FrameWriter
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: dict[int, asyncio.Future[Answer | None]] = field(default_factory=dict)
+    # Rollouts that it was given before it was ready, with their seconds, which begin when it is.
+    early: dict[int, tuple[asyncio.Future[Answer | None], float]] = field(default_factory=dict)
     replaced: bool = False
 
 
@@ -123,7 +125,10 @@ class WorkerPool:
         return len(lost)
 
     async def run(self, start: StartRollout, timeout_s: float) -> Answer:
-        """Run one rollout on the least busy worker; after `timeout_s` it has failed with `rollout_timeout`."""
+        """Run one rollout on the least busy worker; after `timeout_s` it has failed with `rollout_timeout`.
+
+        What a worker that replaces another one takes to start does not count.
+        """
         self._next_ticket += 1
         start.ticket = self._next_ticket
         worker = min(self._workers, key=lambda each: len(each.waiting))
@@ -134,7 +139,10 @@ class WorkerPool:
         place = (worker, start.ticket)
         self._on_server.setdefault(start.server, set()).add(place)
         # A shared timer and a future rather than asyncio.timeout and shield: this is done for every rollout.
-        self._deadlines.watch(start.ticket, answer, timeout_s)
+        if worker.ready.is_set():
+            self._deadlines.watch(start.ticket, answer, timeout_s)
+        else:
+            worker.early[start.ticket] = (answer, timeout_s)
         try:
             result = await answer
         except asyncio.CancelledError:
@@ -142,6 +150,7 @@ class WorkerPool:
             raise
         finally:
             self._deadlines.forget(start.ticket)
+            worker.early.pop(start.ticket, None)
             self._on_server.get(start.server, set()).discard(place)
         if result is None:
             self._cancel(worker, start.ticket)
@@ -189,14 +198,23 @@ class WorkerPool:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await worker.ready.wait()
         except TimeoutError as error:
-            raise WorkerError(f"rollout worker {worker.index} was not ready after {START_TIMEOUT_S:g} s") from error
+            raise _not_ready(worker) from error
 
     async def _follow(self, worker: _Worker) -> None:
         """Take a worker's answers until it ends."""
         frames = FrameReader(worker.reader, msgspec.msgpack.Decoder(FromWorker))
-        while (messages := await frames.read()) is not None:
-            for message in messages:
-                _take(worker, message)
+        # Nobody else waits for one that replaces another.
+        limit_s = None if self._servers is None else START_TIMEOUT_S
+        try:
+            async with asyncio.timeout(limit_s) as start:
+                while (messages := await frames.read()) is not None:
+                    for message in messages:
+                        _take(worker, message)
+                        if isinstance(message, Ready):
+                            start.reschedule(None)
+                            self._begin_early(worker)
+        except TimeoutError as error:
+            raise _not_ready(worker) from error
         if self._closing or worker.replaced:
             return
         code = await worker.process.wait()
@@ -214,6 +232,11 @@ class WorkerPool:
             f"{len(worker.waiting)} rollouts running. Its last words are above, in the actor's stderr.log"
         )
 
+    def _begin_early(self, worker: _Worker) -> None:
+        for ticket, (answer, timeout_s) in worker.early.items():
+            self._deadlines.watch(ticket, answer, timeout_s)
+        worker.early.clear()
+
     def _cancel(self, worker: _Worker, ticket: int) -> None:
         """Ask for the end of a rollout, and replace the worker if it does not even answer."""
         if self._closing or worker.replaced or ticket not in worker.waiting:
@@ -230,9 +253,12 @@ class WorkerPool:
         answer = worker.waiting.get(ticket)
         if answer is None:
             return
-        done, _ = await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
-        if done or worker.replaced or self._closing:
-            return
+        is_ready = False
+        while not is_ready:  # one that starts cannot answer, and nothing of the user's holds it
+            is_ready = worker.ready.is_set()
+            done, _ = await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
+            if done or worker.replaced or self._closing:
+                return
         logger.warning(
             "rollout worker %d (pid %d) is stuck in user code and is replaced (where: see the stacks of its threads "
             "below); %d rollouts are tried again",
@@ -294,6 +320,10 @@ async def _end_with_stacks(worker: _Worker) -> None:
 def _kill(worker: _Worker) -> None:
     with contextlib.suppress(ProcessLookupError):
         worker.process.kill()
+
+
+def _not_ready(worker: _Worker) -> WorkerError:
+    return WorkerError(f"rollout worker {worker.index} was not ready after {START_TIMEOUT_S:g} s")
 
 
 def _how(code: int) -> str:

@@ -14,6 +14,7 @@ from fakes.actor_run import TASK, ActorRun
 from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
+import pipelinerl.actor.pool as pool_module
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, Servers, StartRollout
 from pipelinerl.actor.pool import WorkerPool, _end_with_stacks, _Worker, worker_command
 from pipelinerl.errors import WorkerError
@@ -60,6 +61,50 @@ async def test_a_worker_held_by_a_regular_expression_is_replaced(
         await pool.close()
     errors = capfd.readouterr().err
     assert "Timeout" in errors and "my_task.py" in errors and "generate_rollout" in errors
+
+
+async def test_a_rollout_has_all_its_time_on_a_worker_that_is_slow_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the worker count as stuck, which would be replaced by one that is as slow."""
+    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
+    started, go_on = tmp_path / "started", tmp_path / "go_on"
+    slow = (
+        "import pathlib, time\n"
+        f"started, go_on = pathlib.Path({str(started)!r}), pathlib.Path({str(go_on)!r})\n"
+        "while started.exists() and not go_on.exists():\n    time.sleep(0.05)\n"
+        "started.touch()\n"
+    )
+    pool = make_pool(tmp_path, monkeypatch, slow + BLOCKING)
+    async with asyncio.TaskGroup() as tasks:
+        await pool.start(tasks)
+        await pool.wait_ready(Servers([None]))
+        held = await pool.run(start("spin"), PROCESS_LIMIT_S)
+        assert isinstance(held, RolloutFailed) and pool.replaced_workers == 1
+        (worker,) = pool._workers
+        given_up, kept = (asyncio.create_task(pool.run(start("w4"), 5)) for _ in range(2))
+        done, _ = await asyncio.wait([kept], timeout=6)
+        assert not done and not worker.ready.is_set()
+        given_up.cancel()
+        done, _ = await asyncio.wait([kept], timeout=1)
+        assert not done and pool.replaced_workers == 1
+        go_on.touch()
+        assert isinstance(await kept, RolloutEnded) and pool.replaced_workers == 1
+        await pool.close()
+
+
+async def test_a_replacement_that_never_starts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.2)
+    pool = WorkerPool([sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(600)"], 1)
+    pool.set_servers(Servers([]))
+    with pytest.raises(ExceptionGroup) as ended:
+        async with asyncio.TaskGroup() as tasks:
+            await pool.start(tasks)
+    (error,) = ended.value.exceptions
+    assert isinstance(error, WorkerError) and "was not ready after 0.2 s" in str(error)
+    for worker in pool._workers:
+        worker.process.kill()
+    await pool.close()
 
 
 async def test_a_stuck_worker_does_not_outlive_an_actor_that_ends_meanwhile() -> None:
