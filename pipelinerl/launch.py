@@ -183,6 +183,7 @@ def _run(
         token=os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24),
         events=events,
         restarts=tuple(restarts),
+        others=nodes.launchers,
     )
     nodes.start(Plan(str(run_dir.root), entered.identity.run_id, entered.identity.incarnation, session.token), events)
     outcome = supervise(session, moved_to=entered.moved_to)

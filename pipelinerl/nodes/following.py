@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,8 +19,9 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.nodes.follower import join
+from pipelinerl.nodes.leading import said_by, stop_event
 from pipelinerl.nodes.link import NodeLink
-from pipelinerl.nodes.messages import Ended, Hello, Plan
+from pipelinerl.nodes.messages import Ended, Hello, Plan, Saved, Stopping
 from pipelinerl.nodes.node_session import supervise_node
 from pipelinerl.nodes.secret import node_secret
 from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT
@@ -28,8 +29,9 @@ from pipelinerl.supervise import preflight
 from pipelinerl.supervise.commands import build_command
 from pipelinerl.supervise.context import LOG_FORMAT
 from pipelinerl.supervise.identity import RunIdentity, read_identity
+from pipelinerl.supervise.last_save import OtherLaunchers
 from pipelinerl.supervise.ports import busy_ports
-from pipelinerl.supervise.process import Event, NodeEnded
+from pipelinerl.supervise.process import Event, NodeEnded, NodeSaved
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.signals import signals_as_events
 from pipelinerl.supervise.supervisor import Outcome
@@ -76,13 +78,15 @@ def _run(
         link = NodeLink(
             connection,
             leader,
-            lambda ended: events.put(NodeEnded(ended.status, _by(leader, ended), ended.exit_code)),
+            lambda ended: _hear_end(events, leader, ended),
             supervise.heartbeat_interval_s,
             supervise.heartbeat_timeout_s,
+            lambda message: events.put(stop_event(message, 0, leader)),
         ).start()
         ended = Ended("failed", f"the launcher of node {cluster.rank} failed", EXIT_RUN_FAILED)
         try:
-            outcome = _supervise(plan, cluster, search_dirs, events, lambda known: link.tell_end(_ended(known)))
+            node_0 = OtherLaunchers(frozenset({0}), lambda known: _tell(link, known), lambda: link.tell(Saved()))
+            outcome = _supervise(plan, cluster, search_dirs, events, node_0)
             ended = _ended(outcome)
         except PipelineRLError as error:
             code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
@@ -99,7 +103,7 @@ def _supervise(
     cluster: Cluster,
     search_dirs: Sequence[Path],
     events: SimpleQueue[Event],
-    on_outcome: Callable[[Outcome], object],
+    node_0: OtherLaunchers,
 ) -> Outcome:
     run_dir = RunDir(Path(plan.run_dir))
     identity = _shared_identity(run_dir, plan)
@@ -116,7 +120,7 @@ def _supervise(
     )
     commands = [build_command(job, world, run_dir, os.environ, search_dirs) for job in world.local_jobs]
     _say(f"node {cluster.rank}: starting {len(commands)} processes of run {plan.run_id} in {run_dir.root}")
-    return supervise_node(config, run_dir, identity, commands, os.environ, plan.token, events, on_outcome)
+    return supervise_node(config, run_dir, identity, commands, os.environ, plan.token, events, node_0)
 
 
 def _shared_identity(run_dir: RunDir, plan: Plan) -> RunIdentity:
@@ -138,8 +142,17 @@ def _ended(outcome: Outcome) -> Ended:
     return Ended(outcome.status, outcome.reason, outcome.exit_code)
 
 
-def _by(peer: str, ended: Ended) -> str | None:
-    return None if ended.reason is None else f"{peer}: {ended.reason}"
+def _tell(link: NodeLink, outcome: Outcome) -> None:
+    """Node 0 should not wait for the processes to be gone. Behind a signal it says itself when the run is over."""
+    if outcome.status == "interrupted":
+        link.tell(Stopping(outcome.reason, outcome.exit_code))
+    else:
+        link.tell_end(_ended(outcome))
+
+
+def _hear_end(events: SimpleQueue[Event], leader: str, ended: Ended) -> None:
+    events.put(NodeEnded(ended.status, said_by(leader, ended.reason), ended.exit_code))
+    events.put(NodeSaved(0))
 
 
 def _say(text: str) -> None:

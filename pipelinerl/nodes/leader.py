@@ -26,7 +26,7 @@ import msgspec
 from pipelinerl import __version__
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.nodes.link import LAST_WORD_S, NodeLink, is_gone, receive, send
-from pipelinerl.nodes.messages import Ended, Hello, Plan, Refused
+from pipelinerl.nodes.messages import Ended, Hello, Plan, Refused, Saved, Stopping
 from pipelinerl.supervise.process import Interrupted
 from pipelinerl.world import Cluster
 
@@ -124,14 +124,32 @@ class Leader:
             missing = everyone - self._nodes.keys()
         return {rank: node.hello for rank, node in self._nodes.items()}
 
-    def send_plan(self, plan: Plan, on_end: Callable[[int, Ended], object]) -> None:
-        """Let the nodes start their jobs. `on_end(rank, ended)` is called from a thread when one of them ends."""
+    def send_plan(
+        self,
+        plan: Plan,
+        on_end: Callable[[int, Ended], object],
+        on_stop: Callable[[int, Stopping | Saved], object] = lambda rank, message: None,
+    ) -> None:
+        """Let the nodes start their jobs. `on_end(rank, ended)` is called from a thread when one of them ends, and
+        `on_stop(rank, message)` for what it says on the way there behind a signal."""
         nodes, self._nodes = self._nodes, {}
         for rank, node in sorted(nodes.items()):
             send(node.connection, plan)
             peer = f"node {rank} ({self._cluster.hosts[rank]})"
-            heard = functools.partial(on_end, rank)
-            self._links.append(NodeLink(node.connection, peer, heard, self._interval_s, self._timeout_s).start())
+            link = NodeLink(
+                node.connection,
+                peer,
+                functools.partial(on_end, rank),
+                self._interval_s,
+                self._timeout_s,
+                functools.partial(on_stop, rank),
+            )
+            self._links.append(link.start())
+
+    def stop(self, stopping: Stopping) -> None:
+        """Ask the nodes to let their trainers save."""
+        for link in self._links:
+            link.tell(stopping)
 
     def end(self, ended: Ended) -> None:
         """Tell the nodes how the run ended."""

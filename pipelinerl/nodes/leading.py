@@ -11,9 +11,10 @@ from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
 from pipelinerl.nodes.leader import Leader
-from pipelinerl.nodes.messages import Ended, Hello, Plan
+from pipelinerl.nodes.messages import Ended, Hello, Plan, Saved, Stopping
 from pipelinerl.nodes.secret import node_secret
-from pipelinerl.supervise.process import Event, NodeEnded
+from pipelinerl.supervise.last_save import OtherLaunchers
+from pipelinerl.supervise.process import Event, NodeEnded, NodeSaved
 from pipelinerl.supervise.signals import signals_as_events
 from pipelinerl.supervise.supervisor import Outcome
 from pipelinerl.world import Cluster
@@ -27,6 +28,8 @@ class OtherNodes:
     def __init__(self, leader: Leader | None, hellos: Mapping[int, Hello]) -> None:
         self._leader = leader
         self.busy_ports = {rank: hello.busy_ports for rank, hello in hellos.items()}
+        #: For the supervisor of this node.
+        self.launchers = OtherLaunchers(frozenset(hellos), self._stop)
 
     def start(self, plan: Plan, events: SimpleQueue[Event]) -> None:
         """Let them start their jobs; the end of one of them comes as an event."""
@@ -36,11 +39,18 @@ class OtherNodes:
         def heard(rank: int, ended: Ended) -> None:
             if ended.status == "completed":
                 logger.info("node %d has done its part", rank)
-                return
-            reason = None if ended.reason is None else f"node {rank}: {ended.reason}"
-            events.put(NodeEnded(ended.status, reason, ended.exit_code))
+            else:
+                events.put(NodeEnded(ended.status, said_by(f"node {rank}", ended.reason), ended.exit_code))
+            events.put(NodeSaved(rank))
 
-        self._leader.send_plan(plan, heard)
+        def heard_stop(rank: int, message: Stopping | Saved) -> None:
+            events.put(stop_event(message, rank, f"node {rank}"))
+
+        self._leader.send_plan(plan, heard, heard_stop)
+
+    def _stop(self, outcome: Outcome) -> None:
+        if self._leader is not None and outcome.status == "interrupted":
+            self._leader.stop(Stopping(outcome.reason, outcome.exit_code))
 
     def end(self, outcome: Outcome) -> None:
         """Tell them how the run ended."""
@@ -69,6 +79,17 @@ def other_nodes(config: RunConfig, cluster: Cluster) -> Iterator[OtherNodes]:
         with signals_as_events(leader.arrivals):
             hellos = leader.gather(supervise.nodes_timeout_s, _say)
         yield OtherNodes(leader, hellos)
+
+
+def stop_event(message: Stopping | Saved, rank: int, peer: str) -> NodeEnded | NodeSaved:
+    """What the supervisor makes of it. A run that is asked to stop on one node is stopped on all."""
+    if isinstance(message, Saved):
+        return NodeSaved(rank)
+    return NodeEnded("interrupted", said_by(peer, message.reason), message.exit_code)
+
+
+def said_by(peer: str, reason: str | None) -> str | None:
+    return None if reason is None else f"{peer}: {reason}"
 
 
 def _say(text: str) -> None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from pipelinerl.errors import EXIT_RUN_FAILED
-from pipelinerl.nodes.messages import MAX_BYTES, Beat, Ended, Message, decode, encode
+from pipelinerl.nodes.messages import MAX_BYTES, Beat, Ended, Message, Saved, Stopping, decode, encode
 
 logger = logging.getLogger(__name__)
 #: How long a peer may take to read the end.
@@ -58,7 +58,10 @@ def is_gone(connection: Connection) -> bool:
 
 
 class NodeLink:
-    """The authenticated connection to `peer` (a name for messages). `on_end` is called once, from a thread."""
+    """The authenticated connection to `peer` (a name for messages).
+
+    `on_end` is called once, from a thread; before it, from the same thread, `on_stop` for what is said on the way.
+    """
 
     def __init__(
         self,
@@ -67,10 +70,12 @@ class NodeLink:
         on_end: Callable[[Ended], object],
         interval_s: float,
         timeout_s: float,
+        on_stop: Callable[[Stopping | Saved], object] = lambda message: None,
     ) -> None:
         self._connection = connection
         self._peer = peer
         self._on_end = on_end
+        self._on_stop = on_stop
         self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -88,6 +93,11 @@ class NodeLink:
         """Tell the peer how it went and close the connection. May be called twice, and after the peer's end."""
         self.tell_end(ended)
         self.close(time.monotonic() + LAST_WORD_S)
+
+    def tell(self, message: Stopping | Saved) -> None:
+        """Say how far the end is, if it has not come on either side yet."""
+        if not self._closing.is_set():
+            self._send(message)
 
     def tell_end(self, ended: Ended) -> None:
         """Tell the peer how it went, if the run has not ended on either side yet."""
@@ -141,3 +151,5 @@ class NodeLink:
                 return Ended("failed", text, EXIT_RUN_FAILED)
             if isinstance(message, Ended):
                 return message
+            if isinstance(message, (Stopping, Saved)) and not self._closing.is_set():
+                self._on_stop(message)

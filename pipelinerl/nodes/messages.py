@@ -1,7 +1,8 @@
 """What the launchers of the nodes say to each other. msgspec JSON over an authenticated connection; nothing is pickled.
 
 Node 0 plans and answers a `Hello` with a `Plan` or `Refused`; from then on both sides send `Beat`s, and the first
-`Ended` of either side ends the run on all nodes.
+`Ended` of either side ends the run on all nodes. Behind a signal, both sides say `Stopping` first; the nodes above 0
+then say `Saved` and go on until node 0 says `Ended`, because trainers of other nodes may need their servers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,18 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     exit_code: int
 
 
-Message = Hello | Plan | Refused | Beat | Ended
+class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
+    """The sender's launcher got a signal: let trainers save, then end."""
+
+    reason: str | None
+    exit_code: int
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """No trainer of the sender's node is left to save."""
+
+
+Message = Hello | Plan | Refused | Beat | Ended | Stopping | Saved
 
 
 def encode(message: Message) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
 
@@ -20,6 +20,7 @@ from pipelinerl.supervise.commands import Command
 from pipelinerl.supervise.completion import TrainingCompletion
 from pipelinerl.supervise.descendants import become_subreaper
 from pipelinerl.supervise.identity import RunIdentity
+from pipelinerl.supervise.last_save import OtherLaunchers
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy
 from pipelinerl.supervise.process import Event
@@ -38,11 +39,11 @@ def supervise_node(
     environ: Mapping[str, str],
     token: str,
     events: SimpleQueue[Event],
-    on_outcome: Callable[[Outcome], object],
+    node_0: OtherLaunchers,
 ) -> Outcome:
     """Start this node's jobs and block until the run is over and all of them are gone.
 
-    `on_outcome` hears how it ended before they are gone: the other nodes should not wait for that.
+    `node_0` hears how it ended before they are gone: the other nodes should not wait for that.
     """
     hub = StreamHub(config.streams, run_dir, identity.run_id, environ)
     reader = hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage)
@@ -73,5 +74,5 @@ def supervise_node(
                 node_rank=commands[0].job.node_rank if commands else 0,
             ),
             takes_requests=False,
-            on_outcome=on_outcome,
+            others=node_0,
         ).run()

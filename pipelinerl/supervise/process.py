@@ -57,7 +57,13 @@ class NodeEnded(msgspec.Struct, frozen=True):
     exit_code: int
 
 
-Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeEnded
+class NodeSaved(msgspec.Struct, frozen=True):
+    """No trainer of another node is left to save, or the run is over there."""
+
+    rank: int
+
+
+Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeEnded | NodeSaved
 
 
 @dataclass

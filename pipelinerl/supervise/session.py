@@ -27,6 +27,7 @@ from pipelinerl.supervise.commands import Command
 from pipelinerl.supervise.completion import TrainingCompletion
 from pipelinerl.supervise.descendants import become_subreaper
 from pipelinerl.supervise.identity import RunIdentity
+from pipelinerl.supervise.last_save import NO_OTHERS, OtherLaunchers
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy
 from pipelinerl.supervise.pool_requests import forget_requests, write_state
@@ -59,6 +60,7 @@ class RunSession:
     token: str
     events: SimpleQueue[Event]
     restarts: tuple[str, ...] = ()
+    others: OtherLaunchers = NO_OTHERS
 
 
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
@@ -141,6 +143,7 @@ def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
             death_fd=death_read,
             events=session.events,
             keeper=_keep_servers(session, hub, stack),
+            others=session.others,
             collect_s=COLLECT_S if session.world.world_size == 1 else NODES_COLLECT_S,
         ).run()
 

@@ -22,6 +22,7 @@ from pipelinerl.supervise.descendants import end_all, end_rest_of_job, wait_gone
 from pipelinerl.supervise.heartbeat import read_heartbeat
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.last_evaluation import LastEvaluation
+from pipelinerl.supervise.last_save import NO_OTHERS, OtherLaunchers, let_trainers_save
 from pipelinerl.supervise.monitor import StuckMonitor
 from pipelinerl.supervise.policy import ExitPolicy, Verdict
 from pipelinerl.supervise.pool_requests import PoolReply, PoolRequest, take_requests
@@ -34,7 +35,6 @@ from pipelinerl.supervise.process import (
     PoolAnswered,
     StreamFailed,
     describe_exit,
-    dump_stacks_of,
     spawn,
 )
 from pipelinerl.supervise.run_dir import RunDir
@@ -70,8 +70,8 @@ class Outcome:
 class Supervisor:
     """Supervises one run on one node; `run` is called once.
 
-    `on_outcome` hears how the run ended before its processes are ended. `collect_s`: how long the cause of a death may
-    take to show; more with several nodes, where it can be the death of a process on another one.
+    `others` hear how the run ended before its processes are ended. `collect_s`: how long the cause of a death may take
+    to show; more with several nodes, where it can be the death of a process on another one.
     """
 
     commands: Sequence[Command]
@@ -87,10 +87,11 @@ class Supervisor:
     #: Whether this is the launcher that the command `pool` talks to: of several nodes, the first.
     takes_requests: bool = True
     clock: Callable[[], float] = time.time
-    on_outcome: Callable[[Outcome], object] = lambda outcome: None
+    others: OtherLaunchers = NO_OTHERS
     collect_s: float = COLLECT_S
     _children: dict[str, Child] = field(default_factory=dict)
     _last_tick: float = 0.0
+    _is_signalled: bool = False
     #: When a server that was removed is killed, should it not have ended by then.
     _kill_at: dict[str, float] = field(default_factory=dict)
     _last_evaluation: LastEvaluation = field(init=False)
@@ -103,7 +104,7 @@ class Supervisor:
         grace_s = MAX_GRACE_AFTER_FAILURE_S
         try:
             outcome = self._start() or self._watch()
-            self.on_outcome(outcome)
+            self.others.hear_outcome(outcome)
             if outcome.status == "completed":
                 grace_s = MAX_GRACE_S
             elif outcome.status == "interrupted":
@@ -181,31 +182,20 @@ class Supervisor:
             return None
 
     def _interrupted(self, event: Interrupted) -> Outcome:
+        self._is_signalled = True
         waits = waits_of(self._children.values(), self.run_dir, self.clock())
         return Outcome("interrupted", f"stopped by {signal.Signals(event.signum).name}{waits}", 128 + event.signum)
 
     def _let_trainer_save(self) -> float:
-        """Ask the trainer to save a training state while its servers still live; a second signal cuts that short.
-
-        Returns the grace period of the others, so that all of it stays near `shutdown_grace_s`.
-        """
+        """Returns the grace period of the others, so that all of it stays near `shutdown_grace_s`."""
         trainers = {
             name: child
             for name, child in self._children.items()
             if child.returncode is None and self._job_of(name).kind == "finetune"
         }
-        start = self.clock()
-        for child in trainers.values():
-            child.terminate()
-        while trainers and (left_s := start + self.config.shutdown_grace_s - self.clock()) > 0:
-            event = self._next_event(left_s)
-            if isinstance(event, ChildExited):
-                trainers.pop(event.name, None)
-            elif isinstance(event, Interrupted):
-                return MIN_GRACE_S
-        dump_stacks_of(trainers.values())
-        left_s = self.config.shutdown_grace_s - (self.clock() - start)
-        return min(MAX_GRACE_AFTER_FAILURE_S, max(left_s, MIN_GRACE_S))
+        grace_s = self.config.shutdown_grace_s
+        save = let_trainers_save(trainers, self.others, self._next_event, grace_s, self.clock, self._is_signalled)
+        return MIN_GRACE_S if save.is_cut_short else min(MAX_GRACE_AFTER_FAILURE_S, max(save.left_s, MIN_GRACE_S))
 
     def _judge_exit(self, event: ChildExited) -> Outcome | None:
         """The outcome of the run if this end decides it."""

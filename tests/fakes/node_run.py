@@ -19,6 +19,7 @@ from pipelinerl.nodes.node_session import supervise_node
 from pipelinerl.records import ServerDropped
 from pipelinerl.supervise.commands import JOB_KEY, Command
 from pipelinerl.supervise.identity import RunIdentity
+from pipelinerl.supervise.last_save import OtherLaunchers
 from pipelinerl.supervise.process import Event, NodeEnded, PoolAnswered
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.world import Job
@@ -55,7 +56,7 @@ def main(root: str) -> None:
     logging.getLogger("pipelinerl").addHandler(node_0)
     identity = RunIdentity(run_id="run-test", incarnation=0, config_hash="")
     outcome = supervise_node(
-        config, RunDir(Path(root)), identity, commands, os.environ, "token-of-test", events, lambda known: None
+        config, RunDir(Path(root)), identity, commands, os.environ, "token-of-test", events, OtherLaunchers()
     )
     sys.stdout.write(f"{outcome.status} {node_0.server_lives}\n")
 

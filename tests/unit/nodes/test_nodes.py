@@ -21,7 +21,7 @@ from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.nodes.follower import join
 from pipelinerl.nodes.leader import Leader
 from pipelinerl.nodes.link import NodeLink, send
-from pipelinerl.nodes.messages import Ended, Hello, Plan
+from pipelinerl.nodes.messages import Ended, Hello, Plan, Saved, Stopping
 from pipelinerl.nodes.secret import node_secret
 from pipelinerl.supervise.process import Interrupted
 from pipelinerl.world import Cluster
@@ -134,6 +134,29 @@ def test_the_leaders_end_reaches_the_node(leader: Leader, port: int) -> None:
     leader.end(Ended("completed", None, 0))
     assert queue.get(timeout=WAIT_S) == Ended("completed", None, 0)
     assert heard.empty()
+
+
+def test_behind_a_signal_both_sides_talk_until_node_0_ends_the_run(leader: Leader, port: int) -> None:
+    node = Joining(port, hello())
+    leader.gather(WAIT_S, lambda text: None)
+    heard: SimpleQueue[Any] = SimpleQueue()
+    leader.send_plan(PLAN, lambda rank, ended: heard.put(ended), lambda rank, message: heard.put((rank, message)))
+    connection = node.done().connection
+    assert connection is not None
+    queue, put = ends()
+    stops: SimpleQueue[Any] = SimpleQueue()
+    link = NodeLink(connection, "node 0", put, 0.05, 5.0, stops.put).start()
+    stopping = Stopping("stopped by SIGTERM", 143)
+    link.tell(stopping)
+    link.tell(Saved())
+    assert [heard.get(timeout=WAIT_S) for _ in range(2)] == [(1, stopping), (1, Saved())]
+    leader.stop(stopping)
+    assert stops.get(timeout=WAIT_S) == stopping
+    over = Ended("interrupted", "stopped by SIGTERM", 143)
+    leader.end(over)
+    assert queue.get(timeout=WAIT_S) == over
+    link.tell(Saved())  # too late: nobody hears it, and nothing breaks
+    assert heard.empty() and stops.empty()
 
 
 def test_l9_a_launcher_that_dies_without_a_word_is_noticed(leader: Leader, port: int) -> None:
