@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.placement.slurm import is_slurm_step
 
 SECRET_KEY = "PIPELINERL_NODE_SECRET"
 _MIN_CHARACTERS = 16
@@ -18,6 +19,13 @@ def node_secret(environ: Mapping[str, str]) -> bytes:
             SECRET_KEY,
             f"{len(secret)} characters" if secret else None,
             f"at least {_MIN_CHARACTERS} characters, the same on every node (WORLD_SIZE is above 1)",
-            f"Make one with `openssl rand -hex 16` and export {SECRET_KEY} on all nodes.",
+            f"Make one with `openssl rand -hex 16` and export {SECRET_KEY} on all nodes.{_on_slurm(environ)}",
         )
     return secret.encode()
+
+
+def _on_slurm(environ: Mapping[str, str]) -> str:
+    """Whoever wrote an own script for SLURM may not have meant one run over several nodes."""
+    if not is_slurm_step(environ):
+        return ""
+    return " `srun` started this on several nodes: see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each."

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.placement.slurm import NODE_HOSTS_KEY, with_slurm_step
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
-NODE_HOSTS_KEY = "PIPELINERL_NODE_HOSTS"
 GpuLister = Callable[[], Sequence[str]]
 
 
@@ -32,7 +32,7 @@ class Cluster:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], gpu_lister: GpuLister, cores: int = 1) -> Cluster:
-        """Read WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES.
+        """Read WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES, or the first three from SLURM.
 
         Args:
             environ: the environment of the launcher.
@@ -42,6 +42,7 @@ class Cluster:
         Raises:
             ConfigError: a variable is not usable; the message names it.
         """
+        environ = with_slurm_step(environ)
         world_size = _integer(environ, "WORLD_SIZE", 1, lowest=1)
         rank = _integer(environ, "RANK", 0, lowest=0)
         if rank >= world_size:

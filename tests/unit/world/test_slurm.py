@@ -1,0 +1,125 @@
+"""Which starts under SLURM are starts on several nodes, and at which addresses the nodes are."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.nodes.secret import node_secret
+from pipelinerl.placement.slurm import hosts_of
+from pipelinerl.world import Cluster
+
+# What SLURM 22.05 sets in the script of `sbatch --nodes=2 --ntasks-per-node=1`, and in the task of `srun` on node 1.
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_NODELIST": "gpu[08-09]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
+SECOND_TASK = {
+    **BATCH_SCRIPT,
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+SALLOC_SHELL = {key: value for key, value in BATCH_SCRIPT.items() if key not in ("SLURM_NODEID", "SLURM_PROCID")}
+# With LaunchParameters=use_interactive_step, the shell of `salloc` is a step on the first node.
+INTERACTIVE_STEP = {
+    **BATCH_SCRIPT,
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "gpu08",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+}
+
+
+def cluster(environ: dict[str, str]) -> Cluster:
+    return Cluster.from_env(environ, lambda: [], 2)
+
+
+def test_a_task_of_a_step_over_two_nodes_is_a_node_of_a_run() -> None:
+    second = cluster(SECOND_TASK)
+    assert (second.world_size, second.rank, second.hosts) == (2, 1, ("gpu08", "gpu09"))
+    assert second.master_addr == "gpu08"
+    first = cluster({**SECOND_TASK, "SLURM_NODEID": "0", "MASTER_ADDR": "gpu08", "MASTER_PORT": "29501"})
+    assert (first.world_size, first.rank, first.hosts, first.master_port) == (2, 0, ("gpu08", "gpu09"), 29501)
+
+
+def test_a_step_on_a_part_of_the_allocation_has_the_nodes_of_the_step() -> None:
+    part = {**SECOND_TASK, "SLURM_JOB_NODELIST": "gpu[01-16]", "SLURM_JOB_NUM_NODES": "16", "SLURM_NNODES": "16"}
+    assert cluster(part).hosts == ("gpu08", "gpu09")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        BATCH_SCRIPT,
+        SALLOC_SHELL,
+        INTERACTIVE_STEP,
+        {**SECOND_TASK, "SLURM_PTY_PORT": "44505"},
+        {**SECOND_TASK, "WORLD_SIZE": "1"},
+        {**SECOND_TASK, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"},
+    ],
+    ids=["no SLURM", "script of sbatch", "salloc", "salloc with a step", "terminal", "said so", "tasks of one node"],
+)
+def test_what_is_not_started_on_every_node_is_a_run_on_one(environ: dict[str, str]) -> None:
+    alone = cluster(environ)
+    assert (alone.world_size, alone.rank, alone.hosts) == (1, 0, ("127.0.0.1",))
+
+
+def test_what_the_user_set_comes_first() -> None:
+    own = {"WORLD_SIZE": "3", "RANK": "2", "PIPELINERL_NODE_HOSTS": "a,b,c"}
+    assert cluster({**SECOND_TASK, **own}).hosts == ("a", "b", "c")
+    assert cluster({**SECOND_TASK, "PIPELINERL_NODE_HOSTS": "10.0.0.1,10.0.0.2"}).hosts == ("10.0.0.1", "10.0.0.2")
+    with pytest.raises(ConfigError, match="2 hosts"):
+        cluster({**SECOND_TASK, "PIPELINERL_NODE_HOSTS": "10.0.0.1"})
+
+
+@pytest.mark.parametrize("tasks", ["16", "3", ""])
+def test_several_tasks_of_a_node_are_refused(tasks: str) -> None:
+    with pytest.raises(ConfigError, match=r"one task for each node.*--ntasks-per-node=1"):
+        cluster({**SECOND_TASK, "SLURM_STEP_NUM_TASKS": tasks})
+
+
+def test_a_step_that_does_not_say_which_node_it_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RANK: got 'unknown'"):
+        cluster({key: value for key, value in SECOND_TASK.items() if key != "SLURM_NODEID"})
+
+
+def test_a_step_without_a_secret_is_told_of_the_script() -> None:
+    with pytest.raises(ConfigError, match=r"scripts/slurm\.sbatch"):
+        node_secret(SECOND_TASK)
+    with pytest.raises(ConfigError) as caught:
+        node_secret({"WORLD_SIZE": "2"})
+    assert "srun" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hostlist", "hosts"),
+    [
+        ("login", ["login"]),
+        ("gpu-a.example.org,gpu-b", ["gpu-a.example.org", "gpu-b"]),
+        ("gpu[08-10,12],login-1", ["gpu08", "gpu09", "gpu10", "gpu12", "login-1"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
+        ("127.0.0.[2-3]", ["127.0.0.2", "127.0.0.3"]),
+    ],
+)
+def test_slurms_notation_of_hosts(hostlist: str, hosts: list[str]) -> None:
+    assert hosts_of(hostlist) == hosts
+
+
+@pytest.mark.parametrize("hostlist", ["", "(null)[", "gpu[1-2", "gpu[2-1]", "gpu[a-b]", "gpu[]", "a,,b", "a b", "a,"])
+def test_other_notations_are_refused(hostlist: str) -> None:
+    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST"):
+        hosts_of(hostlist)
