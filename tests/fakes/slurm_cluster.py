@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "squeue", "srun")
 HOSTS = ("127.0.0.2", "127.0.0.3")
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _START_S = 120.0
@@ -103,6 +103,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         for node in HOSTS:
             _start(stack, cluster, f"slurmd-{node}", ["slurmd", "-D", "-N", node])
         _wait_for(cluster, lambda: _idle_nodes(cluster) == len(HOSTS), "the nodes")
+        stack.callback(_end_jobs, cluster)
         yield cluster
 
 
@@ -128,6 +129,12 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         daemon.kill()
         daemon.wait()
+
+
+def _end_jobs(cluster: SlurmCluster) -> None:
+    """What a failed test left: the daemons do not end the jobs when they end."""
+    cluster.call("scancel", f"--user={getpass.getuser()}")
+    _wait_for(cluster, lambda: not cluster.call("squeue", "--noheader"), "the end of all jobs")
 
 
 def _idle_nodes(cluster: SlurmCluster) -> int:
