@@ -1,4 +1,4 @@
-"""Evaluations on the held-out problems: when one is due, running it, and summing it up.
+"""Evaluations on the held-out problems: running one, and summing it up.
 
 Called by the actor before training, beside it, and after it. Waits for the rollouts; a failing one is counted, it does
 not end training.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from pipelinerl.actor.evaluation_record import EvaluationRecorder
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.problems import rollout_seed
 from pipelinerl.actor.scheduler import Attempt, Scheduler
@@ -25,46 +26,20 @@ Answer = RolloutEnded | RolloutFailed
 ALL_DATASETS = "all"
 
 
-class EvaluationSchedule:
-    """Says which evaluation is due, each once, also when versions jump.
-
-    Args:
-        every_n_versions: distance between evaluations beside training; 0: none.
-        last_version: of the run; the final evaluation measures it, so nothing is due from there on.
-    """
-
-    def __init__(self, every_n_versions: int, last_version: int | None = None) -> None:
-        self._every = every_n_versions
-        self._last_version = last_version
-        self._last_due = 0
-
-    def start_at(self, version: int) -> None:
-        """Take the evaluations up to `version` as made."""
-        self._last_due = max(self._last_due, self._latest_multiple(version))
-
-    def take_due(self, version: int) -> int | None:
-        """Return the version that an evaluation is due at by now, or None. A jump over several gives the latest."""
-        if self._last_version is not None and version >= self._last_version:
-            return None
-        latest = self._latest_multiple(version)
-        if latest <= self._last_due:
-            return None
-        self._last_due = latest
-        return latest
-
-    def _latest_multiple(self, version: int) -> int:
-        return version // self._every * self._every if self._every > 0 else 0
-
-
 @dataclass
 class Evaluator:
-    """Runs evaluations of `problems` (one rollout each) with at most `concurrency` rollouts at a time."""
+    """Runs evaluations of `problems` (one rollout each) with at most `concurrency` rollouts at a time.
+
+    Args:
+        recorder: is told how rollouts ended, before the result of their evaluation is known; None: nobody is.
+    """
 
     scheduler: Scheduler
     problems: list[Problem]
     seed: int
     incarnation: int
     on_answer: Callable[[Answer], None]
+    recorder: EvaluationRecorder | None = None
     clock: Callable[[], float] = field(default=time.monotonic)
 
     async def run(
@@ -77,25 +52,33 @@ class Evaluator:
         started = self.clock()
         first_version = current_version()
         places = asyncio.Semaphore(concurrency)
+        recorder = self.recorder
+        recorded = recorder.places(len(self.problems)) if recorder is not None else frozenset()
+        # Where passes end training, one may have been due at the last version before the final one.
+        group_id = f"evaluation-{self.incarnation}-{due_version}{'-final' if is_final else ''}"
 
         async def attempt(index: int, problem: Problem) -> Answer:
+            asked = Attempt(
+                rollout_id=f"{group_id}/r{index}",
+                group_id=group_id,
+                problem=problem,
+                # The same seeds in every evaluation: two of them differ by the weights only.
+                seed=rollout_seed(self.seed, "evaluation", index),
+                evaluation=True,
+                record=index in recorded,
+            )
             async with places:
-                answer = await self.scheduler.run(
-                    Attempt(
-                        rollout_id=f"evaluation-{self.incarnation}-{due_version}/r{index}",
-                        group_id=f"evaluation-{self.incarnation}-{due_version}",
-                        problem=problem,
-                        # The same seeds in every evaluation: two of them differ by the weights only.
-                        seed=rollout_seed(self.seed, "evaluation", index),
-                        evaluation=True,
-                    )
-                )
+                answer = await self.scheduler.run(asked)
             self.on_answer(answer)
+            if recorder is not None and asked.record:
+                await recorder.record(asked, answer, due_version, is_final)
             return answer
 
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(attempt(index, problem)) for index, problem in enumerate(self.problems)]
         answers = [task.result() for task in tasks]
+        if recorder is not None:
+            await recorder.flush()
         return summarize_evaluation(
             self.problems,
             answers,

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.records import RolloutSummary, Sample
+from pipelinerl.records import EvaluationSample, RolloutSummary, Sample
 
 # Exit codes of a worker. faulthandler leaves with 1 when the event loop stood still for too long.
 BLOCKED_EXIT_CODE = 1
@@ -33,7 +33,8 @@ class Servers(msgspec.Struct, tag="servers"):
 
 
 class StartRollout(msgspec.Struct, tag="start"):
-    """To a worker. `ticket` names this attempt in all answers; `server` is the index of the server to use."""
+    """To a worker. `ticket` names this attempt in all answers; `server` is the index of the server to use; `record`
+    asks for the tokens of an evaluation."""
 
     ticket: int
     rollout_id: str
@@ -42,6 +43,7 @@ class StartRollout(msgspec.Struct, tag="start"):
     evaluation: bool
     seed: int
     problem: dict[str, Any]
+    record: bool = False
 
 
 class CancelRollout(msgspec.Struct, tag="cancel"):
@@ -55,7 +57,8 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class RolloutEnded(msgspec.Struct, tag="ended"):
-    """From a worker: a rollout came to its end. Evaluations leave `samples` empty; versions are those of its tokens."""
+    """From a worker: a rollout came to its end. Evaluations leave `samples` empty; `recorded` are their tokens, if they
+    were asked for. Versions are those of the tokens."""
 
     ticket: int
     samples: list[Sample]
@@ -65,6 +68,7 @@ class RolloutEnded(msgspec.Struct, tag="ended"):
     max_version: int | None
     requests: int
     retries: int
+    recorded: list[EvaluationSample] = []
 
 
 class RolloutFailed(msgspec.Struct, tag="failed"):

@@ -89,6 +89,7 @@ async def run_actor(context: RoleContext, problems: ProblemSets, pool: WorkerPoo
     finally:
         async with AsyncExitStack() as writers:
             writers.push_async_callback(parts.publisher.close)
+            writers.push_async_callback(parts.recorder.close)
             if parts.answers is not None:
                 writers.push_async_callback(parts.answers.close)
 

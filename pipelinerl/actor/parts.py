@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.alone import AloneTrainer
 from pipelinerl.actor.drain_requests import DrainAnswers
-from pipelinerl.actor.evaluation import EvaluationSchedule, Evaluator
+from pipelinerl.actor.evaluation import Evaluator
+from pipelinerl.actor.evaluation_record import EvaluationRecorder
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded
 from pipelinerl.actor.gate import RolloutGate
@@ -28,11 +29,13 @@ from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import has_stage
 from pipelinerl.domains.datasets import Problem, ProblemSets
-from pipelinerl.records import EvaluationResult, FateRecord, Group, MetricRecord
+from pipelinerl.records import EvaluationResult, EvaluationRollout, FateRecord, Group, MetricRecord
 from pipelinerl.records.turns import Drained
+from pipelinerl.schedules.evaluations import EvaluationSchedule
 from pipelinerl.schedules.rounds import rounds_of, takes_turns
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
+    EVALUATION_ROLLOUTS_TOPIC,
     EVALUATION_TOPIC,
     FATES_TOPIC,
     METRICS_TOPIC,
@@ -61,6 +64,7 @@ class ActorParts:
     scheduler: Scheduler
     training: TrainingRollouts
     evaluator: Evaluator
+    recorder: EvaluationRecorder
     evaluations: EvaluationSchedule
     evaluation_concurrency: int
     throughput: ThroughputWindow
@@ -136,12 +140,18 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         on_answer=on_training_answer,
         on_published=alone.published if alone is not None else None,
     )
+    recorder = EvaluationRecorder(
+        lambda: hub.loop_writer(EVALUATION_ROLLOUTS_TOPIC, name, EvaluationRollout),
+        config.actor.recorded_test_samples,
+        incarnation,
+    )
     evaluator = Evaluator(
         scheduler=scheduler,
         problems=evaluation_problems(problems.test, config.actor.test_samples, str(config.seed)),
         seed=config.seed,
         incarnation=incarnation,
         on_answer=on_evaluation_answer,
+        recorder=recorder,
     )
     return ActorParts(
         server_urls=list(urls.values()),
@@ -154,6 +164,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         scheduler=scheduler,
         training=training,
         evaluator=evaluator,
+        recorder=recorder,
         evaluations=EvaluationSchedule(config.eval_every_n_versions, config.finetune.last_step),
         evaluation_concurrency=config.actor.evaluation_concurrency or max(1, slots.total // _EVALUATION_SHARE),
         throughput=throughput,

@@ -34,13 +34,14 @@ class RolloutRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One rollout to run."""
+    """One rollout to run. `record`: its tokens are wanted though it is an evaluation."""
 
     rollout_id: str
     group_id: str
     problem: Problem
     seed: int
     evaluation: bool = False
+    record: bool = False
 
 
 class Scheduler:
@@ -151,4 +152,5 @@ def _start(attempt: Attempt, server: int) -> StartRollout:
         evaluation=attempt.evaluation,
         seed=attempt.seed,
         problem=data,
+        record=attempt.record,
     )

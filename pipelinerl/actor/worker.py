@@ -39,9 +39,12 @@ from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError, Wo
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.connections import Connections
+from pipelinerl.llm.recorded import recorded_samples
 from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize, version_range
 from pipelinerl.llm.retry import EndRunError
 from pipelinerl.llm.sample_builder import build_samples
+from pipelinerl.records import EvaluationSample
+from pipelinerl.rollouts import RolloutResult
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +180,22 @@ class RolloutWorker:
             max_version=versions[1] if versions else None,
             requests=llm.counters.requests,
             retries=llm.counters.retries,
+            recorded=self._recorded(start, result) if start.record else [],
         )
+
+    def _recorded(self, start: StartRollout, result: RolloutResult) -> list[EvaluationSample]:
+        """What an evaluation's rollout said. A text that cannot be recorded never costs the rollout."""
+        try:
+            return recorded_samples(
+                result.training_texts,
+                group_id=start.group_id,
+                rollout_id=start.rollout_id,
+                incarnation=self._incarnation,
+                reward=result.metrics.reward,
+            )
+        except Exception as error:  # noqa: BLE001 - texts that are not trained may hold anything
+            logger.warning("what rollout %s said is not recorded: %r", start.rollout_id, error)
+            return []
 
     def _failed(self, start: StartRollout, llm: TrainableLLM, error: Exception) -> RolloutFailed | Fatal:
         if isinstance(error, UserError):

@@ -8,15 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.samples.printable import one_line
 
 if TYPE_CHECKING:
-    from pipelinerl.samples.choose import Order, Wanted
+    from pipelinerl.samples.choose import Order, Seen, Wanted
+    from pipelinerl.samples.decode import TokenText
+    from pipelinerl.samples.view import RolloutView
     from pipelinerl.streams.hub import StreamHub
     from pipelinerl.supervise.open_run import StartedRun
+
+    ViewsWith = Callable[[TokenText | None, int], Iterator[RolloutView]]
 
 _COUNT, _MAX_CHARS = 3, 2000
 _ORDERS: dict[Order, str] = {
@@ -29,7 +34,10 @@ _ORDERS: dict[Order, str] = {
 
 def main(argv: list[str]) -> int:
     """Print the rollouts that `argv` asks for; return the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if fault := _contradiction(args):
+        parser.error(fault)
     try:
         return _run(args)
     except BrokenPipeError:
@@ -67,12 +75,13 @@ def _run(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelinerl samples",
-        description="Show training rollouts of a run as text, turn by turn: what the model was given, what it said, "
-        "the reward, the policy versions that sampled it, and what became of it. Special tokens are shown; control "
-        "characters are shown as escapes (\\x1b). Text is that of the run's own tokenizer; nothing is downloaded.",
-        epilog="Recorded are the training rollouts of finished groups. Rollouts of evaluations are not recorded (their "
-        "averages are in metrics.jsonl), nor are failed ones (`audit` counts them by reason). Exit code 0: something "
-        "was shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
+        description="Show rollouts of a run as text, turn by turn: what the model was given, what it said, the reward, "
+        "the policy versions that sampled it, and what became of it; rollouts of training, or with --evaluation those "
+        "on held-out problems. Special tokens are shown; control characters are shown as escapes (\\x1b). Text is that "
+        "of the run's own tokenizer; nothing is downloaded.",
+        epilog="Recorded are the training rollouts of finished groups, without failed ones (`audit` counts them by "
+        "reason), and actor.recorded_test_samples rollouts of each evaluation, failed ones included. Exit code 0: "
+        "something was shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")
     order = parser.add_mutually_exclusive_group()
@@ -80,11 +89,26 @@ def _parser() -> argparse.ArgumentParser:
         order.add_argument(
             f"--{name}", nargs="?", type=_positive, const=_COUNT, metavar="N", help=f"{line}; N is {_COUNT} if left out"
         )
+    parser.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--failed", action="store_true", help="with --evaluation: only rollouts that failed, with the reason"
+    )
+    kind.add_argument(
+        "--no-success", action="store_true", help="with --evaluation: only rollouts without success, failed ones too"
+    )
     parser.add_argument("--dataset", metavar="NAME", help="only rollouts of this data set")
-    parser.add_argument("--version", type=_number, metavar="K", help="only rollouts with tokens of policy version K")
+    parser.add_argument(
+        "--version",
+        type=_number,
+        metavar="K",
+        help="only rollouts with tokens of policy version K; with --evaluation: of the evaluation due at version K",
+    )
     parser.add_argument("--step", type=_positive, metavar="K", help="only rollouts in the batch of optimizer step K")
     parser.add_argument(
-        "--group", metavar="ID", help="only this group (all of it, unless a number is given); or one rollout or sample"
+        "--group",
+        metavar="ID",
+        help="only this group or evaluation (all of it, unless a number is given); or one rollout or sample",
     )
     parser.add_argument(
         "--max-chars",
@@ -94,6 +118,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line for each sample")
     return parser
+
+
+def _contradiction(args: argparse.Namespace) -> str | None:
+    if not args.evaluation:
+        given = [name for name in ("failed", "no_success") if getattr(args, name)]
+        return f"argument --{given[0].replace('_', '-')}: only with --evaluation" if given else None
+    if args.step is not None:
+        return "argument --step: not with --evaluation: no step trains on evaluations"
+    if args.failed and (args.best or args.worst):
+        return "argument --failed: not with --best or --worst: failed rollouts have no reward"
+    return None
 
 
 def _number(text: str) -> int:
@@ -111,16 +146,15 @@ def _positive(text: str) -> int:
 def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None:
     from pipelinerl.samples.decode import token_text
     from pipelinerl.samples.missing import nothing_found
-    from pipelinerl.samples.scan import choose, fates_of, load
-    from pipelinerl.samples.text import LEGEND, Painter, render
-    from pipelinerl.samples.view import json_lines, view_of
+    from pipelinerl.samples.text import EVALUATION_LEGEND, LEGEND, Painter, render
+    from pipelinerl.samples.view import json_lines
 
     wanted = _wanted(args, streams)
-    chosen, seen = choose(streams, wanted)
-    if not chosen:
-        raise nothing_found(run, wanted, args.step, seen)
+    find = _find_evaluations if args.evaluation else _find_training
+    seen, views_with = find(streams, wanted, args)
+    if views_with is None:
+        raise nothing_found(run, wanted, args, seen)
     decoder, reason = token_text(run)
-    fates = fates_of(streams, chosen)
     max_chars = args.max_chars if args.max_chars is not None else 0 if args.json else _MAX_CHARS
     painter = Painter(not args.json and _has_colors())
     if hasattr(sys.stdout, "reconfigure"):
@@ -129,12 +163,42 @@ def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None
     if decoder is None:
         print(f"No texts: {reason}. Counts and ids are shown.", file=sys.stderr)
     elif not args.json:
-        print(painter.dim(LEGEND))
-    for rollout in load(streams, chosen):
-        view = view_of(rollout, decoder, fates, max_chars)
+        print(painter.dim(EVALUATION_LEGEND if args.evaluation else LEGEND))
+    for view in views_with(decoder, max_chars):
         for line in json_lines(view) if args.json else ("", render(view, painter)):
             print(line)
     sys.stdout.flush()
+
+
+def _find_training(streams: StreamHub, wanted: Wanted, args: argparse.Namespace) -> tuple[Seen, ViewsWith | None]:
+    """What was looked at, and how to show what was chosen; None if nothing was."""
+    from pipelinerl.samples.scan import choose, fates_of, load
+    from pipelinerl.samples.view import view_of
+
+    chosen, seen = choose(streams, wanted)
+    if not chosen:
+        return seen, None
+    fates = fates_of(streams, chosen)
+    return seen, lambda decoder, limit: (view_of(each, decoder, fates, limit) for each in load(streams, chosen))
+
+
+def _find_evaluations(streams: StreamHub, wanted: Wanted, args: argparse.Namespace) -> tuple[Seen, ViewsWith | None]:
+    """The same for rollouts of evaluations."""
+    from pipelinerl.samples.evaluations import (
+        evaluation_source,
+        find_evaluations,
+        load_evaluations,
+        view_of_evaluation,
+    )
+    from pipelinerl.samples.scan import choose
+
+    made = find_evaluations(streams)
+    chosen, seen = choose(streams, wanted, evaluation_source(made, wanted, args.failed, args.no_success))
+    if not chosen:
+        return seen, None
+    return seen, lambda decoder, limit: (
+        view_of_evaluation(each, made.has_result(each), decoder, limit) for each in load_evaluations(streams, chosen)
+    )
 
 
 def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:

@@ -92,6 +92,7 @@ HONOURED: dict[str, str] = {
     "actor.max_failure_rate": "a larger share of failed rollouts ends the run",
     "actor.min_rollouts_for_failure_rate": "rollouts before that share counts",
     "actor.test_samples": "rollouts of one evaluation; null: one per problem",
+    "actor.recorded_test_samples": "rollouts of each evaluation that `samples --evaluation` shows; 0: none, null: all",
     "actor.evaluation_concurrency": "concurrent rollouts of an evaluation; null: the servers' slots",
     "actor.agent_func_path": "Python file with `async step(state, action, label, **kwargs)`",
     "agent.prompt_data": "JSONL file or Hugging Face data set (`name`, `name:split`) of the agent function's prompts; "

@@ -65,6 +65,7 @@ class ActorConfig(Section):
     max_failure_rate: float = Field(default=0.5, gt=0, le=1)
     min_rollouts_for_failure_rate: int = Field(default=32, ge=1)
     test_samples: int | None = Field(default=None, ge=1, description="held-out rollouts per evaluation; null: one each")
+    recorded_test_samples: int | None = Field(default=100, ge=0, description="rollouts kept; 0: none, null: all")
     evaluation_concurrency: int | None = Field(default=None, ge=1)
     agent_func_path: str | None = None
     system_prompt: str | None = None

@@ -1,5 +1,6 @@
 """Frozen wire records and their codec. No torch, no I/O."""
 
+from pipelinerl.records.evaluation import EvaluationRollout, EvaluationSample
 from pipelinerl.records.messages import (
     EvaluationResult,
     Fate,
@@ -28,6 +29,8 @@ __all__ = [
     "IGNORED_LABEL",
     "SCHEMA_VERSION",
     "EvaluationResult",
+    "EvaluationRollout",
+    "EvaluationSample",
     "Fate",
     "FateRecord",
     "Group",

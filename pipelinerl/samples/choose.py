@@ -91,10 +91,14 @@ class Seen:
 
 
 class Chooser:
-    """Takes groups in the order of the stream and holds the best `wanted.count` rollouts so far."""
+    """Takes groups in the order of the stream and holds the best `wanted.count` rollouts so far.
 
-    def __init__(self, wanted: Wanted, seen: Seen) -> None:
+    `ids_repeat`: records with the same id of a group may follow one another.
+    """
+
+    def __init__(self, wanted: Wanted, seen: Seen, ids_repeat: bool = False) -> None:
         self._wanted, self._seen = wanted, seen
+        self._ids_repeat = ids_repeat
         self._heap: list[tuple[tuple[float, ...], Candidate]] = []
         self._found_name = False
 
@@ -102,7 +106,7 @@ class Chooser:
         self._seen.add(group)
         wanted = self._wanted
         for candidate in wanted.rollouts(offset, group):
-            self._found_name = wanted.name is not None
+            self._found_name = wanted.name is not None and not self._ids_repeat
             entry = (_rank(candidate, wanted.order), candidate)
             if wanted.count is None or len(self._heap) < wanted.count:
                 heapq.heappush(self._heap, entry)

@@ -6,8 +6,8 @@ holds more than the choice and one group. The newest rollouts are found from the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -36,22 +36,42 @@ class FateHead(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
-def choose(streams: StreamHub, wanted: Wanted) -> tuple[list[Candidate], Seen]:
+@dataclass(frozen=True)
+class Source:
+    """A stream of the actor that rollouts are chosen from.
+
+    `as_group` makes a group of the head of a record; `wants` says whether it may be chosen; `ids_repeat`: several
+    records may be of the same group.
+    """
+
+    topic: str
+    head_type: Any
+    as_group: Callable[[Any], GroupHead]
+    wants: Callable[[Any], bool]
+    ids_repeat: bool
+
+
+TRAINING = Source(ACTOR_TOPIC, GroupHead, lambda group: group, lambda group: True, ids_repeat=False)
+
+
+def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tuple[list[Candidate], Seen]:
     """The rollouts that `wanted` asks for, and what was looked at to find them.
 
     Raises:
         StreamError: a record cannot be read, with file, offset and reason.
     """
     seen = Seen()
-    places = streams.places(ACTOR_TOPIC, ACTOR)
+    places = streams.places(source.topic, ACTOR)
     if not places:
         return [], seen
     if wanted.order == "last" and wanted.count is not None and wanted.name is None:
-        return _newest(streams, wanted, wanted.count, places, seen), seen
-    return _fold(streams, wanted, seen, places[0], None), seen
+        return _newest(streams, source, wanted, wanted.count, places, seen), seen
+    return _fold(streams, source, wanted, seen, places[0], None), seen
 
 
-def _newest(streams: StreamHub, wanted: Wanted, count: int, places: list[int], seen: Seen) -> list[Candidate]:
+def _newest(
+    streams: StreamHub, source: Source, wanted: Wanted, count: int, places: list[int], seen: Seen
+) -> list[Candidate]:
     """Go backwards in blocks, each about twice as long as the one behind it."""
     found: list[Candidate] = []
     end: int | None = None
@@ -59,15 +79,21 @@ def _newest(streams: StreamHub, wanted: Wanted, count: int, places: list[int], s
     while index > 0 and len(found) < count:
         index = max(0, index - width)
         missing = replace(wanted, count=count - len(found))
-        found = _fold(streams, missing, seen, places[index], end) + found
+        found = _fold(streams, source, missing, seen, places[index], end) + found
         end, width = places[index], width * 2
     return found
 
 
-def _fold(streams: StreamHub, wanted: Wanted, seen: Seen, start: int, end: int | None) -> list[Candidate]:
-    chooser = Chooser(wanted, seen)
-    for entry in _entries(streams, ACTOR_TOPIC, ACTOR, GroupHead, start, end):
-        chooser.add(entry.offset, entry.record)
+def _fold(
+    streams: StreamHub, source: Source, wanted: Wanted, seen: Seen, start: int, end: int | None
+) -> list[Candidate]:
+    chooser = Chooser(wanted, seen, source.ids_repeat)
+    for entry in entries_of(streams, source.topic, ACTOR, source.head_type, start, end):
+        group = source.as_group(entry.record)
+        if not source.wants(entry.record):
+            seen.add(group)
+            continue
+        chooser.add(entry.offset, group)
         if chooser.is_done:
             break
     return chooser.chosen()
@@ -79,7 +105,7 @@ def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRoll
     for candidate in chosen:
         if group is None or candidate.offset != offset:
             offset = candidate.offset
-            entries = _entries(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
+            entries = entries_of(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
             entry = next(entries, None)
             if entry is None:
                 raise StreamError(f"stream {ACTOR_TOPIC}: the record at offset {offset} is gone")
@@ -98,7 +124,7 @@ def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
     # The last place may be the end, where no batch is yet: the one before it knows which was the last.
     for place in (*places[-1:], *places[-2:-1]):
         # A batch a step from step 1 on, so the offset follows from the step.
-        for entry in _entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, min(step - 1, place)):
+        for entry in entries_of(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, min(step - 1, place)):
             last = entry.record.step
             if last == step:
                 return frozenset(entry.record.sample_ids)
@@ -115,11 +141,11 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
     """
     wanted = {name for candidate in chosen for name in candidate.sample_ids}
     lineage = Lineage()
-    for entry in _all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+    for entry in all_of(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
         lineage.fold(entry.record)
     found: dict[str, str] = {}
     for source in (TRAINER, PREPROCESSOR, ACTOR):
-        for entry in _all(streams, FATES_TOPIC, source, FateHead):
+        for entry in all_of(streams, FATES_TOPIC, source, FateHead):
             record: FateHead = entry.record
             if text := _fate_text(record, lineage):
                 found.update((name, text) for name in record.sample_ids if name in wanted)
@@ -133,14 +159,14 @@ def _fate_text(record: FateHead, lineage: Lineage) -> str | None:
     return None if record.fate == "pending" else f"{record.fate}: {record.reason}"
 
 
-def _all(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Entry[Any]]:
+def all_of(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Entry[Any]]:
     """What is in a stream now. A reader would create the folder of a stream that nobody has written, so that is asked
     first."""
     if streams.places(topic, instance):
-        yield from _entries(streams, topic, instance, record_type)
+        yield from entries_of(streams, topic, instance, record_type)
 
 
-def _entries(
+def entries_of(
     streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0, end: int | None = None
 ) -> Iterator[Entry[Any]]:
     """What is in a stream now, from offset `start` to before `end`."""

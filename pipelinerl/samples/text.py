@@ -10,9 +10,12 @@ import json
 from collections.abc import Iterator
 
 from pipelinerl.samples.printable import escaped, one_line, shortened
-from pipelinerl.samples.view import RolloutView, SampleView, TurnView
+from pipelinerl.samples.view import EvaluationView, RolloutView, SampleView, TurnView
 
 LEGEND = "Lines with > are what the model generated and is trained on, lines with | are what it was given (or masked)."
+EVALUATION_LEGEND = (
+    "Lines with > are what the model generated, lines with | are what it was given (or masked). Nothing is trained."
+)
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _MARKS = {"prompt": "|", "context": "|", "generated": ">"}
 _NAMES = {"prompt": "prompt", "context": "context, not trained", "generated": "generated"}
@@ -50,10 +53,13 @@ def _line(text: str) -> str:
 
 
 def _title(view: RolloutView) -> str:
-    return f"rollout {view.rollout_id}: data set {view.dataset}, group {view.group_id}, problem {view.problem_id}"
+    of_training = "" if view.evaluation is not None else f"group {view.group_id}, "
+    return f"rollout {view.rollout_id}: data set {view.dataset}, {of_training}problem {view.problem_id}"
 
 
 def _about(view: RolloutView) -> Iterator[str]:
+    if view.evaluation is not None:
+        yield from _about_evaluation(view.evaluation)
     if view.reward is not None:
         success = "" if view.success is None else f", {'success' if view.success else 'no success'}"
         took = "" if view.latency_s is None else f", {view.latency_s:.1f} s"
@@ -61,8 +67,24 @@ def _about(view: RolloutView) -> Iterator[str]:
     metrics = {name: value for name, value in view.metrics.items() if name not in ("reward", "success")}
     if metrics:
         yield "metrics: " + ", ".join(f"{name} {value:g}" for name, value in metrics.items())
-    if not view.samples:
+    if not view.samples and view.evaluation is None:
         yield "no samples: nothing of this rollout can be trained on"
+    elif not view.samples and not (view.evaluation and view.evaluation.failure):
+        yield "no texts: the rollout returned none, or none that can be recorded"
+
+
+def _about_evaluation(evaluation: EvaluationView) -> Iterator[str]:
+    final = "the final evaluation, " if evaluation.is_final else ""
+    sampled = _versions(evaluation.min_version, evaluation.max_version)
+    by = "" if evaluation.min_version is None else f", sampled by {sampled}"
+    yield f"{final}due at version {evaluation.due_version}{by}"
+    if not evaluation.has_result:
+        yield "NO RESULT of this evaluation: it still runs, was cut off, or failed as a whole"
+    yield f"problem: {evaluation.problem}"
+    if evaluation.failure:
+        yield f"FAILED: {evaluation.failure}"
+        if evaluation.message:
+            yield f"message: {evaluation.message}"
 
 
 def _about_sample(sample: SampleView) -> Iterator[str]:

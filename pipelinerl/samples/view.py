@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.records import IGNORED_LABEL, Sample
 from pipelinerl.samples.decode import TokenText
 from pipelinerl.samples.printable import shortened
-from pipelinerl.samples.recorded import StoredRollout, StoredSample
+from pipelinerl.samples.recorded import StoredRollout
 from pipelinerl.samples.turns import Kind, turns_of
 
 PENDING = "pending"
@@ -48,8 +49,24 @@ class SampleView(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnView]
 
 
+class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a rollout of an evaluation besides. `has_result`: its evaluation came to its end."""
+
+    due_version: int
+    is_final: bool
+    has_result: bool
+    min_version: int | None
+    max_version: int | None
+    problem: str
+    failure: str
+    message: str
+
+
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
-    """`reward`, `success`, `latency_s` and `metrics` are those that the rollout reported; None: it is not known."""
+    """`reward`, `success`, `latency_s` and `metrics` are those that the rollout reported; None: it is not known.
+
+    `evaluation`: None for a rollout of training.
+    """
 
     dataset: str
     problem_id: str
@@ -61,6 +78,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float | None
     metrics: dict[str, float]
     samples: list[SampleView]
+    evaluation: EvaluationView | None = None
 
 
 def view_of(rollout: StoredRollout, decoder: TokenText | None, fates: Mapping[str, str], max_chars: int) -> RolloutView:
@@ -76,13 +94,32 @@ def view_of(rollout: StoredRollout, decoder: TokenText | None, fates: Mapping[st
         success=summary.success if summary else None,
         latency_s=summary.latency_s if summary else None,
         metrics=summary.metrics if summary else {},
-        samples=[_sample(each, decoder, fates.get(each.id, PENDING), max_chars) for each in rollout.samples],
+        samples=[sample_view(each, decoder, fates.get(each.id, PENDING), max_chars) for each in rollout.samples],
     )
 
 
-def _sample(sample: StoredSample, decoder: TokenText | None, fate: str, max_chars: int) -> SampleView:
+def sample_view(
+    sample: Sample,
+    decoder: TokenText | None,
+    fate: str,
+    max_chars: int,
+    is_trained: bool = True,
+    texts: tuple[str, str] | None = None,
+) -> SampleView:
+    """What to show of `sample`.
+
+    Args:
+        decoder: of token ids; None: there are no texts.
+        fate: what became of it.
+        max_chars: of each text; 0: all.
+        is_trained: whether the tokens with a label were sampled to be trained.
+        texts: prompt and output of a sample without ids.
+    """
     versions = [span.version for span in sample.version_spans]
     trained = sum(span.end - span.start for span in sample.version_spans)
+    if not is_trained:
+        # Texts of an evaluation need no versions.
+        trained = len(sample.labels) - sample.labels.count(IGNORED_LABEL) if texts is None else sample.output_tokens
     return SampleView(
         sample_id=sample.id,
         reward=sample.reward,
@@ -92,17 +129,36 @@ def _sample(sample: StoredSample, decoder: TokenText | None, fate: str, max_char
         last_version=versions[-1] if versions else None,
         prompt_tokens=sample.prompt_tokens,
         output_tokens=sample.output_tokens,
-        trained_tokens=trained,
+        trained_tokens=trained if is_trained else 0,
         masked_tokens=max(0, sample.output_tokens - trained),
-        tokens_removed=not sample.input_ids,
+        tokens_removed=texts is None and not sample.input_ids,
         temperature=sample.temperature,
         fate=fate,
         metadata=sample.metadata,
-        turns=_turns(sample, decoder, max_chars),
+        turns=_turns(sample, decoder, max_chars) if texts is None else _text_turns(texts, max_chars),
     )
 
 
-def _turns(sample: StoredSample, decoder: TokenText | None, max_chars: int) -> list[TurnView]:
+def _text_turns(texts: tuple[str, str], max_chars: int) -> list[TurnView]:
+    kinds: tuple[Kind, Kind] = ("prompt", "generated")
+    views = []
+    for kind, whole in zip(kinds, texts, strict=True):
+        text, text_end, cut = shortened(whole, max_chars)
+        views.append(
+            TurnView(
+                kind=kind,
+                token_ids=[],
+                first_version=None,
+                last_version=None,
+                text=text,
+                text_end=text_end,
+                cut_chars=cut,
+            )
+        )
+    return views
+
+
+def _turns(sample: Sample, decoder: TokenText | None, max_chars: int) -> list[TurnView]:
     views = []
     for turn in turns_of(sample):
         text, text_end, cut = None, "", 0
@@ -133,16 +189,18 @@ def json_lines(view: RolloutView) -> list[str]:
         "rollout_reward": view.reward,
         **{name: getattr(view, name) for name in ("success", "latency_s", "metrics")},
     }
+    if view.evaluation is not None:
+        rollout |= msgspec.to_builtins(view.evaluation)
     if not view.samples:
         return [_dump({**rollout, "sample_id": None})]
-    return [_dump({**rollout, **_json_sample(sample)}) for sample in view.samples]
+    return [_dump({**rollout, **_json_sample(sample, view.evaluation is None)}) for sample in view.samples]
 
 
-def _json_sample(sample: SampleView) -> dict[str, Any]:
+def _json_sample(sample: SampleView, is_trained: bool) -> dict[str, Any]:
     turns = [
         {
             "kind": turn.kind,
-            "trained": turn.kind == "generated",
+            "trained": is_trained and turn.kind == "generated",
             "first_version": turn.first_version,
             "last_version": turn.last_version,
             "text": _joined(turn),

@@ -21,7 +21,7 @@ STEPS = 8
 def finished(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     """One run of a user's own task to its end (about a minute), shared by the tests of this file."""
     run = make_whole_run(tmp_path_factory.mktemp("whole_run"))
-    result = run.run()
+    result = run.run("eval_every_n_versions=4", "actor.recorded_test_samples=32")
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
     return run
 
@@ -120,6 +120,34 @@ def test_what_the_model_said_can_be_read(finished: WholeRun) -> None:
     shown = subprocess.run([*command, "--best", "2"], **options)
     assert shown.stderr == "" and "\x1b" not in shown.stdout
     assert shown.stdout.count("\n  reward 1, success") == 2
+
+
+def test_what_it_said_on_held_out_problems_can_be_read(finished: WholeRun) -> None:
+    """Rollouts of evaluations are recorded beside training, which never sees them, and agree with the averages."""
+    evaluations = {record["due_version"]: record for record in finished.records("evaluation")}
+    assert list(evaluations) == [0, 4, STEPS]
+    recorded = finished.records("evaluation_rollouts")
+    assert Counter(record["due_version"] for record in recorded) == dict.fromkeys(evaluations, 32)
+    trained = {scored["sample"]["id"] for batch in finished.records("training_data") for scored in batch["samples"]}
+    assert trained.isdisjoint(sample["id"] for record in recorded for sample in record["samples"])
+    command = [sys.executable, "-m", "pipelinerl", "samples", str(finished.output_dir), "--evaluation"]
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": True, "env": environment()}
+    shown = subprocess.run([*command, "--version", str(STEPS), "--last", "99", "--json"], **options)
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert len(lines) == 32 and len({line["rollout_id"] for line in lines}) == 32
+    for line in lines:
+        prompt, output = line["turns"]
+        assert f"Say something about {json.loads(line['problem'])['word']}" in prompt["text"]
+        assert line["success"] == (line["reward"] == 1.0) == (output["token_ids"][0] % 2 == 0)
+        assert (line["min_version"], line["max_version"], line["is_final"], line["has_result"]) == (8, 8, True, True)
+        assert (line["dataset"], line["fate"], line["failure"]) == ("test", "not trained", "")
+    # A quarter of the rollouts; 0.3 is four standard errors.
+    final = evaluations[STEPS]
+    assert abs(sum(line["success"] for line in lines) / 32 - final["success_rate"]) < 0.3
+    audit = [sys.executable, "-m", "pipelinerl", "audit", str(finished.output_dir), "--json"]
+    report = json.loads(subprocess.run(audit, **options).stdout)
+    assert report["clean"] and report["fates"]["trained"] == finished.summary["samples_trained"]
+    assert sum(report["fates"].values()) == report["submitted"]
 
 
 def test_nothing_is_left_running(finished: WholeRun) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelinerl.actor.evaluation import EvaluationFrame, EvaluationSchedule, as_final, summarize_evaluation
+from pipelinerl.actor.evaluation import EvaluationFrame, as_final, summarize_evaluation
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.actor.groups import run_group
 from pipelinerl.actor.pool import SERVER_LOST
@@ -16,6 +16,7 @@ from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.records import RolloutSummary, Sample, VersionSpan
+from pipelinerl.schedules.evaluations import EvaluationSchedule
 
 PROBLEM = Problem(id="p", dataset_name="train", data={"question": 1})
 Answer = RolloutEnded | RolloutFailed

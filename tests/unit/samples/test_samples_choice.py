@@ -114,13 +114,13 @@ def test_one_group_at_a_time_is_loaded(run: RecordedRun, monkeypatch: pytest.Mon
     streams = run.streams()
     chosen, _ = choose(streams, Wanted(order="last", count=6))
     read: list[int] = []
-    entries = scan._entries
+    entries = scan.entries_of
 
     def spy(hub: StreamHub, topic: str, instance: str, kind: Any, start: int = 0, end: int | None = None) -> Any:
         read.append(start)
         return entries(hub, topic, instance, kind, start, end)
 
-    monkeypatch.setattr(scan, "_entries", spy)
+    monkeypatch.setattr(scan, "entries_of", spy)
     loaded = load(streams, chosen)
     assert read == []
     next(loaded)

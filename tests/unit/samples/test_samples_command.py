@@ -93,7 +93,7 @@ def test_neither_torch_nor_transformers_is_loaded(run: RecordedRun) -> None:
             ["--dataset", "trian"],
             "--dataset: got 'trian', expected a data set with recorded rollouts: 'train'. Did you",
         ),
-        (["--dataset", "held_out"], "It is evaluated on, and rollouts of evaluations are not recorded."),
+        (["--dataset", "held_out"], "It is evaluated on: give --evaluation."),
         (["--dataset", "x\x1b[2J"], r"got 'x\x1b[2J'"),
         (
             ["--version", "77"],
