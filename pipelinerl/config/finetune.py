@@ -111,6 +111,7 @@ class FinetuneConfig(Section):
     save_checkpoint_steps: int = Field(default=100, ge=1)
     also_save_steps: list[int] = []
     keep_intermediate_checkpoints: bool = True
+    keep_best: str | None = Field(default=None, min_length=1, description="metric of evaluations; null: not kept")
     keep_last_checkpoints: int | None = Field(default=None, ge=1)
     save_final_training_state: bool = True
     use_safetensors: bool = True

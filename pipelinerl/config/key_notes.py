@@ -145,6 +145,8 @@ HONOURED: dict[str, str] = {
     "finetune.seed": "random state of the trainer; follows seed",
     "finetune.save_checkpoint_steps": "steps between checkpoints",
     "finetune.also_save_steps": "further steps with a checkpoint",
+    "finetune.keep_best": "metric of evaluations (success_rate, mean_reward, one of your own): the best model by it is "
+    "kept as finetune/best; null: none is",
     "finetune.keep_intermediate_checkpoints": "keep the models of earlier checkpoints",
     "finetune.keep_last_checkpoints": "training states that are kept; null: all",
     "finetune.save_final_training_state": "write a training state at the end",

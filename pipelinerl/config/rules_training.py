@@ -151,6 +151,19 @@ def on_policy_updates(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def best_needs_evaluations(config: RunConfig) -> ConfigError | None:
+    """The best model is chosen by what evaluations measure."""
+    keep_best = config.finetune.keep_best
+    if keep_best is not None and not config.test_dataset_names:
+        return ConfigError(
+            "finetune.keep_best",
+            keep_best,
+            "null without held-out problems, as nothing is evaluated",
+            "Name some in test_dataset_names, or leave it out.",
+        )
+    return None
+
+
 RULES = (
     linked_keys,
     seq_parallel,
@@ -162,4 +175,5 @@ RULES = (
     interrupt_step,
     steps_to_save,
     on_policy_updates,
+    best_needs_evaluations,
 )

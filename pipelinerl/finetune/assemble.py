@@ -19,6 +19,7 @@ from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.colocation import take_turns, wait_for_servers
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.device_memory import peak_memory
+from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
@@ -35,13 +36,15 @@ from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.stop_request import StopRequest, stop_on_sigterm
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.llm.tokenizer import load_tokenizer
-from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainingBatch
+from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, TrainingBatch
 from pipelinerl.records.turns import Drained, DrainRequest
 from pipelinerl.schedules.drain import Drain
+from pipelinerl.schedules.evaluations import EvaluationSchedule
 from pipelinerl.schedules.rounds import takes_turns, update_interval
 from pipelinerl.schedules.turns import DrainedUpdates, Turns
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
+    EVALUATION_TOPIC,
     FATES_TOPIC,
     METRICS_TOPIC,
     TRAINER_CONSUMER,
@@ -50,6 +53,7 @@ from pipelinerl.streams.base import (
     TURNS_TOPIC,
     StreamReader,
 )
+from pipelinerl.supervise.best_model import best_model_of
 from pipelinerl.supervise.context import RoleContext
 from pipelinerl.supervise.recorded_streams import recorded_streams
 from pipelinerl.tracking.recorder import MetricRecorder
@@ -130,6 +134,14 @@ def build_loop(
         start_timeout_s = config.vllm_config.start_timeout_s
         sent = backend.policy.served_dtype
         weights = WeightsFeed(backend, ranks, publisher, sent, pool, first_tokens, start_timeout_s)
+    exporter = ModelExporter(
+        context.run_dir.finetune,
+        config.model_path,
+        ranks,
+        finetune.keep_intermediate_checkpoints,
+        frozenset(finetune.also_save_steps),
+        trust_remote_code=finetune.trust_remote_code,
+    )
     return TrainingLoop(
         config=finetune.model_copy(update={"weight_update_interval": update_interval(config)}),
         backend=backend,
@@ -147,14 +159,7 @@ def build_loop(
         ),
         weights=weights,
         checkpoints=checkpoints,
-        exporter=ModelExporter(
-            context.run_dir.finetune,
-            config.model_path,
-            ranks,
-            finetune.keep_intermediate_checkpoints,
-            frozenset(finetune.also_save_steps),
-            trust_remote_code=finetune.trust_remote_code,
-        ),
+        exporter=exporter,
         reporter=reporter,
         heartbeat=context.heartbeat,
         export_dtype=dtype,
@@ -162,6 +167,7 @@ def build_loop(
         delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
         stop=stop,
         turns=turns,
+        best=best_keeper(context, ranks, exporter, stack) if has_servers else None,
         updates_servers=finetune.send_weight_updates,
         probe_every_n_updates=config.supervise.probe_every_n_updates,
         checks_sampling=samples_everything(config.llm.parameters),
@@ -223,6 +229,20 @@ def turns_of(
     if context.config.world.placement == "colocated":
         return take_turns(context, ranks, backend, drain, publisher, agree)
     return DrainedUpdates(drain, agree)
+
+
+def best_keeper(context: RoleContext, ranks: Ranks, exporter: ModelExporter, stack: ExitStack) -> BestKeeper | None:
+    """What keeps the best model by evaluation; None: nobody asked for it, or nothing new is ever evaluated."""
+    config = context.config
+    best = best_model_of(config, context.run_dir)
+    if best is None or not config.finetune.send_weight_updates:
+        return None
+    results = None
+    if ranks.is_first:
+        results = context.streams.reader(EVALUATION_TOPIC, ACTOR, EvaluationResult)
+        stack.callback(results.close)
+    schedule = EvaluationSchedule(config.eval_every_n_versions, config.finetune.last_step)
+    return BestKeeper(ranks, schedule, exporter, best, results, context.incarnation)
 
 
 def meeting_file(context: RoleContext) -> Path | None:

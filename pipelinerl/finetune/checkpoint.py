@@ -6,7 +6,6 @@ Called by the loop of every rank at the same steps. Waits for the other ranks (e
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -15,9 +14,16 @@ import msgspec
 import torch
 
 from pipelinerl.errors import UserError
-from pipelinerl.finetune.durable import PARTIAL_PREFIX, checksums, finish_folder, partial_folder, start_folder
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.state import TrainerState
+from pipelinerl.supervise.durable import (
+    PARTIAL_PREFIX,
+    checksums,
+    finish_folder,
+    partial_folder,
+    remove_folder,
+    start_folder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -163,14 +169,6 @@ def decode_manifest(folder: Path) -> Manifest:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
         raise ValueError(f"{MANIFEST}: {error}") from error
-
-
-def remove_folder(folder: Path) -> None:
-    """Delete `folder`; a failure is a warning."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        logger.warning("%s could not be removed: %s", folder, error)
 
 
 def _steps(root: Path) -> list[int]:

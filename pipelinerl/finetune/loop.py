@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.data_feed import DataFeed, Waiter
+from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.on_policy_check import check_on_policy
 from pipelinerl.finetune.probe_tokens import batch_tokens
@@ -36,6 +38,7 @@ from pipelinerl.finetune.stop_request import StopRequest
 from pipelinerl.finetune.weights_feed import Delivery, WeightsFeed
 from pipelinerl.records import TrainingBatch
 from pipelinerl.schedules.turns import Turns
+from pipelinerl.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class TrainingLoop:
     delivery_deadline_s: float | None = None
     stop: StopRequest | None = None
     turns: Turns | None = None
+    #: None: the best model by evaluation is not kept.
+    best: BestKeeper | None = None
     #: False: the servers keep the weights that they got at the start.
     updates_servers: bool = True
     #: Probe every n-th update of the run; 0: only the first one behind a start, and the last.
@@ -73,9 +78,7 @@ class TrainingLoop:
 
         Asked to stop, it returns after the present step, with a training state saved.
         """
-        if self.reporter:
-            self.reporter.started(state)
-        self._deliver(state.step, self.first_probe_tokens)
+        self._begin(state)
         is_first_step = True
         saved_step, is_over = state.step, False
         while not self._is_complete(state):
@@ -120,14 +123,32 @@ class TrainingLoop:
             self._report(batch, state, values | self.device_metrics())
             if is_stopped:
                 return self._stop(state, saved_step)
-            if self._save_is_due(state.step) and not is_last:
-                self._save(state)
+            if not is_last and self._keep(state):
                 saved_step = state.step
             self.heartbeat.progress()
-        self._save(state, with_training_state=self.config.save_final_training_state)
+        exported = self._save(state, with_training_state=self.config.save_final_training_state)
+        if self.best:
+            self.best.offer_final(state.step, exported)
         if self.reporter:
             self.reporter.training_done(state)
         return replace(state, is_over=is_over)
+
+    def _begin(self, state: TrainerState) -> None:
+        if self.reporter:
+            self.reporter.started(state)
+        if self.best:
+            self.best.begin(state.step)
+        self._deliver(state.step, self.first_probe_tokens)
+        if self.best:
+            self.best.offer(state.step, self.backend.policy, self._exported_weights)
+
+    def _keep(self, state: TrainerState) -> bool:
+        """Save what is to stay of a step that is not the last one; returns whether its training state does."""
+        is_saved = self._save_is_due(state.step)
+        exported = self._save(state) if is_saved else None
+        if self.best and self._update_is_due(state.step, is_last=False):
+            self.best.offer(state.step, self.backend.policy, self._exported_weights, exported)
+        return is_saved
 
     def _deliver_rest(self, step: int) -> bool:
         """Nothing follows behind `step`: send what is not sent yet. False: asked to stop meanwhile."""
@@ -205,8 +226,12 @@ class TrainingLoop:
     def _save_is_due(self, step: int) -> bool:
         return step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
 
-    def _save(self, state: TrainerState, with_training_state: bool = True) -> None:
-        source = self.backend.weight_source(self.export_dtype, with_value_head=True)
-        self.exporter.export(state.step, self.backend.policy, source)
+    def _save(self, state: TrainerState, with_training_state: bool = True) -> Path:
+        """Save model and training state; returns the folder of the model."""
+        folder = self.exporter.export(state.step, self.backend.policy, self._exported_weights())
         if with_training_state:
             self.checkpoints.save(state, self.backend)
+        return folder
+
+    def _exported_weights(self) -> WeightSource:
+        return self.backend.weight_source(self.export_dtype, with_value_head=True)

@@ -16,14 +16,13 @@ import torch
 from transformers.dynamic_module_utils import custom_object_save
 
 from pipelinerl.finetune.backends.tensor_files import write_tensors
-from pipelinerl.finetune.checkpoint import remove_folder
-from pipelinerl.finetune.durable import finish_folder, partial_folder, point_link, start_folder
 from pipelinerl.finetune.lora import ADAPTER, has_adapters, is_adapter_part, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.shard_files import MAX_SHARD_BYTES, ShardWriter
 from pipelinerl.finetune.weight_names import export_name
 from pipelinerl.llm.tokenizer import load_tokenizer
+from pipelinerl.supervise.durable import finish_folder, partial_folder, point_link, remove_folder, start_folder
 from pipelinerl.weights.source import CollectiveSource, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -60,19 +59,38 @@ class ModelExporter:
     def export(self, step: int, policy: PolicyModel, source: WeightSource) -> Path:
         """Write the weights of `source` and return the folder. Raises OSError if the disk does not take them."""
         final = self._root / "intermediate" / str(step)
+        self.write(final, policy, source)
+        if self._ranks.is_first:
+            point_link(self._root / "current", final)
+            if not self._keep_intermediate:
+                self._prune(step)
+        return final
+
+    def write(
+        self, final: Path, policy: PolicyModel, source: WeightSource, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Write the weights of `source` to the folder `final`, complete or not at all. All ranks take part.
+
+        Args:
+            final: where; an older folder of that name is replaced.
+            policy: whose weights they are.
+            source: the weights.
+            files: further files by name.
+
+        Raises:
+            OSError: the disk does not take them (rank 0; the pass over the weights is over then).
+        """
         if not self._ranks.is_first:
             if isinstance(source, CollectiveSource):
                 source.follow()
-            return final
+            return
         kept = _write_weights(final, policy, source, self._max_shard_bytes)
         partial = partial_folder(final)
         _write_rest(partial, policy, kept, source.metadata()[0].dtype)
         load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code).save_pretrained(partial)
+        for name, content in (files or {}).items():
+            (partial / name).write_bytes(content)
         finish_folder(final)
-        point_link(self._root / "current", final)
-        if not self._keep_intermediate:
-            self._prune(step)
-        return final
 
     def _prune(self, newest: int) -> None:
         for folder in (self._root / "intermediate").iterdir():

@@ -38,6 +38,7 @@ def print_result(outcome: Outcome, summary: Mapping[str, Any], run_dir: RunDir) 
         ("learning curve", run_dir.learning_curve_file),
         ("metrics", run_dir.metrics_file),
         ("model", run_dir.current_model),
+        (_about_best(summary), run_dir.best_model),
     ):
         if path.exists() and (has_results or path != run_dir.learning_curve_file):
             console.print(f"{label}: {path}", markup=False)
@@ -49,6 +50,15 @@ def print_result(outcome: Outcome, summary: Mapping[str, Any], run_dir: RunDir) 
         sys.stderr.write(f"the run was interrupted: {outcome.reason}\n{_how_to_go_on(run_dir)}\n")
     else:
         sys.stderr.write(f"error: the run {outcome.status}: {outcome.reason}\n")
+
+
+def _about_best(summary: Mapping[str, Any]) -> str:
+    best = summary.get("best_model")
+    if not best:
+        return "best model"
+    last = best["max_version"]
+    span = "" if last == best["version"] else f" measured over versions {best['version']} to {last}"
+    return f"best model (version {best['version']}, {best['metric']} {best['value']:g}{span})"
 
 
 def _print_table(console: Console, summary: Mapping[str, Any]) -> None:

@@ -53,6 +53,11 @@ class RunDir:
     def current_model(self) -> Path:
         return self.finetune / "current"
 
+    @property
+    def best_model(self) -> Path:
+        """The best model by evaluation, if the run keeps it (`finetune.keep_best`)."""
+        return self.finetune / "best"
+
     def training_state(self, step: int) -> Path:
         return self.finetune / "training_state" / str(step)
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import has_stage
@@ -23,6 +24,7 @@ from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.supervise.best_model import best_model_of
 from pipelinerl.supervise.commands import Command
 from pipelinerl.supervise.completion import TrainingCompletion
 from pipelinerl.supervise.descendants import become_subreaper
@@ -112,12 +114,31 @@ def _supervise_and_report(session: RunSession) -> Outcome:
     if session.restarts:
         summary |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}
         write_json(session.run_dir.summary_file, summary)
+    if (best := _settle_best(session, collector)) is not None:
+        summary |= {"best_model": best}
+        write_json(session.run_dir.summary_file, summary)
     try:
         print_result(outcome, summary, session.run_dir)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return outcome
+
+
+def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | None:
+    """Take the results that came behind the trainer's end. What cannot be done now, the next start does."""
+    best = best_model_of(session.config, session.run_dir)
+    if best is None:
+        return None
+    try:
+        best.fold(collector.snapshot(lambda state: list(state.evaluations)))
+        best.drop_rest()
+        found = best.best
+    except OSError as error:
+        logger.warning("the best model is not settled: %s", error)
+        return None
+    names = ("version", "metric", "value", "min_version", "max_version")
+    return None if found is None else {name: getattr(found, name) for name in names}
 
 
 def _supervise(session: RunSession, hub: StreamHub) -> Outcome:

@@ -21,7 +21,7 @@ STEPS = 8
 def finished(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     """One run of a user's own task to its end (about a minute), shared by the tests of this file."""
     run = make_whole_run(tmp_path_factory.mktemp("whole_run"))
-    result = run.run("eval_every_n_versions=4", "actor.recorded_test_samples=32")
+    result = run.run("eval_every_n_versions=4", "actor.recorded_test_samples=32", "finetune.keep_best=success_rate")
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
     return run
 
@@ -148,6 +148,27 @@ def test_what_it_said_on_held_out_problems_can_be_read(finished: WholeRun) -> No
     report = json.loads(subprocess.run(audit, **options).stdout)
     assert report["clean"] and report["fates"]["trained"] == finished.summary["samples_trained"]
     assert sum(report["fates"].values()) == report["submitted"]
+
+
+def test_the_best_version_by_evaluation_is_kept(finished: WholeRun) -> None:
+    """Of the evaluations that began with the version they were due at; the final one ends behind the trainer."""
+    from transformers import AutoModelForCausalLM
+
+    evaluations = [
+        record for record in finished.records("evaluation") if record["min_version"] == record["due_version"]
+    ]
+    assert {0, STEPS} <= {record["due_version"] for record in evaluations}
+    best = max(evaluations, key=lambda record: (record["success_rate"], record["min_version"] - record["max_version"]))
+    folder = finished.output_dir / "finetune" / "best"
+    note = json.loads((folder / "evaluation.json").read_text())
+    assert (note["version"], note["value"]) == (best["due_version"], best["success_rate"])
+    assert (note["metric"], note["num_rollouts"], note["dataset_name"]) == ("success_rate", 128, "test")
+    assert finished.summary["best_model"] == {key: note[key] for key in finished.summary["best_model"]}
+    assert [path.name for path in (finished.output_dir / "finetune" / "evaluated").iterdir()] == [str(note["version"])]
+    kept = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    if note["version"] == STEPS:
+        current = AutoModelForCausalLM.from_pretrained(finished.output_dir / "finetune" / "current").state_dict()
+        assert all(kept[name].equal(current[name]) for name in current)
 
 
 def test_nothing_is_left_running(finished: WholeRun) -> None:

@@ -116,6 +116,10 @@ CASES = {
         ["llm.parameters.temperature=0"],
         "llm.parameters.temperature: got 0.0, expected more than 0: greedy outputs come from no distribution",
     ),
+    "best_needs_evaluations": (
+        ["finetune.keep_best=mean_reward", "test_dataset_names=[]"],
+        "finetune.keep_best: got 'mean_reward', expected null without held-out problems",
+    ),
     "value_loss": (
         ["finetune.model_class=causal-language-modeling-with-value-head", "finetune.rl.value_loss_coef=0.5"],
         "finetune.rl.value_loss_coef: got 0.5, expected 0 with finetune.rl.advantage_estimator=rloo",
@@ -312,6 +316,10 @@ def test_several_broken_rules_are_one_message() -> None:
         "use_fsdp",
         "llm.parameters.top_k",
     ]
+
+
+def test_the_best_model_may_be_kept_where_something_is_evaluated() -> None:
+    assert compose([*KEEP, "finetune.keep_best=mean_reward"]).config.finetune.keep_best == "mean_reward"
 
 
 def test_a_long_warm_up_is_a_remark() -> None:

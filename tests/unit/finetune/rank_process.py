@@ -15,6 +15,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import end_process, start_ranks
@@ -23,6 +24,8 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.rl.packing import make_plan
+from pipelinerl.schedules.evaluations import EvaluationSchedule
+from pipelinerl.supervise.best_model import BestModel
 
 CHOICES = {
     "plain": {},
@@ -92,9 +95,16 @@ def main(name, folder, device):
     tokenizer = folder / "tokenizer"
     if ranks.is_first:
         kit.tokenizer(tokenizer)
-    ModelExporter(folder, str(tokenizer), ranks).export(
-        2, backend.policy, backend.weight_source(torch.float32, with_value_head=True)
-    )
+
+    def exported():
+        return backend.weight_source(torch.float32, with_value_head=True)
+
+    exporter = ModelExporter(folder, str(tokenizer), ranks)
+    exporter.export(2, backend.policy, exported())
+    results = kit.reader([]) if ranks.is_first else None
+    keeper = BestKeeper(ranks, EvaluationSchedule(1), exporter, BestModel(folder, "success_rate", 0.5), results, 0)
+    keeper.begin(2)
+    keeper.offer(2, backend.policy, exported)
 
     # A fresh process in miniature: another model object takes the saved state and repeats step 2.
     runner, feed, backend = build(kit, config, ranks, scramble=True)

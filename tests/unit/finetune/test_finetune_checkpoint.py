@@ -10,9 +10,10 @@ from pipelinerl.errors import UserError
 from pipelinerl.finetune import checkpoint
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, newest_complete
-from pipelinerl.finetune.durable import point_link
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.state import TrainerState
+from pipelinerl.supervise import durable
+from pipelinerl.supervise.durable import point_link
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_o1_a_failed_deletion_is_a_warning(tmp_path, backend, monkeypatch, caplo
     def refuse(folder):
         raise OSError("Read-only file system")
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    monkeypatch.setattr(durable.shutil, "rmtree", refuse)
     with caplog.at_level(logging.WARNING):
         keeper.save(TrainerState(step=2), backend)
     assert "could not be removed: Read-only file system" in caplog.text

@@ -141,9 +141,11 @@ def test_m2_two_ranks_train_as_one(kit, tmp_path, backend):
     resumed = read_tensors(tmp_path / "resumed_0.safetensors")
     assert whole.keys() == resumed.keys() and len(whole) > 20
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "current").state_dict()
+    candidate = AutoModelForCausalLM.from_pretrained(tmp_path / "evaluated" / "2").state_dict()
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
         assert torch.equal(tensor, exported[name]), name
+        assert torch.equal(tensor, candidate[name]), name
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,16 @@ def test_a_complete_run(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> 
     assert err == ""
 
 
+@pytest.mark.parametrize(("last", "span"), [(50, ""), (53, " measured over versions 50 to 53")])
+def test_the_best_model_is_named_with_what_was_measured(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], last: int, span: str
+) -> None:
+    run_dir.best_model.mkdir(parents=True)
+    best = {"version": 50, "metric": "success_rate", "value": 0.61, "min_version": 50, "max_version": last}
+    print_result(Outcome("completed", None, 0), {**DONE, "best_model": best}, run_dir)
+    assert f"best model (version 50, success_rate 0.61{span}): {run_dir.best_model}\n" in capsys.readouterr().out
+
+
 def test_a_run_that_failed_before_its_first_step_is_its_reason(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

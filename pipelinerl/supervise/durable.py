@@ -1,15 +1,18 @@
 """Folders that are complete or absent: written beside their place, made durable, then renamed. No torch.
 
-Called by checkpoints and the model export. A crash at any byte leaves the old state, and a leftover `.partial-*`
-folder that the next write removes.
+Called by checkpoints, the model export and the choice of the best model. A crash at any byte leaves the old state, and
+a leftover `.partial-*` folder that the next write removes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import zlib
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PARTIAL_PREFIX = ".partial-"
 _BLOCK_BYTES = 1 << 20
@@ -37,6 +40,14 @@ def finish_folder(final: Path) -> None:
         shutil.rmtree(final)
     partial.rename(final)
     sync_path(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete `folder`; a failure is a warning."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", folder, error)
 
 
 def point_link(link: Path, target: Path) -> None:

@@ -1,0 +1,266 @@
+"""The trainer exports what is evaluated: which versions, on which ranks; results come early, late or never."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.finetune import keep_best
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.data_feed import DataFeed
+from pipelinerl.finetune.keep_best import BestKeeper
+from pipelinerl.finetune.loop import TrainingLoop
+from pipelinerl.finetune.lora import add_adapters
+from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.state import TrainerState
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.records import EvaluationResult
+from pipelinerl.schedules.evaluations import EvaluationSchedule
+from pipelinerl.supervise.best_model import BestModel
+
+
+def result(due, value, version=None, **fields):
+    version = due if version is None else version
+    return EvaluationResult(
+        **{
+            **dict(due_version=due, min_version=version, max_version=version, is_final=False, dataset_name="test"),
+            **dict(num_rollouts=4, num_failed=0, success_rate=value, mean_reward=value, metrics={}),
+            **dict(seconds=1.0, time=0.0),
+            **fields,
+        }
+    )
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path, kit):
+    return kit.tokenizer(tmp_path / "tokenizer")
+
+
+@pytest.fixture
+def batches(kit):
+    return [kit.batch(kit.samples(12, seed=step), step=step) for step in range(1, 5)]
+
+
+class Evaluated:
+    """A trainer beside an actor that answers with `values` by due version: at once, as the trainer asks for results."""
+
+    def __init__(self, kit, root, tokenizer, batches, values, every=1, known=(), incarnation=0, **config):
+        config, ranks = kit.config(**config), Ranks()
+        self.root, self.reader, self.policy = root, kit.reader(known), kit.policy()
+        backend = PlainBackend(self.policy, config, ranks)
+        store = CheckpointStore(root / "training_state", ranks)
+        self.state = store.restore(backend) or TrainerState()
+        self.publisher, self.exporter = kit.publisher(), ModelExporter(root, str(tokenizer), ranks)
+        schedule = EvaluationSchedule(every, config.last_step)
+        best = BestModel(root, "success_rate", 0.5)
+        heartbeat = kit.heartbeat()
+        self.loop = TrainingLoop(
+            config=config,
+            backend=backend,
+            feed=DataFeed(kit.reader(batches, self.state.data_offset), heartbeat, 1.0),
+            steps=StepRunner(backend, config, ranks, schedule_of(config)),
+            weights=WeightsFeed(backend, ranks, self.publisher, torch.float32),
+            checkpoints=store,
+            exporter=self.exporter,
+            reporter=None,
+            heartbeat=heartbeat,
+            export_dtype=torch.float32,
+            first_probe_tokens=[[3, 5, 7, 9]],
+            best=BestKeeper(ranks, schedule, self.exporter, best, self.reader, incarnation),
+        )
+        self.answer(values, incarnation)
+
+    def answer(self, values, incarnation):
+        """Publish the result of an evaluation as soon as its version has reached the servers."""
+        deliver = self.publisher.publish
+
+        def publish(version, source):
+            report = deliver(version, source)
+            if version in values:
+                self.publish(result(version, values[version], incarnation=incarnation))
+            return report
+
+        self.publisher.publish = publish
+
+    def publish(self, record):
+        self.reader._records.append(record)
+
+    @property
+    def results(self):
+        return list(self.reader._records)
+
+    def go(self):
+        self.state = self.loop.run(self.state)
+        return self
+
+    @property
+    def best(self):
+        file = self.root / "best" / "evaluation.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def left(self):
+        folder = self.root / "evaluated"
+        return sorted(int(path.name) for path in folder.iterdir()) if folder.is_dir() else []
+
+
+@pytest.fixture
+def start(kit, tmp_path, tokenizer_folder, batches):
+    def make(values, folder="run", **options):
+        return Evaluated(kit, tmp_path / folder, tokenizer_folder, batches, values, **options)
+
+    return make
+
+
+def weights_of(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def test_the_best_version_is_kept_as_it_was_sent(start, tmp_path):
+    ended = start({0: 0.1, 1: 0.2, 2: 0.6, 3: 0.3}).go()
+    assert (ended.best["version"], ended.best["value"], ended.best["metric"]) == (2, 0.6, "success_rate")
+    # The last version waits for the final evaluation.
+    assert ended.left() == [2, 4]
+    whole = start({}, "again", also_save_steps=[2]).go()
+    kept, saved = weights_of(tmp_path / "run" / "best"), weights_of(whole.root / "intermediate" / "2")
+    for name, tensor in saved.items():
+        assert torch.equal(kept[name], tensor), name
+    assert (tmp_path / "run" / "best" / "tokenizer.json").exists()
+
+
+def test_the_final_evaluation_is_settled_by_whoever_lives_to_see_it(start, tmp_path):
+    ended = start({0: 0.1, 2: 0.6}, every=2).go()
+    assert ended.left() == [2, 4]
+    launcher = BestModel(tmp_path / "run", "success_rate", 0.5)
+    launcher.fold([*ended.results, result(4, 0.7, is_final=True)])
+    launcher.drop_rest()
+    assert (ended.best["version"], ended.left()) == (4, [4])
+    final, current = tmp_path / "run" / "best", tmp_path / "run" / "current"
+    assert os.path.samefile(final / "model.safetensors", current / "model.safetensors"), "no second copy on the disk"
+
+
+def test_a_version_that_is_saved_anyway_is_not_written_twice(start, tmp_path):
+    ended = start({0: 0.1, 2: 0.6}, every=2, save_checkpoint_steps=2).go()
+    saved = tmp_path / "run" / "intermediate" / "2"
+    assert os.path.samefile(saved / "model.safetensors", tmp_path / "run" / "best" / "model.safetensors")
+    assert not (saved / "evaluation.json").exists() and ended.best["version"] == 2
+
+
+def test_updates_and_evaluations_at_different_distances(start):
+    """Updates behind steps 2 and 4, evaluations every 1: the one due at 2 measures 2; nothing else is sent."""
+    ended = start({0: 0.1, 2: 0.6}, weight_update_interval=2).go()
+    assert (ended.best["version"], ended.left()) == (2, [2, 4])
+
+
+def test_results_that_never_come_leave_two_candidates_at_most(start):
+    ended = start({}).go()
+    # 0 is taken for the one that is being measured.
+    assert ended.left() == [0, 4] and ended.best is None
+
+
+def test_a_result_that_was_there_before_its_export_counts(start):
+    """A long save between update and export: the evaluation is over when the version is exported."""
+    ended = start({0: 0.1, 1: 0.9}, save_checkpoint_steps=1, interrupt_train_steps=2)
+    ended.go()
+    assert ended.best["version"] == 1
+
+
+def test_a_resumed_run_goes_on_with_what_was_best(start, tmp_path):
+    first = start({0: 0.1, 1: 0.7}, interrupt_train_steps=2).go()
+    known = first.results
+    assert (first.best["version"], first.left()) == (1, [1, 2])
+    # The final evaluation of the first start was cut off; the second one begins at 2, with it due again.
+    second = start({2: 0.5, 3: 0.4}, known=known, incarnation=1).go()
+    assert (second.best["version"], second.left()) == (1, [1, 4])
+    third = start({}, "new", known=[], incarnation=0).go()
+    assert third.best is None
+
+
+def test_a_crash_between_export_and_result_is_made_up_for(start):
+    first = start({0: 0.1}, interrupt_train_steps=2).go()
+    assert first.left() == [0, 1, 2], "the best one, the one that was being measured, the last one"
+    known = first.results
+    # The result of version 2 came after the trainer's end, and the launcher was killed before it took it.
+    known.append(result(2, 0.8, is_final=True))
+    second = start({3: 0.2}, known=known, incarnation=1).go()
+    assert (second.best["version"], second.left()) == (2, [2, 4])
+
+
+@pytest.mark.parametrize("rust", [False, True], ids=["system", "tokenizer"])
+def test_o1_a_full_disk_costs_the_candidate_and_not_the_run(start, monkeypatch, caplog, rust):
+    run = start({0: 0.1, 1: 0.2, 2: 0.9, 3: 0.15})
+    write = run.exporter.write
+
+    def full(final, policy, source, files=None):
+        write(final, policy, source, files)
+        if final.parent.name == "evaluated" and final.name == "2":
+            shutil.move(final, final.with_name(f".partial-{final.name}"))
+            raise Exception("No space left on device (os error 28)") if rust else OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(run.exporter, "write", full)
+    with caplog.at_level(logging.WARNING):
+        run.go()
+    assert run.state.step == 4 and run.best["version"] == 1
+    assert not (run.root / "evaluated" / ".partial-2").exists()
+    assert "finetune.keep_best=null" in caplog.text and "No space left" in caplog.text
+
+
+def test_an_export_that_would_leave_no_room_for_the_training_state_is_not_made(start, monkeypatch, caplog):
+    run = start({0: 0.1, 3: 0.9}, save_checkpoint_steps=2)
+    model_bytes = sum(p.numel() * 4 for p in run.policy.parameters())
+    usage = shutil.disk_usage(run.root.parent)
+    # Enough for the model alone: a training state (weights and two moments) is there from step 2 on.
+    monkeypatch.setattr(keep_best.shutil, "disk_usage", lambda path: usage._replace(free=2 * model_bytes))
+    with caplog.at_level(logging.WARNING):
+        run.go()
+    assert run.best["version"] == 0 and "the next training state" in caplog.text
+
+
+def test_a_fault_that_is_not_the_disks_is_not_hidden(start, monkeypatch):
+    run = start({})
+    monkeypatch.setattr(run.exporter, "write", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.go()
+
+
+def test_other_ranks_take_part_exactly_when_the_first_one_says_so(kit, tmp_path, monkeypatch):
+    """Rank 1 of 2: it is told by broadcasts, reads no results and writes nothing."""
+    told = iter([-1, 1, 0, 1])  # no evaluation so far; export 0; not 2; export 4
+    monkeypatch.setattr(Ranks, "broadcast", lambda self, value: next(told))
+    written = []
+
+    class Exporter:
+        def write(self, final, policy, source, files):
+            written.append(int(final.name))
+
+    best = BestModel(tmp_path, "success_rate", 0.5)
+    keeper = BestKeeper(Ranks(1, 2), EvaluationSchedule(2, 10), Exporter(), best, None, 0)
+    policy = kit.policy()
+    source = PlainBackend(policy, kit.config(), Ranks()).weight_source
+    keeper.begin(0)
+    for version in range(5):
+        keeper.offer(version, policy, lambda: source(torch.float32))
+    keeper.offer_final(5, tmp_path)
+    assert written == [0, 4] and list(told) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_lora_run_keeps_its_adapter(kit, tmp_path, tokenizer_folder):
+    policy = kit.policy()
+    add_adapters(policy, LoraConfig(enabled=True, r=4), "base")
+    exporter = ModelExporter(tmp_path, str(tokenizer_folder), Ranks())
+    source = PlainBackend(policy, kit.config(), Ranks()).weight_source
+    keeper = BestKeeper(
+        Ranks(), EvaluationSchedule(1), exporter, BestModel(tmp_path, "mean_reward", 0.5), kit.reader([]), 0
+    )
+    keeper.begin(0)
+    keeper.offer(0, policy, lambda: source(torch.float32, with_value_head=True))
+    assert (tmp_path / "evaluated" / "0" / "adapter" / "adapter_model.safetensors").exists()
