@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from pipelinerl.errors import RolloutError
 from pipelinerl.records import EvaluationSample, RolloutSummary, Sample
 
 # Exit codes of a worker. faulthandler leaves with 1 when the event loop stood still for too long.
@@ -93,6 +94,21 @@ ToWorker = Servers | StartRollout | CancelRollout
 FromWorker = Ready | RolloutEnded | RolloutFailed | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
+_ended_decoder = msgspec.msgpack.Decoder(RolloutEnded)
+
+
+def check_sendable(answer: RolloutEnded) -> None:
+    """Make sure that the actor can read `answer`, of which user code made many values.
+
+    Raises:
+        RolloutError: `bad_value`: one of them is not of its type, or has no encoding.
+    """
+    try:
+        _ended_decoder.decode(_encoder.encode(answer))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise RolloutError(
+            "bad_value", f"the rollout's result holds a value that cannot be recorded: {error}"
+        ) from error
 
 
 def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:

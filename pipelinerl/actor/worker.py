@@ -33,12 +33,14 @@ from pipelinerl.actor.frames import (
     Servers,
     StartRollout,
     ToWorker,
+    check_sendable,
 )
 from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError, WorkerError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.connections import Connections
+from pipelinerl.llm.plain_data import encodable
 from pipelinerl.llm.recorded import recorded_samples
 from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize, version_range
 from pipelinerl.llm.retry import EndRunError
@@ -149,7 +151,8 @@ class RolloutWorker:
         answer: FromWorker
         try:
             result = await self._function(self._cfg, llm, start.problem, session)
-            answer = self._ended(start, llm, result)
+            answer = ended = self._ended(start, llm, result)
+            check_sendable(ended)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; each kind has its answer
             answer = self._failed(start, llm, error)
         if llm.counters.fatal is not None:
@@ -199,14 +202,14 @@ class RolloutWorker:
 
     def _failed(self, start: StartRollout, llm: TrainableLLM, error: Exception) -> RolloutFailed | Fatal:
         if isinstance(error, UserError):
-            return Fatal(user_error=True, message=str(error))
+            return Fatal(user_error=True, message=encodable(str(error)))
         if isinstance(error, EndRunError):
-            return Fatal(user_error=False, message=str(error))
+            return Fatal(user_error=False, message=encodable(str(error)))
         if isinstance(error, RolloutError):
-            reason, message = error.reason, str(error)
+            reason, message = encodable(error.reason), encodable(str(error))
         else:
-            reason = f"exception_{type(error).__name__}"
-            message = "".join(traceback.format_exception(error))
+            reason = encodable(f"exception_{type(error).__name__}")
+            message = encodable("".join(traceback.format_exception(error)))
             self._seen[reason] += 1
             if self._seen[reason] <= _TRACEBACKS_PER_KIND:
                 logger.warning("rollout %s failed:\n%s", start.rollout_id, message)

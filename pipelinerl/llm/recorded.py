@@ -6,12 +6,10 @@ they are, as far as a record can hold them.
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
-import msgspec
-
+from pipelinerl.llm.plain_data import encodable, plain_metadata
 from pipelinerl.records import EvaluationSample, VersionSpan
 from pipelinerl.rollouts import TrainingText
 
@@ -43,9 +41,9 @@ def recorded_samples(
             version_spans=[VersionSpan(*span) if isinstance(span, tuple) else span for span in text.version_spans],
             temperature=_finite(text.temperature, 1.0),
             incarnation=incarnation,
-            metadata=_plain(text.metadata),
-            prompt_text="" if len(text.input_ids) else _encodable(text.prompt_text),
-            output_text="" if len(text.input_ids) else _encodable(text.output_text),
+            metadata=plain_metadata(text.metadata),
+            prompt_text="" if len(text.input_ids) else encodable(text.prompt_text),
+            output_text="" if len(text.input_ids) else encodable(text.output_text),
         )
         for index, text in enumerate(texts)
     ]
@@ -54,15 +52,3 @@ def recorded_samples(
 def _finite(value: Any, otherwise: float) -> float:
     number = otherwise if value is None else float(value)
     return number if math.isfinite(number) else otherwise
-
-
-def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Plain data; what a record cannot hold (objects, NaN, half of a surrogate pair) as text."""
-    if not metadata:
-        return {}
-    text = json.dumps(msgspec.to_builtins(metadata, enc_hook=str, str_keys=True), ensure_ascii=False)
-    return dict(json.loads(_encodable(text), parse_constant=str))
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -92,8 +92,12 @@ def summarize(result: RolloutResult, rollout_id: str, output_tokens: int) -> Rol
     """Return the numbers of a rollout; metrics that are not finite numbers are left out.
 
     Raises:
-        RolloutError: `bad_reward`, when the reward in the metrics is not a finite number.
+        RolloutError: `bad_reward`, when the reward in the metrics is not a finite number; `bad_value`, when the latency
+            is not.
     """
+    latency_s = float(result.latency or 0.0)
+    if not math.isfinite(latency_s):
+        raise RolloutError("bad_value", f"latency is {latency_s}, expected seconds")
     metrics = {}
     for name, value in _values_of(result.metrics).items():
         if name not in ("reward", "success") and isinstance(value, bool | int | float) and math.isfinite(value):
@@ -104,7 +108,7 @@ def summarize(result: RolloutResult, rollout_id: str, output_tokens: int) -> Rol
         success=bool(result.metrics.success),
         num_samples=len(result.training_texts),
         output_tokens=output_tokens,
-        latency_s=float(result.latency or 0.0),
+        latency_s=latency_s,
         metrics=metrics,
     )
 

@@ -9,10 +9,9 @@ import math
 import operator
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm.answers import is_finished
+from pipelinerl.llm.plain_data import plain_metadata
 from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.llm.types import LLMCall
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
@@ -99,7 +98,7 @@ def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id:
         temperature=1.0 if text.temperature is None else float(text.temperature),
         ref_logprobs=list(text.ref_logprobs),
         incarnation=incarnation,
-        metadata=_plain_metadata(text.metadata),
+        metadata=plain_metadata(text.metadata),
     )
 
 
@@ -137,6 +136,8 @@ def _check_lengths(text: TrainingText) -> int:
         raise RolloutError("bad_logprob", "a log-prob is not finite")
     if text.ref_logprobs and len(text.ref_logprobs) != trained:
         raise RolloutError("length_mismatch", f"{len(text.ref_logprobs)} reference log-probs for {trained} tokens")
+    if not all(map(math.isfinite, text.ref_logprobs)):
+        raise RolloutError("bad_logprob", "a reference log-prob is not finite")
     return trained
 
 
@@ -171,11 +172,3 @@ def checked_reward(value: Any) -> float:
     if not math.isfinite(reward):
         raise RolloutError("bad_reward", f"reward is {reward}")
     return reward
-
-
-def _plain_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata that fits into a record: values that are not plain data are written as text."""
-    if not metadata:
-        return {}
-    builtins = msgspec.to_builtins(metadata, enc_hook=str, str_keys=True)
-    return dict(builtins)

@@ -134,6 +134,42 @@ def test_o2_evaluations_that_fail_do_not_end_training_and_grader_errors_cost_the
     assert "grader" in run.stderr
 
 
+ODD_VALUES = """
+import numpy
+
+_plain_rollout = generate_rollout
+
+
+async def generate_rollout(cfg, llm, problem, session):
+    result = await _plain_rollout(cfg, llm, problem, session)
+    text = result.training_texts[0]
+    match problem["id"]:
+        case "train-0":
+            text.metadata = {"score": float("nan"), "said": "half \\ud83d", "seed": 1 << 80, "list": numpy.arange(2)}
+        case "train-1":
+            raise ValueError("half \\ud83d")
+        case "train-2":
+            text.finish_reason = "half \\ud83d"
+        case "train-3":
+            text.input_ids = list(numpy.array(text.input_ids))
+        case "train-4":
+            result.latency = float("nan")
+    return result
+"""
+
+
+def test_o2_values_that_cannot_be_written_cost_at_most_their_rollout(tmp_path: Path, model: Path) -> None:
+    with FakeServer() as server:
+        actor = {"llm_max_rollouts": 8, "max_failure_rate": 1.0}
+        run = ActorRun(tmp_path, model, [server.url], server.token, TASK + ODD_VALUES, actor=actor)
+        with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)):
+            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
+    assert {fate.reason for fate in run.fates if fate.fate == "failed"} == {"exception_ValueError", "bad_value"}
+    odd = [s for group in run.groups for s in group.samples if s.metadata.get("score") is not None]
+    assert odd and {sample.metadata["score"] for sample in odd} == {"NaN"}
+    assert odd[0].metadata == {"score": "NaN", "said": "half ?", "seed": str(1 << 80), "list": "[0 1]"}
+
+
 def test_a_wrong_token_ends_the_run(tmp_path: Path, model: Path) -> None:
     with FakeServer() as server:
         run = ActorRun(tmp_path, model, [server.url], "another-token-0123456789")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
 from pipelinerl.llm.answers import is_finished
 from pipelinerl.llm.results import check_result, complete_texts, summarize, version_range
 from pipelinerl.llm.sample_builder import build_samples, checked_reward, make_training_text
-from pipelinerl.records import VersionSpan
+from pipelinerl.records import Sample, VersionSpan
+from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 LLM = TrainableLLM("http://unused", "actor", parameters={"temperature": 0.6})
@@ -72,6 +74,7 @@ def test_samples_carry_ids_spans_and_reward() -> None:
         ({"labels": [-100, -100, 6, 8, 0]}, "bad_labels"),
         ({"labels": [4, -100, 6, 7, -100]}, "bad_labels"),
         ({"ref_logprobs": [-0.1]}, "length_mismatch"),
+        ({"ref_logprobs": [-0.1, -0.2, math.inf]}, "bad_logprob"),
         ({"version_spans": []}, "unversioned"),
         ({"version_spans": [VersionSpan(2, 0, 2)]}, "bad_version_spans"),
         ({"reward": None}, "bad_reward"),
@@ -102,6 +105,29 @@ def test_rewards_of_other_number_types() -> None:
 def test_metadata_that_is_not_plain_is_written_as_text() -> None:
     (sample,) = build_samples([make_text(metadata={"n": 1, "what": {1: object}})], group_id="g", rollout_id="r")
     assert sample.metadata == {"n": 1, "what": {"1": "<class 'object'>"}}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_whatever_metadata_holds_can_be_written(packed: bool) -> None:
+    odd = {
+        "nan": math.nan,
+        "deep": [{"inf": [-math.inf]}],
+        "half \ud800": "\udfff",
+        "ids": [2**64, -(2**63), 2**63 - 1, -(2**63) - 1],
+        "array": np.arange(2),
+        "none": None,
+    }
+    (sample,) = build_samples([make_text(metadata=odd)], group_id="g", rollout_id="r")
+    codec = RecordCodec[Sample](Sample, packed=packed)
+    assert codec.decode(codec.encode(sample)) == sample
+    assert sample.metadata == {
+        "nan": "NaN",
+        "deep": [{"inf": ["-Infinity"]}],
+        "half ?": "?",
+        "ids": ["18446744073709551616", -(2**63), 2**63 - 1, "-9223372036854775809"],
+        "array": "[0 1]",
+        "none": None,
+    }
 
 
 class MyMetrics(BaseMetrics):
