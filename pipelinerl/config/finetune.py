@@ -19,6 +19,7 @@ class LoraConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     bias: Literal["none", "all", "lora_only"] = "none"
     target_modules: list[str] = []
+    sync: Literal["merged", "adapter"] = "merged"
 
 
 class RLConfig(Section):

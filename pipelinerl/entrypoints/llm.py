@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import EXIT_USER_ERROR, UserError
+from pipelinerl.inference.adapter_room import AdapterRoom
 from pipelinerl.inference.arguments import ServerSettings, Transport
 
 if TYPE_CHECKING:
+    from pipelinerl.config.finetune import LoraConfig
     from pipelinerl.supervise.context import RoleContext
 
 
@@ -57,7 +59,16 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         # Servers of a reference model compute prompts only: there is no quick step to wait for.
         admission_wait_steps=config.vllm_config.admission_wait_steps if job.kind == "actor_llm" else 0,
         admission_batch_fraction=config.vllm_config.admission_batch_fraction,
+        # Servers of a reference model serve the frozen model alone.
+        adapter=adapter_room(config.finetune.lora) if job.kind == "actor_llm" else None,
     )
+
+
+def adapter_room(lora: LoraConfig) -> AdapterRoom | None:
+    """What servers keep free for the adapter that updates bring; None if they bring whole models."""
+    if not lora.enabled or lora.sync != "adapter":
+        return None
+    return AdapterRoom(lora.r, tuple(lora.target_modules))
 
 
 def _main_standalone(arguments: list[str]) -> int:
@@ -71,6 +82,7 @@ def _main_standalone(arguments: list[str]) -> int:
     parser.add_argument("--dtype", default=None, help="float32 with --transport gloo, else vLLM's choice")
     parser.add_argument("--fp32-head", action="store_true")
     parser.add_argument("--cpu-kv-cache-gib", type=float, default=1.0)
+    parser.add_argument("--adapter-rank", type=int, default=None, help="updates bring an adapter of at most this rank")
     parser.add_argument("--vllm-kwargs", type=json.loads, default={}, help="JSON object of vLLM options")
     args = parser.parse_args(arguments)
     settings = ServerSettings(
@@ -81,6 +93,7 @@ def _main_standalone(arguments: list[str]) -> int:
         vllm_kwargs=args.vllm_kwargs,
         dtype=args.dtype or ("float32" if args.transport == "gloo" else None),
         fp32_head=args.fp32_head,
+        adapter=None if args.adapter_rank is None else AdapterRoom(args.adapter_rank),
     )
     try:
         serve(settings, args.cpu_kv_cache_gib)

@@ -133,7 +133,8 @@ def build_loop(
     if has_servers:
         start_timeout_s = config.vllm_config.start_timeout_s
         sent = backend.policy.served_dtype
-        weights = WeightsFeed(backend, ranks, publisher, sent, pool, first_tokens, start_timeout_s)
+        only_adapter = backend.policy.sends_adapter
+        weights = WeightsFeed(backend, ranks, publisher, sent, pool, first_tokens, start_timeout_s, only_adapter)
     exporter = ModelExporter(
         context.run_dir.finetune,
         config.model_path,

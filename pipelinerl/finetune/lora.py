@@ -81,12 +81,20 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one
     if strange or any(layer is head for _, layer in layers):
         raise _wrong_targets(settings, f"found {', '.join(strange) or 'the output head'}")
     policy.adapter_config = config
+    policy.sends_adapter = settings.sync == "adapter"
+    if policy.sends_adapter:
+        _refuse_what_is_no_adapter(model, settings)
     if not one_dtype:
         keep_products_exact(model, policy.compute_dtype)
 
 
 def has_adapters(policy: PolicyModel) -> bool:
     return policy.adapter_config is not None
+
+
+def sends_merged(policy: PolicyModel) -> bool:
+    """Whether servers get matrices that no parameter of the trainer holds."""
+    return has_adapters(policy) and not policy.sends_adapter
 
 
 @contextmanager
@@ -118,11 +126,33 @@ def updates(policy: PolicyModel) -> dict[int, Update]:
         return {}
     found = {}
     for _, layer in _adapted_layers(policy):
-        # peft's layers hold one adapter by name each; types are those of modules in general.
-        a, b = (getattr(layer, part)[_NAME].weight for part in ("lora_A", "lora_B"))
-        update = Update(a, b, layer.scaling[_NAME], layer.fan_in_fan_out)  # type: ignore[index, arg-type]
-        found[id(layer.base_layer.weight)] = update  # type: ignore[union-attr]
+        found[id(layer.base_layer.weight)] = _update_of(layer)  # type: ignore[union-attr]
     return found
+
+
+def _update_of(layer: torch.nn.Module) -> Update:
+    # peft's layers hold one adapter by name each; types are those of modules in general.
+    a, b = (getattr(layer, part)[_NAME].weight for part in ("lora_A", "lora_B"))
+    return Update(a, b, layer.scaling[_NAME], layer.fan_in_fan_out)  # type: ignore[index, arg-type]
+
+
+def sent_name(name: str) -> str | None:
+    """Name under which servers get a parameter of the language model as a part of an adapter; None if it is none."""
+    return name.replace(f".{_NAME}.", ".") if is_adapter_part(name) else None
+
+
+def sent_scales(policy: PolicyModel) -> dict[int, float]:
+    """What a part of an adapter is multiplied with on its way, by the `id` of its parameter: alpha / r for B.
+
+    A and B alone then say what is added, and servers need no alpha.
+    """
+    return {id(update.b): update.scale for update in updates(policy).values()}
+
+
+@torch.no_grad()
+def scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """`tensor` times `scale` in fp32, or itself."""
+    return tensor.detach() if scale in (None, 1.0) else tensor.detach().float() * scale
 
 
 def merged_value(policy: PolicyModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -175,6 +205,24 @@ def _adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
     from peft.tuners.lora import LoraLayer
 
     yield from ((name, layer) for name, layer in module.named_modules() if LoraLayer in type(layer).__mro__)
+
+
+def _refuse_what_is_no_adapter(model: torch.nn.Module, settings: LoraConfig) -> None:
+    """An adapter in a server is A and B of a layer's matrix as a linear layer has it, and nothing else."""
+    if others := [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter_part(name)]:
+        raise ConfigError(
+            "finetune.lora.bias",
+            settings.bias,
+            f"none with finetune.lora.sync=adapter: servers take A and B only, and {others[0]} is trained too",
+            "Set finetune.lora.bias=none, or finetune.lora.sync=merged.",
+        )
+    if turned := [name for name, layer in _adapted_layers(model) if _update_of(layer).is_transposed]:
+        raise ConfigError(
+            "finetune.lora.sync",
+            settings.sync,
+            f"merged for this model: the matrix of {turned[0]} lies transposed in its checkpoint",
+            "Set finetune.lora.sync=merged.",
+        )
 
 
 def _wrong_targets(settings: LoraConfig, found: str) -> ConfigError:

@@ -71,6 +71,8 @@ class PolicyModel(torch.nn.Module):
         self.served_dtype = served_dtype
         #: Set by `lora.add_adapters`; None: all weights are trained.
         self.adapter_config: LoraConfig | None = None
+        #: Servers have the frozen model themselves and get the adapter alone.
+        self.sends_adapter = False
         self.has_linear_head = has_linear_head(language_model)
         self.value_head: torch.nn.Linear | None = None
         if with_values:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.lora import adapters_off, has_adapters, keep_products_exact
+from pipelinerl.finetune.lora import adapters_off, has_adapters, keep_products_exact, sends_merged
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.served_values import parameters_to_round, round_for_good
@@ -88,7 +88,7 @@ def load_reference(
     if not config.use_deepspeed:
         # As the policy at the start: on a model that was saved in fp32 rounding changes something.
         rounded = parameters_to_round(
-            language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+            language_model, policy.compute_dtype, policy.served_dtype, is_merged=sends_merged(policy)
         )
         round_for_good(rounded, policy.served_dtype)
     model = PolicyModel(

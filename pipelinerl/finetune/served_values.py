@@ -96,20 +96,21 @@ def _narrowed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def parameters_to_round(
-    language_model: torch.nn.Module, computed: torch.dtype, served: torch.dtype, *, has_adapters: bool
+    language_model: torch.nn.Module, computed: torch.dtype, served: torch.dtype, *, is_merged: bool
 ) -> list[torch.nn.Parameter]:
     """The parameters that products in `computed` would use with more digits than `served` has.
 
     Only matrices of linear layers, and experts that follow autocast, are sure to be rounded by their products. Other
     products of experts may take weights as they are, biases may be added in fp32, and some vectors have two or three
     dimensions.
-    Adapters are left alone: servers get the merged matrix, which nobody holds here.
+    Adapters whose servers get the merged matrix (`is_merged`), which nobody holds here, are left alone.
     """
     if torch.finfo(served).bits >= 32:
         return []
     linear = {id(m.weight) for m in language_model.modules() if isinstance(m, torch.nn.Linear | Conv1D)}
-    linear |= {id(parameter) for parameter in own_experts_parameters(language_model)}
     # A head that is tied to the embedding is a linear layer too, but the embedding is looked up in fp32.
     linear -= {id(m.weight) for m in language_model.modules() if isinstance(m, torch.nn.Embedding)}
-    spared = linear if computed == served or has_adapters else set()
+    spared = linear if computed == served or is_merged else set()
+    if computed == served:
+        spared |= {id(parameter) for parameter in own_experts_parameters(language_model)}
     return [p for p in language_model.parameters() if p.dtype == torch.float32 and id(p) not in spared]

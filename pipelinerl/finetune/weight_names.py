@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from pipelinerl.finetune.lora import is_adapter_part, plain_name
+from pipelinerl.finetune.lora import is_adapter_part, plain_name, sent_name
 from pipelinerl.finetune.policy import LANGUAGE_MODEL, PolicyModel
 from pipelinerl.weights.packing import TensorMeta
 
@@ -26,6 +26,17 @@ def export_name(name: str) -> str | None:
     are."""
     own = name.removeprefix(_PREFIX)
     return own if is_adapter_part(own) else plain_name(own)
+
+
+def adapter_name(name: str) -> str | None:
+    """Name of a policy parameter in an update that sends the adapter alone; None for all others."""
+    return sent_name(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+
+
+def adapter_parameters(policy: PolicyModel) -> list[NamedParameter]:
+    """What servers get that hold the frozen model themselves: A and B of every layer."""
+    named = ((adapter_name(name), parameter) for name, parameter in policy.named_parameters())
+    return [(name, parameter) for name, parameter in named if name is not None]
 
 
 def sent_parameters(policy: PolicyModel, with_value_head: bool = False) -> list[NamedParameter]:

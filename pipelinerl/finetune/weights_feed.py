@@ -73,6 +73,7 @@ class WeightsFeed:
         pool: which servers come and go (rank 0); None: a server that fails ends the run.
         join_tokens: tokens that a server is probed with which joins in mid run.
         return_timeout_s: how long to wait for a server that takes the final weights.
+        sends_adapter: servers have the frozen model themselves, and get the adapter alone.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class WeightsFeed:
         pool: ServerPool | None = None,
         join_tokens: Sequence[Sequence[int]] = (),
         return_timeout_s: float = 0.0,
+        sends_adapter: bool = False,
     ) -> None:
         self._backend = backend
         self._ranks = ranks
@@ -92,6 +94,7 @@ class WeightsFeed:
         self._pool = pool
         self._join_tokens = join_tokens
         self.return_timeout_s = return_timeout_s
+        self._source_of = backend.adapter_source if sends_adapter else backend.weight_source
         self._told = False
 
     @property
@@ -136,7 +139,7 @@ class WeightsFeed:
         self._verify(version, report, generations, ())
 
     def _publish(self, version: int, names: Collection[str] | None = None) -> UpdateReport | None:
-        source = self._backend.weight_source(self._wire_dtype)
+        source = self._source_of(self._wire_dtype)
         if self._publisher is None:
             if isinstance(source, CollectiveSource):
                 source.follow()

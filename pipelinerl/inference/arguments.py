@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.inference.adapter_room import AdapterRoom, check_options_beside
 from pipelinerl.inference.admission import DEFAULT_BATCH_FRACTION
 
 Transport = Literal["gloo", "nccl", "ipc"]
@@ -76,6 +77,7 @@ class ServerSettings:
         admission_wait_steps: steps that a request waits at most so that several start together; `None`: as the
             environment says, see `inference.admission`.
         admission_batch_fraction: they start when so many wait, as a part of those that run.
+        adapter: the base model stays as it is, and updates bring an adapter; None: they bring the whole model.
     """
 
     model: str
@@ -91,6 +93,7 @@ class ServerSettings:
     trust_remote_code: bool = False
     admission_wait_steps: int | None = None
     admission_batch_fraction: float = DEFAULT_BATCH_FRACTION
+    adapter: AdapterRoom | None = None
 
 
 def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
@@ -141,6 +144,9 @@ def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     options, notes = check_options(settings.vllm_kwargs)
     for name, value in _defaults(settings).items():
         options.setdefault(name, value)
+    if settings.adapter is not None:
+        check_options_beside(options)
+        options.update(settings.adapter.options())
     if settings.fp32_head:
         options[_OVERRIDES] = _with_fp32_head(options.get(_OVERRIDES))
     argv = [

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -18,10 +18,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
+from pipelinerl.inference.adapter_room import serves_adapter
 from pipelinerl.inference.in_place import can_load_in_place, checkpoint_tensors, is_tied, missing_from_update
 from pipelinerl.inference.planned_load import Mode, PlannedLoader
 from pipelinerl.inference.transfer_info import PackedUpdateInfo
 from pipelinerl.weights.layout import BufferLayout, LayoutCache, UpdateLayout
+
+if TYPE_CHECKING:
+    from pipelinerl.inference.adapter_update import AdapterUpdates
 
 # Below the name of vLLM, whose configuration of logging is the one that the workers have.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -34,7 +38,8 @@ class IncompleteUpdateError(RuntimeError):
 class CheckedReload:
     """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle.
 
-    Loads layer by layer; a plain model on a GPU can be loaded in place (see `inference.in_place`).
+    Loads layer by layer; a plain model on a GPU can be loaded in place (see `inference.in_place`). Where updates bring an
+    adapter, the model is left alone (see `inference.adapter_update`).
     """
 
     #: The engine calls `expect` with all tensors of an update before it receives them, and `all_loaded` afterwards.
@@ -49,9 +54,13 @@ class CheckedReload:
     _layouts: LayoutCache | None = None
     _loader: PlannedLoader | None = None
     _checked: tuple[Mapping[str, tuple[int, ...]], UpdateLayout] | None = None
+    _adapter: AdapterUpdates | None = None
 
     def start_weight_update(self) -> None:
         """Prepare for new weights, after forgetting what a failed update left."""
+        if serves_adapter(os.environ):
+            self._begin_adapter()
+            return
         expected = self._tensors_in_place() if self.may_load_in_place else None
         self._in_place = expected is not None
         self._covered = False
@@ -59,6 +68,15 @@ class CheckedReload:
         if not self._in_place:
             roll_back(self.model)
             layerwise.initialize_layerwise_reload(self.model)
+
+    def _begin_adapter(self) -> None:
+        if self._adapter is None or self._adapter.model is not self.model:
+            from pipelinerl.inference.adapter_update import AdapterUpdates
+
+            self._adapter = AdapterUpdates(self.model, checkpoint_tensors(self.model_config))
+            self._checked = None
+        self._covered = False
+        self._adapter.begin()
 
     def _tensors_in_place(self) -> Mapping[str, tuple[int, ...]] | None:
         """Names and shapes that an update in place has to cover; None if the model is loaded layer by layer."""
@@ -82,7 +100,9 @@ class CheckedReload:
 
     def load_buffer(self, part: BufferLayout, buffer: torch.Tensor) -> None:
         """Load a checked buffer of the update; it may be read until the current stream has come here."""
-        if self._in_place and self._loader is not None:
+        if self._adapter is not None:
+            self._adapter.load(part.unpack(buffer))
+        elif self._in_place and self._loader is not None:
             self._loader.load(self.model, part, buffer)
         else:
             # vLLM types its models as plain modules.
@@ -100,6 +120,10 @@ class CheckedReload:
         Raises:
             IncompleteUpdateError: these tensors are not those of the model. Nothing was received.
         """
+        if self._adapter is not None:
+            if problems := self._adapter.problems(names, shapes):
+                raise IncompleteUpdateError("; ".join(problems))
+            return
         if not self._in_place:
             return
         if problems := missing_from_update(self._expected, is_tied(self.model_config), names, shapes):
@@ -117,9 +141,11 @@ class CheckedReload:
         Raises:
             IncompleteUpdateError: a layer did not receive all of its weights. The server must stay paused.
         """
-        if self._in_place:
+        if self._in_place or self._adapter is not None:
             if not self._covered:
                 raise IncompleteUpdateError("not all tensors were received")
+            if self._adapter is not None:
+                self._adapter.finish()
             return
         if missing := incomplete_layers(self.model):
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")

@@ -23,6 +23,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from pipelinerl.inference.adapter_room import serves_adapter
 from pipelinerl.inference.batched_start import BatchedStartScheduler
 from pipelinerl.inference.cache_salt import salt_for_epoch
 from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
@@ -34,9 +35,13 @@ logger = logging.getLogger(__name__)
 class EpochSaltMixin:
     """Salts requests when they are queued, and again if the weights may have changed before they were scheduled."""
 
+    #: What every request uses where the base model is frozen (see `inference.resident_adapter`).
+    adapter: Any = None
     _weights_epoch: int = 0
 
     def add_request(self, request: Request) -> None:
+        if self.adapter is not None:
+            request.lora_request = self.adapter
         self._salt(request)
         super().add_request(request)  # type: ignore[misc]
 
@@ -117,4 +122,9 @@ def create_scheduler(**kwargs: Any) -> Scheduler:
     """
     read_every_answer(MultiprocExecutor)
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
-    return (EpochAsyncScheduler if is_async else EpochScheduler)(**kwargs)
+    scheduler = (EpochAsyncScheduler if is_async else EpochScheduler)(**kwargs)
+    if serves_adapter(os.environ):
+        from pipelinerl.inference.resident_adapter import adapter_request
+
+        scheduler.adapter = adapter_request()
+    return scheduler

@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.inference.adapter_room import ADAPTER_VARIABLE
 from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE, batcher_from
 from pipelinerl.inference.arguments import ServerSettings, check_options, server_arguments
 from pipelinerl.inference.auth import read_token
@@ -36,6 +37,9 @@ def prepare_environment(environ: MutableMapping[str, str], settings: ServerSetti
     if settings.admission_wait_steps is not None:
         environ[WAIT_STEPS_VARIABLE] = str(settings.admission_wait_steps)
         environ[BATCH_FRACTION_VARIABLE] = str(settings.admission_batch_fraction)
+    environ.pop(ADAPTER_VARIABLE, None)
+    if settings.adapter is not None:
+        environ[ADAPTER_VARIABLE] = "1"
     # The engine's process would say it in the middle of a traceback.
     batcher_from(environ)
     if settings.transport == "gloo":

@@ -1,19 +1,27 @@
 """Calls that the trainer can make inside every worker of a server, through `/collective_rpc`.
 
 vLLM mixes `WeightUpdateExtension` into its worker class (`--worker-extension-cls`). Importing this module registers
-our transfer engines, before the worker creates one.
+our transfer engines, before the worker creates one, and what a server with a sent adapter needs.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 from pipelinerl.inference import plugin
+from pipelinerl.inference.adapter_room import serves_adapter
 from pipelinerl.inference.in_place import checkpoint_tensors, is_tied
 from pipelinerl.inference.reload import roll_back
 
 plugin.register()
+if serves_adapter(os.environ):
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    from pipelinerl.inference.resident_adapter import adapter_request, load_what_was_sent
+
+    load_what_was_sent(WorkerLoRAManager)
 
 _PARTS = ("start", "transfer", "load")
 
@@ -47,13 +55,16 @@ class WeightUpdateExtension:
         worker.update_weights(update_info)
         times.append(time.monotonic())
         worker.finish_weight_update()
+        if serves_adapter(os.environ):
+            # vLLM would do it at the next step, where an error ends the engine.
+            worker.add_lora(adapter_request())
         times.append(time.monotonic())
         return {name: end - begin for name, begin, end in zip(_PARTS, times, times[1:], strict=False)}
 
     def pipelinerl_model_info(self) -> dict[str, Any]:
         """What an update has to cover: `tensors` {name: shape} of the checkpoint that this server was started with
-        (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model, and whether a
-        `whole_update` in one call is served."""
+        (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model, whether a `whole_update` in
+        one call is served, and `adapter_rank`: the largest of an adapter, if updates bring one and not the model."""
         config = self.vllm_config.model_config
         tensors = checkpoint_tensors(config)
         return {
@@ -61,4 +72,5 @@ class WeightUpdateExtension:
             "tied": is_tied(config),
             "dtype": str(config.dtype).removeprefix("torch."),
             "whole_update": True,
+            "adapter_rank": self.vllm_config.lora_config.max_lora_rank if serves_adapter(os.environ) else None,
         }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.adapter_manifest import adapter_problems
 from pipelinerl.weights.control import ControlClient, KVCache
 from pipelinerl.weights.manifest import coverage_problems
 from pipelinerl.weights.packing import TensorMeta
@@ -67,6 +68,8 @@ class ServerLink:
         self._transport: Transport | None = None
         self._expected: Mapping[str, tuple[int, ...]] | None = None
         self._tied = False
+        #: Of the largest adapter that fits, if the server takes one in place of a model.
+        self._adapter_rank: int | None = None
         self._one_call = one_call
         self._takes_whole_updates = False
         self._phase = "connect"
@@ -92,6 +95,7 @@ class ServerLink:
             tensors = info.get("tensors")
             self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
             self._tied = bool(info.get("tied", False))
+            self._adapter_rank = info.get("adapter_rank")
             dtype = info.get("dtype")
             self.dtype = None if dtype is None else str(dtype)
             self._takes_whole_updates = self._one_call and bool(info.get("whole_update", False))
@@ -106,10 +110,26 @@ class ServerLink:
         Raises:
             WeightSyncError: tensors are missing, unknown or of another shape; sending again cannot help.
         """
-        if self._expected is None:
+        sent = {meta.name: meta.shape for meta in metas}
+        if self._adapter_rank is not None:
+            problems = adapter_problems(self._expected, sent, self._adapter_rank)
+            problems += self._other_dtypes(metas)
+        elif self._expected is not None:
+            problems = coverage_problems(self._expected, sent, self._tied)
+        else:
             return
-        if problems := coverage_problems(self._expected, {meta.name: meta.shape for meta in metas}, self._tied):
+        if problems:
             raise WeightSyncError(self.name, "the update does not fit the server's model: " + "; ".join(problems))
+
+    def _other_dtypes(self, metas: list[TensorMeta]) -> list[str]:
+        """The server reads its base model itself: only in the trainer's dtype does it have the trainer's weights."""
+        others = sorted({meta.dtype_name for meta in metas} - {self.dtype})
+        if not others:
+            return []
+        return [
+            f"its base model is in {self.dtype}, the trainer computes with values of {', '.join(others)}: set "
+            f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
+        ]
 
     async def update(self, version: int, metas: list[TensorMeta], pass_id: int) -> ServerUpdate:
         """One round: pause, start, transfer, load, resume. Buffers come through `feed`, sealed for pass `pass_id`.

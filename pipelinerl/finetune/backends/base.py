@@ -54,6 +54,10 @@ class Backend(Protocol):
         never goes to servers, but belongs to an exported model."""
         ...
 
+    def adapter_source(self, dtype: torch.dtype) -> WeightSource:
+        """A and B of every adapter, alpha / r in B, cast to `dtype`: all that servers get that hold the frozen model."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write this rank's share of weights and optimizer into `folder`."""
         ...

@@ -18,12 +18,14 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.deepspeed_file import read_deepspeed_file
 from pipelinerl.config.paths import group_file
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.lora import has_adapters, merged_value, updates
+from pipelinerl.finetune.lora import has_adapters, merged_value, scaled, sent_scales, updates
 from pipelinerl.finetune.optimizer import parameter_groups
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 from pipelinerl.finetune.weight_names import (
     BUCKET_BYTES,
+    adapter_name,
+    adapter_parameters,
     checkpoint_name,
     export_name,
     in_buckets,
@@ -131,6 +133,28 @@ class DeepSpeedBackend:
                 with self._zero.GatheredParameters(needed):
                     is_first = self._ranks.is_first
                     yield [(name, value_of(name, p).detach().to(dtype)) for name, p in part] if is_first else []
+
+        return CollectiveSource(
+            tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
+        )
+
+    def adapter_source(self, dtype: torch.dtype) -> WeightSource:
+        scales = sent_scales(self.policy)
+        if self._stage < 3:
+            return ModuleSource(
+                self.policy,
+                dtype=dtype,
+                rename=adapter_name,
+                value_of=lambda name, parameter: scaled(parameter, scales.get(id(parameter))),
+            )
+        parameters = adapter_parameters(self.policy)
+
+        def gather() -> Iterator[Bucket]:
+            self._shard_all()
+            for part in in_buckets(parameters, dtype, self.bucket_bytes):
+                with self._zero.GatheredParameters([parameter for _, parameter in part]):
+                    full = [(name, scaled(p, scales.get(id(p))).to(dtype, copy=True)) for name, p in part]
+                    yield full if self._ranks.is_first else []
 
         return CollectiveSource(
             tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))

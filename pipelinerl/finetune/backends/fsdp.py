@@ -25,12 +25,19 @@ from pipelinerl.finetune.backends.tensor_files import (
     restore_optimizer,
     write_tensors,
 )
-from pipelinerl.finetune.lora import Update, has_adapters, updates
+from pipelinerl.finetune.lora import Update, has_adapters, scaled, sends_merged, sent_scales, updates
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
-from pipelinerl.finetune.weight_names import BUCKET_BYTES, NamedParameter, in_buckets, sent_parameters, tensor_metas
+from pipelinerl.finetune.weight_names import (
+    BUCKET_BYTES,
+    NamedParameter,
+    adapter_parameters,
+    in_buckets,
+    sent_parameters,
+    tensor_metas,
+)
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
 
@@ -72,7 +79,7 @@ class FSDPBackend:
         # Gathered in the servers' dtype, every parameter is rounded on the way.
         rounded = (
             parameters_to_round(
-                policy.language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+                policy.language_model, policy.compute_dtype, policy.served_dtype, is_merged=sends_merged(policy)
             )
             if precision.param_dtype != policy.served_dtype
             else []
@@ -120,6 +127,19 @@ class FSDPBackend:
         def gather() -> Iterator[Bucket]:
             for part in in_buckets(parameters, dtype, self.bucket_bytes):
                 yield self._gathered(part, dtype, table)
+
+        return CollectiveSource(
+            tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
+        )
+
+    def adapter_source(self, dtype: torch.dtype) -> WeightSource:
+        parameters, scales = adapter_parameters(self.policy), sent_scales(self.policy)
+        value_of = self._served.values_in(dtype)
+
+        def gather() -> Iterator[Bucket]:
+            for part in in_buckets(parameters, dtype, self.bucket_bytes):
+                full = [(name, scaled(whole(value_of(name, p)), scales.get(id(p))).to(dtype)) for name, p in part]
+                yield full if self._ranks.is_first else []
 
         return CollectiveSource(
             tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))

@@ -22,12 +22,12 @@ from pipelinerl.finetune.backends.tensor_files import (
     restore_optimizer,
     write_tensors,
 )
-from pipelinerl.finetune.lora import has_adapters, merged_value
+from pipelinerl.finetune.lora import merged_value, scaled, sends_merged, sent_scales
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
-from pipelinerl.finetune.weight_names import checkpoint_name, export_name
+from pipelinerl.finetune.weight_names import adapter_name, checkpoint_name, export_name
 from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.weights.source import ModuleSource, WeightSource
 
@@ -51,7 +51,7 @@ class PlainBackend:
             self._module = DistributedDataParallel(policy, device_ids=device_ids)
         # Behind DDP, which gives all ranks the weights of the first: their masters have to be the same too.
         rounded = parameters_to_round(
-            policy.language_model, policy.compute_dtype, policy.served_dtype, has_adapters=has_adapters(policy)
+            policy.language_model, policy.compute_dtype, policy.served_dtype, is_merged=sends_merged(policy)
         )
         self._served = ServedValues(rounded, policy.served_dtype)
 
@@ -94,6 +94,15 @@ class PlainBackend:
             dtype=dtype,
             rename=export_name if with_value_head else checkpoint_name,
             value_of=lambda name, parameter: merged(name, masters(name, parameter)),
+        )
+
+    def adapter_source(self, dtype: torch.dtype) -> WeightSource:
+        masters, scales = self._served.values_in(dtype), sent_scales(self.policy)
+        return ModuleSource(
+            self.policy,
+            dtype=dtype,
+            rename=adapter_name,
+            value_of=lambda name, parameter: scaled(masters(name, parameter), scales.get(id(parameter))),
         )
 
     def move_optimizer(self, device: torch.device) -> None:
