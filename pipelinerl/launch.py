@@ -74,6 +74,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     from pipelinerl.supervise.plan_text import plan_of, print_plan
 
     preflight.check_servers(config)
+    preflight.check_adapter_servers(config, cluster)
     preflight.check_tracking(config)
     with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
         world = build_world_map(config, cluster, ports)
@@ -119,6 +120,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     preflight.check_streams(config, os.environ)
     preflight.check_model(config)
     preflight.check_servers(config)
+    preflight.check_adapter_servers(config, cluster)
     preflight.check_tracking(config)
     problems = "no rollouts"
     if has_stage(config, "actor"):

@@ -104,7 +104,7 @@ def _other_weights(config: RunConfig) -> list[str]:
     server = str(vllm_option(config, "dtype")[1]).lower()
     if products not in ("fp32", "tf32") or server not in _SIXTEEN_BITS:
         return []
-    if finetune.lora.enabled:
+    if finetune.lora.enabled and finetune.lora.sync == "merged":
         reason, remedy = "only servers round merged weights", "Watch rl/logprob_abs_diff_on_policy"
     elif config.use_deepspeed:
         reason = "DeepSpeed computes with fp32 weights as they are"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipelinerl.config import rules_algorithm, rules_run, rules_sampling, rules_training, rules_world
+from pipelinerl.config import rules_adapter, rules_algorithm, rules_run, rules_sampling, rules_training, rules_world
 from pipelinerl.config.agent import unused_agent_keys
 from pipelinerl.config.key_notes import NO_EFFECT
 from pipelinerl.config.keys import default_of
@@ -22,6 +22,7 @@ Rule = Callable[[RunConfig], ConfigError | None]
 RULES: tuple[Rule, ...] = (
     *rules_algorithm.RULES,
     *rules_training.RULES,
+    *rules_adapter.RULES,
     *rules_sampling.RULES,
     *rules_world.RULES,
     *rules_run.RULES,

@@ -68,7 +68,8 @@ def adapter_room(lora: LoraConfig) -> AdapterRoom | None:
     """What servers keep free for the adapter that updates bring; None if they bring whole models."""
     if not lora.enabled or lora.sync != "adapter":
         return None
-    return AdapterRoom(lora.r, tuple(lora.target_modules))
+    # A target may be written with a part of what is in front of it: self_attn.q_proj.
+    return AdapterRoom(lora.r, tuple(name.rpartition(".")[2] for name in lora.target_modules))
 
 
 def _main_standalone(arguments: list[str]) -> int:

@@ -62,6 +62,7 @@ class Reporter:
                 seconds=delivery.seconds,
                 num_servers=delivery.num_servers,
                 probe_abs_diff=delivery.probe_abs_diff,
+                sent_bytes=delivery.sent_bytes,
                 incarnation=self.incarnation,
             )
         )

@@ -55,13 +55,14 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True)
 class Delivery:
-    """One update as the loop sees it. On ranks other than the first, numbers of servers are 0."""
+    """One update as the loop sees it. On ranks other than the first, numbers of servers and bytes are 0."""
 
     version: int
     seconds: dict[str, float]
     num_servers: int
     probe_abs_diff: float | None
     total_s: float
+    sent_bytes: int = 0
 
 
 class WeightsFeed:
@@ -129,6 +130,7 @@ class WeightsFeed:
             num_servers=report.num_servers if report else 0,
             probe_abs_diff=difference,
             total_s=time.perf_counter() - start,
+            sent_bytes=report.sent_bytes if report else 0,
         )
 
     def send_to_fresh(self, version: int) -> None:

@@ -56,7 +56,9 @@ def layers_of(tensors: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     Args:
         tensors: shapes by name.
     """
-    layers = {name.split(".")[-2]: None for name, shape in tensors.items() if name.endswith(".weight") and len(shape) == 2}
+    layers = {
+        name.split(".")[-2]: None for name, shape in tensors.items() if name.endswith(".weight") and len(shape) == 2
+    }
     return tuple(layer for layer in layers if layer not in _EMBEDDINGS)
 
 

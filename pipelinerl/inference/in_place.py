@@ -8,12 +8,11 @@ not packed or quantized) needs none of that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipelinerl.weights.manifest import coverage_problems, read_manifest
+from pipelinerl.weights.manifest import coverage_problems, local_folder, read_manifest
 
 #: `0` in a server's environment: load layer by layer, whatever the model.
 IN_PLACE_VARIABLE = "PIPELINERL_IN_PLACE_RELOAD"
@@ -61,7 +60,7 @@ def _keeps_a_copy(impl: Any) -> bool:
 
 def checkpoint_tensors(model_config: Any) -> dict[str, tuple[int, ...]] | None:
     """Names and shapes in the checkpoint that this server was started with; None if it is not in safetensors format."""
-    folder = _local_folder(model_config.model, model_config.revision)
+    folder = local_folder(model_config.model, model_config.revision)
     return None if folder is None else read_manifest(folder)
 
 
@@ -83,15 +82,3 @@ def missing_from_update(
     """
     sent = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
     return coverage_problems(expected, sent, tied)
-
-
-def _local_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None

@@ -38,8 +38,8 @@ class IncompleteUpdateError(RuntimeError):
 class CheckedReload:
     """Mixin of a `WeightTransferEngine` (which provides `model` and `model_config`): its update life cycle.
 
-    Loads layer by layer; a plain model on a GPU can be loaded in place (see `inference.in_place`). Where updates bring an
-    adapter, the model is left alone (see `inference.adapter_update`).
+    Loads layer by layer; a plain model on a GPU can be loaded in place (see `inference.in_place`). Where updates
+    bring an adapter, the model is left alone (see `inference.adapter_update`).
     """
 
     #: The engine calls `expect` with all tensors of an update before it receives them, and `all_loaded` afterwards.

@@ -12,12 +12,14 @@ import logging
 import math
 import os
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.adapter_room import ADAPTER_VARIABLE
+from pipelinerl.inference.adapter_room import ADAPTER_VARIABLE, AdapterRoom, layers_of
 from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE, batcher_from
 from pipelinerl.inference.arguments import ServerSettings, check_options, server_arguments
 from pipelinerl.inference.auth import read_token
+from pipelinerl.weights.manifest import local_folder, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
     Raises:
         ConfigError: an option cannot be used, or no token is set.
     """
+    if settings.adapter is not None:
+        settings = replace(settings, adapter=room_in(settings.adapter, settings.model))
     argv, notes = server_arguments(settings)
     for note in notes:
         logger.warning(note)
@@ -75,6 +79,16 @@ def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
         logger.warning("listening on %s, beyond this machine: the token is sent in clear text", settings.host)
     prepare_environment(os.environ, settings, cpu_kv_cache_gib)
     _run_vllm(argv)
+
+
+def room_in(room: AdapterRoom, model: str) -> AdapterRoom:
+    """`room` with the layers of the model named, if it says that all of them may have an adapter.
+
+    vLLM would wrap the embedding and the output head too, and compute with their zeros at every step.
+    """
+    folder = None if room.layers else local_folder(model)
+    tensors = None if folder is None else read_manifest(folder)
+    return room if tensors is None else replace(room, layers=layers_of(tensors))
 
 
 def parser_of_vllm() -> argparse.ArgumentParser:

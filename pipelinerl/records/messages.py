@@ -30,13 +30,15 @@ class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_sta
 
 class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
     """Every live server samples with `version` from now on. `seconds` holds the phases pause, transfer, load, resume
-    and total; `probe_abs_diff` is the mean |log-prob difference| of trainer and server if this update was probed."""
+    and total; `probe_abs_diff` is the mean |log-prob difference| of trainer and server if this update was probed;
+    `sent_bytes` are those of the tensors that each server got."""
 
     version: int
     time: float
     seconds: dict[str, float]
     num_servers: int
     probe_abs_diff: float | None = None
+    sent_bytes: int | None = None
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 

@@ -25,6 +25,7 @@ from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamE
 from pipelinerl.inference.arguments import check_options
 from pipelinerl.inference.option_names import check_names
 from pipelinerl.streams.hub import REDIS_URL_KEY
+from pipelinerl.supervise.adapter_checks import check_adapter
 from pipelinerl.supervise.commands import entrypoint_of
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.model_folder import check_model_folder
@@ -167,6 +168,13 @@ def check_servers(config: RunConfig) -> None:
     check_names(check_options(config.vllm_config.vllm_kwargs)[0])
     check_parallel_size(config)
     check_context(config, _config_file(config.model_path), os.environ)
+
+
+def check_adapter_servers(config: RunConfig, cluster: Cluster) -> None:
+    """Refuse servers that cannot serve the adapter that the trainer would send."""
+    if has_stage(config, "actor_llm"):
+        has_gpus = config.world.device != "cpu" and bool(cluster.gpus)
+        check_adapter(config, has_gpus, _config_file(config.model_path))
 
 
 def check_tracking(config: RunConfig) -> None:

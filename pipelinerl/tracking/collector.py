@@ -190,6 +190,8 @@ class Collector:
         if isinstance(message, WeightUpdateSuccess):
             values = {f"{phase}_s": seconds for phase, seconds in message.seconds.items()}
             values["num_servers"] = float(message.num_servers)
+            if message.sent_bytes is not None:
+                values["sent_bytes"] = float(message.sent_bytes)
             if message.probe_abs_diff is not None:
                 values["logprob_abs_diff_mean"] = message.probe_abs_diff
             self._log(_row("weight_update", message.version, message.time, "weight_update", values))

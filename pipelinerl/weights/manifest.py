@@ -21,6 +21,19 @@ _INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 512 * 2**20
 
 
+def local_folder(model: str, revision: str | None = None) -> Path | None:
+    """Where the files of a model are: its folder, or the hub's cache. None: not on this machine."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
 def read_manifest(folder: Path) -> dict[str, Shape] | None:
     """Names and shapes of every tensor in the safetensors files of `folder`; None if it has no such file.
 

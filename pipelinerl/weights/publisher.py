@@ -192,7 +192,8 @@ class WeightPublisher:
                 # A server that was started again meanwhile has another link by now, which stays.
                 if link.name in errors and self._links.get(link.name) is link:
                     del self._links[link.name]
-        return UpdateReport(version, updated, errors, time.monotonic() - started)
+        sent_bytes = sum(meta.num_bytes for meta in metas)
+        return UpdateReport(version, updated, errors, time.monotonic() - started, sent_bytes)
 
     def _chosen(self, names: Collection[str] | None) -> list[ServerLink]:
         with self._lock:

@@ -42,12 +42,14 @@ class UpdateReport:
         failed: name -> quoted error of servers that could not be given it even on the second attempt. They are left
             paused (half-loaded weights must not sample) and have to be restarted.
         total_s: wall-clock seconds of the whole call.
+        sent_bytes: of the tensors that each server got.
     """
 
     version: int
     updated: list[ServerUpdate] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     total_s: float = 0.0
+    sent_bytes: int = 0
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +34,7 @@ class VLLMProcess:
         vllm_kwargs: Mapping[str, object] | None = None,
         transport: str = "gloo",
         environ: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.token = secrets.token_urlsafe(24)
@@ -42,13 +43,14 @@ class VLLMProcess:
         self.log = log
         self._kwargs = {**KWARGS, **(vllm_kwargs or {})}
         self._transport = transport
+        self._arguments = arguments
         self._environ = dict(os.environ if environ is None else environ)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VLLMProcess:
         command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", str(self.model)]
         command += ["--port", str(self.port), "--vllm-kwargs", json.dumps(self._kwargs)]
-        command += ["--transport", self._transport, "--fp32-head"]
+        command += ["--transport", self._transport, "--fp32-head", *self._arguments]
         python_path = os.pathsep.join(filter(None, [str(REPOSITORY), self._environ.get("PYTHONPATH")]))
         environ = {**self._environ, "PIPELINERL_SERVER_TOKEN": self.token, "PYTHONPATH": python_path}
         with self.log.open("wb") as output:

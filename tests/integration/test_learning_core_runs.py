@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,32 @@ def test_m4_w1_t3_adapters_with_a_frozen_model_beside_the_trainer(tmp_path: Path
     assert steps[0]["finetune/lag_max_versions"] == 0
     assert steps[0]["finetune/logprob_abs_diff_mean"] < 1e-4
     assert (run.output_dir / "finetune" / "current" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_w1_servers_that_hold_the_model_get_the_adapter_alone(tmp_path: Path) -> None:
+    """KL from a server of the initial model, which has no adapter; updates bring a small part of the model's bytes."""
+    run, steps = finished(
+        tmp_path,
+        "finetune.lora.enabled=true",
+        "finetune.lora.sync=adapter",
+        "finetune.lora.r=4",
+        "finetune.lora.alpha=32",
+        "finetune.learning_rate=0.001",
+        "finetune.rl.kl_coef=0.05",
+        "world.num_preprocessor_llms=1",
+        "supervise.probe_every_n_updates=1",
+    )
+    assert_kl_starts_at_0_and_moves(steps, at_start=1e-8)
+    on_policy = [v["rl/logprob_abs_diff_on_policy"] for v in steps if v.get("rl/on_policy_tokens")]
+    assert on_policy and max(on_policy) < 1e-4
+    folder = run.output_dir / "finetune" / "current"
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    rows = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if row["source"] == "weight_update"]
+    assert {values["weight_update/sent_bytes"] for values in updates} == {sum(4 * t.numel() for t in adapter.values())}
+    assert all(values["weight_update/logprob_abs_diff_mean"] < 1e-4 for values in updates)
+    whole = sum(4 * tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert updates[0]["weight_update/sent_bytes"] < whole / 4
 
 
 def test_m4_kl_from_reference_servers(tmp_path: Path) -> None:

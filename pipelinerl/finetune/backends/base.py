@@ -55,7 +55,7 @@ class Backend(Protocol):
         ...
 
     def adapter_source(self, dtype: torch.dtype) -> WeightSource:
-        """A and B of every adapter, alpha / r in B, cast to `dtype`: all that servers get that hold the frozen model."""
+        """A and B of every adapter, alpha / r in B, cast to `dtype`: for servers that hold the frozen model."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -46,6 +46,26 @@ CASES = {
         ["finetune.lora.base_model_8bit=true"],
         "finetune.lora.base_model_8bit: got True, expected false",
     ),
+    "needs_an_adapter": (
+        ["finetune.lora.sync=adapter"],
+        "finetune.lora.sync: got 'adapter', expected merged with finetune.lora.enabled=false",
+    ),
+    "nothing_beside_a_and_b": (
+        ["finetune.lora.enabled=true", "finetune.lora.sync=adapter", "finetune.lora.bias=all"],
+        "finetune.lora.bias: got 'all', expected none with finetune.lora.sync=adapter",
+    ),
+    "servers_with_the_same_base": (
+        ["finetune.lora.enabled=true", "finetune.lora.sync=adapter", "vllm_config.quantization=fp8"],
+        "vllm_config.quantization: got 'fp8', expected no quantization with finetune.lora.sync=adapter",
+    ),
+    "whole_layers": (
+        [
+            "finetune.lora.enabled=true",
+            "finetune.lora.sync=adapter",
+            "+vllm_config.vllm_kwargs.pipeline-parallel-size=2",
+        ],
+        "vllm_config.vllm_kwargs.pipeline-parallel-size: got 2, expected 1 with finetune.lora.sync=adapter",
+    ),
     "one_backend": (["use_fsdp=true"], "use_fsdp: got True, expected false with use_deepspeed=true"),
     "tf32_products": (
         ["finetune.dtype=tf32", "use_deepspeed=false", "use_fsdp=true", "fsdp.param_dtype=bf16"],
@@ -207,6 +227,9 @@ def test_the_rule_refuses(name: str) -> None:
         ["use_fsdp=true", "use_deepspeed=false"],
         ["finetune.lora.enabled=true", "use_deepspeed=true"],
         ["finetune.lora.enabled=true", "use_deepspeed=false", "use_fsdp=true"],
+        ["finetune.lora.enabled=true", "finetune.lora.sync=adapter", "finetune.lora.r=512"],
+        ["finetune.lora.enabled=true", "finetune.lora.bias=all", "finetune.lora.r=513"],
+        ["finetune.lora.enabled=true", "world=single_gpu", "schedule=conventional", "use_deepspeed=false"],
         ["finetune.interrupt_train_steps=1000"],
         ["finetune.seq_length=10000"],
         ["~vllm_config.vllm_kwargs.max_model_len", "finetune.seq_length=128"],

@@ -57,7 +57,13 @@ class Trainer:
 
     def weights(self):
         """What servers get; empty on ranks that only take part in gathering it."""
-        source = self.backend.weight_source(torch.float32)
+        return self.received(self.backend.weight_source(torch.float32))
+
+    def adapter(self):
+        """The same for servers that hold the frozen model."""
+        return self.received(self.backend.adapter_source(torch.float32))
+
+    def received(self, source):
         if hasattr(source, "follow") and not self.ranks.is_first:
             source.follow()
             return {}
@@ -80,6 +86,7 @@ def main(name, folder):
     trainer = Trainer(kit, ranks, name)
     kl = [trainer.step(step) for step in (1, 2)]
     write_tensors(folder / f"weights_{ranks.rank}.safetensors", trainer.weights() | {"kl": torch.tensor(kl)})
+    write_tensors(folder / f"adapter_{ranks.rank}.safetensors", trainer.adapter())
     tokenizer = folder / "tokenizer"
     if ranks.is_first:
         kit.tokenizer(tokenizer)

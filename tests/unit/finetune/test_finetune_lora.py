@@ -193,3 +193,26 @@ def test_the_configuration_turns_adapters_on(kit, tmp_path):
     assert sum(p.requires_grad for p in policy.parameters()) == 7 * 2 * 2
     train(kit, policy, steps=1)
     assert policy.adapter_config.base_model_name_or_path == str(folder)
+
+
+def test_the_adapter_alone_by_hand(kit):
+    """Names as in the checkpoint; alpha / r = 2.5 is in B; nothing else is sent."""
+    policy = adapted(kit, target_modules=["q_proj"], with_values=True, sync="adapter")
+    layer = policy.language_model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(0.5)
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    source = backend.adapter_source(torch.float32)
+    sent = received(source)
+    layers = range(policy.language_model.config.num_hidden_layers)
+    assert list(sent) == [f"model.layers.{n}.self_attn.q_proj.lora_{part}.weight" for n in layers for part in "AB"]
+    assert [(meta.name, meta.shape) for meta in source.metadata()] == [(n, tuple(t.shape)) for n, t in sent.items()]
+    assert torch.equal(sent["model.layers.0.self_attn.q_proj.lora_A.weight"], layer.lora_A["default"].weight)
+    assert (sent["model.layers.0.self_attn.q_proj.lora_B.weight"] == 1.25).all()
+    assert {tensor.dtype for tensor in received(backend.adapter_source(torch.bfloat16)).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_cannot_go_with_an_adapter_alone(kit, bias):
+    with pytest.raises(ConfigError, match=f"finetune.lora.bias: got '{bias}'.*finetune.lora.sync=merged"):
+        adapted(kit, bias=bias, sync="adapter")

@@ -45,6 +45,14 @@ def test_w1_two_ranks_train_the_adapters_of_one(kit, tmp_path, on_one_rank, back
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=name)
 
+    adapter = load_file(tmp_path / "adapter_0.safetensors")
+    layers = {name.rpartition(".lora_")[0] for name in adapter}
+    assert layers and all(f"{layer}.lora_A.weight" in adapter for layer in layers)
+    for layer in layers:
+        added = adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+        found_there = found[0][f"{layer}.weight"] - initial[f"{layer}.weight"]
+        torch.testing.assert_close(added, found_there.detach(), atol=1e-6, rtol=0, msg=layer)
+
     whole, resumed = (load_file(tmp_path / f"{kind}_0.safetensors") for kind in ("uninterrupted", "resumed"))
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     assert any(not torch.equal(tensor, found[0][name]) for name, tensor in whole.items())

@@ -89,12 +89,12 @@ def test_a_frozen_parameter_is_rounded_for_good_and_another_one_left_alone() -> 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_bf16_products_leave_is_vectors_and_embeddings(kit, tied: bool) -> None:
     model = kit.model("qwen2", tied=tied)
-    chosen = names_of(model, parameters_to_round(model, BF16, BF16, has_adapters=False))
+    chosen = names_of(model, parameters_to_round(model, BF16, BF16, is_merged=False))
     vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
     assert len(vectors) == 11 and chosen == vectors | {"model.embed_tokens.weight"}
-    everything = parameters_to_round(model, torch.float32, torch.float16, has_adapters=False)
+    everything = parameters_to_round(model, torch.float32, torch.float16, is_merged=False)
     assert len(everything) == len(list(model.parameters()))
-    assert parameters_to_round(model, torch.float32, torch.float32, has_adapters=False) == []
+    assert parameters_to_round(model, torch.float32, torch.float32, is_merged=False) == []
 
 
 @pytest.mark.parametrize("computed", [torch.float32, BF16], ids=["fp32", "bf16"])
@@ -156,13 +156,30 @@ def test_the_masters_move_as_those_of_an_unrounded_trainer(kit) -> None:
 def test_with_adapters_only_the_frozen_vectors_and_embeddings_are_rounded(kit, tmp_path) -> None:
     policy = kit.policy(compute_dtype=BF16, served_dtype=BF16)
     add_adapters(policy, LoraConfig(enabled=True, r=2), "base")
-    names = names_of(policy, parameters_to_round(policy.language_model, BF16, BF16, has_adapters=True))
+    names = names_of(policy, parameters_to_round(policy.language_model, BF16, BF16, is_merged=True))
     assert names and all("norm" in name or "embed" in name or "bias" in name for name in names)
-    in_fp32 = names_of(policy, parameters_to_round(policy.language_model, torch.float32, BF16, has_adapters=True))
+    in_fp32 = names_of(policy, parameters_to_round(policy.language_model, torch.float32, BF16, is_merged=True))
     assert not any("lora" in name or "proj.base_layer.weight" in name for name in in_fp32)
     PlainBackend(policy, kit.config(), Ranks())
     parameters = dict(policy.named_parameters())
     assert all(is_rounded(parameters[name]) for name in names)
+
+
+def test_where_servers_get_the_adapter_alone_the_trainer_computes_with_their_base_and_adapter(kit) -> None:
+    """fp32 products beside servers in bf16: every parameter has a value of bf16, and A and B have masters."""
+    policy = kit.policy(compute_dtype=torch.float32, served_dtype=BF16)
+    add_adapters(policy, LoraConfig(enabled=True, r=2, alpha=8, sync="adapter"), "base")
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    train(backend, kit, 2)
+    parameters = dict(policy.language_model.named_parameters())
+    assert all(is_rounded(parameter) for parameter in parameters.values())
+    sent = {name: t.clone() for bucket in backend.adapter_source(BF16).buckets() for name, t in bucket}
+    masters = {name: t.clone() for bucket in backend.adapter_source(torch.float32).buckets() for name, t in bucket}
+    assert any(not is_rounded(tensor) for tensor in masters.values())
+    for name, tensor in sent.items():
+        own = parameters[name.replace(".weight", ".default.weight")]
+        # alpha / r = 4 is a power of two: B times it is exact.
+        assert torch.equal(tensor.float(), own * (4 if ".lora_B." in name else 1)), name
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
