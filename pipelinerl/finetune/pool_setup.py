@@ -9,11 +9,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.rules_adapter import sends_adapter
 from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.records import PoolAnswer, PoolChange
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC
 from pipelinerl.streams.feed import Feed
 from pipelinerl.supervise.context import RoleContext
+from pipelinerl.weights.base_print import base_print
+from pipelinerl.weights.manifest import local_folder
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 
@@ -42,6 +45,7 @@ def make_publisher(context: RoleContext) -> WeightPublisher:
         timeout_s=config.supervise.weight_sync_timeout_s,
         kv_cache=config.vllm_config.kv_cache,
         master_address=context.world.master_addr,
+        base_print=base_print(local_folder(config.model_path)) if sends_adapter(config) else None,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipelinerl.weights.base_print import base_print
 from pipelinerl.weights.manifest import coverage_problems, local_folder, read_manifest
 
 #: `0` in a server's environment: load layer by layer, whatever the model.
@@ -62,6 +63,11 @@ def checkpoint_tensors(model_config: Any) -> dict[str, tuple[int, ...]] | None:
     """Names and shapes in the checkpoint that this server was started with; None if it is not in safetensors format."""
     folder = local_folder(model_config.model, model_config.revision)
     return None if folder is None else read_manifest(folder)
+
+
+def print_of_checkpoint(model_config: Any) -> str | None:
+    """What tells the weights that this server was started with from others; None if they are not in safetensors."""
+    return base_print(local_folder(model_config.model, model_config.revision))
 
 
 def is_tied(model_config: Any) -> bool:

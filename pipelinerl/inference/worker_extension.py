@@ -12,7 +12,7 @@ from typing import Any
 
 from pipelinerl.inference import plugin
 from pipelinerl.inference.adapter_room import serves_adapter
-from pipelinerl.inference.in_place import checkpoint_tensors, is_tied
+from pipelinerl.inference.in_place import checkpoint_tensors, is_tied, print_of_checkpoint
 from pipelinerl.inference.reload import roll_back
 
 plugin.register()
@@ -64,13 +64,17 @@ class WeightUpdateExtension:
     def pipelinerl_model_info(self) -> dict[str, Any]:
         """What an update has to cover: `tensors` {name: shape} of the checkpoint that this server was started with
         (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model, whether a `whole_update` in
-        one call is served, and `adapter_rank`: the largest of an adapter, if updates bring one and not the model."""
+        one call is served. If updates bring an adapter and not the model: `adapter_rank`, the largest that fits, and
+        `base_print` of the model."""
         config = self.vllm_config.model_config
         tensors = checkpoint_tensors(config)
-        return {
+        info: dict[str, Any] = {
             "tensors": None if tensors is None else {name: list(shape) for name, shape in tensors.items()},
             "tied": is_tied(config),
             "dtype": str(config.dtype).removeprefix("torch."),
             "whole_update": True,
-            "adapter_rank": self.vllm_config.lora_config.max_lora_rank if serves_adapter(os.environ) else None,
         }
+        if serves_adapter(os.environ):
+            info["adapter_rank"] = self.vllm_config.lora_config.max_lora_rank
+            info["base_print"] = print_of_checkpoint(config)
+        return info

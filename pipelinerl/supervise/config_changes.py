@@ -75,6 +75,8 @@ def refuse_fixed(changes: list[Change], root: str) -> None:
 def _why_fixed(key: str, old: RunConfig) -> str | None:
     if key == "deepspeed_config" and not old.use_deepspeed:
         return None
+    if key == "finetune.lora.sync":
+        return None  # what updates send is not in the training state
     return next((why for fixed, why in FIXED.items() if _is(key, (fixed,))), None)
 
 

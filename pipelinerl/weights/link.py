@@ -42,6 +42,7 @@ class ServerLink:
         timeout_s: limit of one attempt at connecting or updating.
         kv_cache: what happens to the KV cache of running requests at an update.
         one_call: update in one call if the server offers it.
+        base_print: of the frozen model that an adapter belongs to; None: not compared.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ServerLink:
         timeout_s: float,
         kv_cache: KVCache,
         one_call: bool = True,
+        base_print: str | None = None,
     ) -> None:
         self.address = address
         self.client = client
@@ -70,6 +72,8 @@ class ServerLink:
         self._tied = False
         #: Of the largest adapter that fits, if the server takes one in place of a model.
         self._adapter_rank: int | None = None
+        self._base_print = base_print
+        self._server_print: str | None = None
         self._one_call = one_call
         self._takes_whole_updates = False
         self._phase = "connect"
@@ -96,6 +100,7 @@ class ServerLink:
             self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
             self._tied = bool(info.get("tied", False))
             self._adapter_rank = info.get("adapter_rank")
+            self._server_print = info.get("base_print")
             dtype = info.get("dtype")
             self.dtype = None if dtype is None else str(dtype)
             self._takes_whole_updates = self._one_call and bool(info.get("whole_update", False))
@@ -113,7 +118,7 @@ class ServerLink:
         sent = {meta.name: meta.shape for meta in metas}
         if self._adapter_rank is not None:
             problems = adapter_problems(self._expected, sent, self._adapter_rank)
-            problems += self._other_dtypes(metas)
+            problems += self._other_base(metas)
         elif self._expected is not None:
             problems = coverage_problems(self._expected, sent, self._tied)
         else:
@@ -121,15 +126,20 @@ class ServerLink:
         if problems:
             raise WeightSyncError(self.name, "the update does not fit the server's model: " + "; ".join(problems))
 
-    def _other_dtypes(self, metas: list[TensorMeta]) -> list[str]:
-        """The server reads its base model itself: only in the trainer's dtype does it have the trainer's weights."""
-        others = sorted({meta.dtype_name for meta in metas} - {self.dtype})
-        if not others:
-            return []
-        return [
-            f"its base model is in {self.dtype}, the trainer computes with values of {', '.join(others)}: set "
-            f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
-        ]
+    def _other_base(self, metas: list[TensorMeta]) -> list[str]:
+        """Why the frozen model, which the server read itself, has not the weights of the trainer's."""
+        problems = []
+        if others := sorted({meta.dtype_name for meta in metas} - {self.dtype}):
+            problems.append(
+                f"its base model is in {self.dtype}, the trainer computes with values of {', '.join(others)}: set "
+                f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
+            )
+        if None not in (self._base_print, self._server_print) and self._base_print != self._server_print:
+            problems.append(
+                "its model folder has other weights than the trainer read: model_path must stay as it is for the whole "
+                "run, on every machine; or set finetune.lora.sync=merged"
+            )
+        return problems
 
     async def update(self, version: int, metas: list[TensorMeta], pass_id: int) -> ServerUpdate:
         """One round: pause, start, transfer, load, resume. Buffers come through `feed`, sealed for pass `pass_id`.

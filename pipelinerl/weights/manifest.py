@@ -43,6 +43,19 @@ def read_manifest(folder: Path) -> dict[str, Shape] | None:
     Raises:
         ValueError: a file's header cannot be read, or the index cannot.
     """
+    files = tensor_files(folder)
+    if files is None:
+        return None
+    tensors: dict[str, Shape] = {}
+    for file in files:
+        for name, entry in _read_header(file).items():
+            if name != "__metadata__":
+                tensors[name] = tuple(int(size) for size in entry["shape"])
+    return tensors
+
+
+def tensor_files(folder: Path) -> list[Path] | None:
+    """The safetensors files that hold the model of `folder`; None if it has none. ValueError: as `read_manifest`."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
@@ -50,12 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Shape] | None:
     if index.is_file():
         named = _files_of(index)
         files = [file for file in files if file.name in named]
-    tensors: dict[str, Shape] = {}
-    for file in files:
-        for name, entry in _read_header(file).items():
-            if name != "__metadata__":
-                tensors[name] = tuple(int(size) for size in entry["shape"])
-    return tensors
+    return files
 
 
 def _files_of(index: Path) -> set[str]:

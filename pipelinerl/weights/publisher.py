@@ -51,6 +51,7 @@ class WeightPublisher:
         chunk_bytes: size of the packed buffers.
         transports: by server name, where one needs another transport (`ipc`: it shares the trainer's device).
         one_call: update in one call the servers that offer it; False: always phase by phase.
+        base_print: of the frozen model that an adapter belongs to (`weights.base_print`); None: not compared.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class WeightPublisher:
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         transports: Mapping[str, TransportName] | None = None,
         one_call: bool = True,
+        base_print: str | None = None,
     ) -> None:
         self._token = token
         self._transport: TransportName = transport
@@ -73,6 +75,7 @@ class WeightPublisher:
         # Transports are made in the thread of the event loop, where another GPU is current than here.
         self._transports = dict(transports or {})
         self._one_call = one_call
+        self._base_print = base_print
         on_gpu = not {transport, *self._transports.values()}.isdisjoint(("nccl", "ipc")) and torch.cuda.is_available()
         self._device_index = torch.cuda.current_device() if on_gpu else None
         self._links: dict[str, ServerLink] = {}
@@ -332,7 +335,9 @@ class WeightPublisher:
             )
 
         client = ControlClient(session, address.name, address.url)
-        return ServerLink(address, client, make_transport, self._timeout_s, self._kv_cache, self._one_call)
+        return ServerLink(
+            address, client, make_transport, self._timeout_s, self._kv_cache, self._one_call, self._base_print
+        )
 
     def _submit(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)

@@ -24,6 +24,7 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
+from pipelinerl.weights.base_print import base_print
 from pipelinerl.weights.control import ControlClient, control_session
 from pipelinerl.weights.gloo_transport import GlooTransport
 from pipelinerl.weights.publisher import WeightPublisher
@@ -233,5 +234,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(server: VLLMProc
             publisher.publish(next(VERSIONS), ModuleSource(random_model(tied=False)))
         with pytest.raises(WeightSyncError, match=r"vllm_config.vllm_kwargs.dtype=bfloat16"):
             publisher.publish(next(VERSIONS), backend_of(11).adapter_source(torch.bfloat16))
+    base = base_print(server.model)
+    assert base is not None
+    refused = pytest.raises(WeightSyncError, match=r"other weights than the trainer read")
+    with connect(server, base_print="another") as publisher, refused:
+        publisher.publish(next(VERSIONS), source_of(backend_of(11)))
+    with connect(server, base_print=base) as publisher:
         backend = backend_of(12)
         assert (feed_of(backend, publisher).send(next(VERSIONS), PROBED).probe_abs_diff or 0) < TOLERANCE

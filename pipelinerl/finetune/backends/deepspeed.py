@@ -165,13 +165,26 @@ class DeepSpeedBackend:
         if self._stage == 3:
             self._optimizer.empty_partition_cache()
 
+    def _frozen_sums(self) -> list[int]:
+        """Sums of the words of this rank's frozen weights, if servers have to have the same. States hold them too."""
+        frozen = [p for p in self.policy.parameters() if not p.requires_grad] if self.policy.sends_adapter else []
+        shards = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in frozen]
+        words = {2: torch.int16, 4: torch.int32}
+        return [int(shard.contiguous().view(words[shard.element_size()]).sum()) for shard in shards]
+
     def save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
 
     def load(self, folder: Path) -> None:
+        frozen = self._frozen_sums()
         path, _ = self.engine.load_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
         if path is None:
             raise ValueError(f"{folder}: no DeepSpeed state that fits this run")
+        if self._frozen_sums() != frozen:
+            raise ValueError(
+                f"{folder}: its frozen weights are not those of the model folder, which servers read themselves with "
+                "finetune.lora.sync=adapter: put the old weights back, or set finetune.lora.sync=merged"
+            )
         for group in self._optimizer.param_groups:
             # A state from a run without it says that it is off.
             group["fused"] = self._is_fused or None

@@ -44,7 +44,7 @@ class Trainer:
         policy = kit.policy()
         # Ranks begin with different adapters on purpose: the first rank's must win.
         torch.manual_seed(ranks.rank)
-        add_adapters(policy, LoraConfig(enabled=True, r=4), "base", one_dtype=name == "fsdp")
+        add_adapters(policy, LoraConfig(enabled=True, r=4, sync="adapter"), "base", one_dtype=name == "fsdp")
         reference = ReferenceModel(policy, ranks.device)
         self.backend = create_backend(policy, config, ranks)
         finetune = config.finetune
