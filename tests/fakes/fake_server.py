@@ -20,6 +20,7 @@ import torch
 from aiohttp import web
 
 from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
+from pipelinerl.weights.adapter_manifest import adapter_problems
 from pipelinerl.weights.gloo_group import GlooGroup
 from pipelinerl.weights.layout import BufferLayout, plan_layout
 from pipelinerl.weights.manifest import coverage_problems
@@ -55,6 +56,7 @@ class FakeServer:
         logprob: log-prob of every token.
         whole_update: serve an update in one call, as our servers do; False: the trainer makes the calls one by one.
         dtype: what it says that its weights are in; it keeps what it gets.
+        info: what else it says of itself: `adapter_rank` and `base_print`, as a server that gets adapters.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class FakeServer:
         token: str = "fake-server-token-0123456789",
         whole_update: bool = False,
         dtype: str = "float32",
+        info: Mapping[str, Any] | None = None,
     ) -> None:
         self._whole_update = whole_update
         self._dtype = dtype
+        self._info = dict(info or {})
         self.token = token
         self.url = ""
         self.tensors: dict[str, torch.Tensor] = {}
@@ -209,7 +213,7 @@ class FakeServer:
         if method == "pipelinerl_model_info":
             expected = None if self._expected is None else {name: list(s) for name, s in self._expected.items()}
             info = {"tensors": expected, "tied": self._tied, "dtype": self._dtype, "whole_update": self._whole_update}
-            return web.json_response({"results": [info]})
+            return web.json_response({"results": [info | self._info]})
         if method == "pipelinerl_abort_update":
             was_open, self._open = self._open, False
             self._leave_group()
@@ -261,7 +265,11 @@ class FakeServer:
 
     async def _finish(self, request: web.Request) -> web.Response:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._received.items()}
-        if self._expected is not None and (problems := coverage_problems(self._expected, shapes, self._tied)):
+        if "adapter_rank" in self._info:
+            problems = adapter_problems(self._expected, shapes, self._info["adapter_rank"])
+        else:
+            problems = [] if self._expected is None else coverage_problems(self._expected, shapes, self._tied)
+        if problems:
             return _error(500, f"the update left layers without all of their weights: {problems}")
         self.tensors, self._open = self._received, False
         self.version = (await request.json())["weight_version"]

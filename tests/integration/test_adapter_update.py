@@ -153,7 +153,7 @@ def test_w1_the_scale_is_alpha_over_r(server: VLLMProcess, r: int, alpha: float)
 
 
 def test_every_route_samples_with_the_adapter(server: VLLMProcess) -> None:
-    """Token ids as JSON and as arrays, and chats, under the name that requests have always used."""
+    """Token ids as JSON and as arrays, and the API of OpenAI, under the name that requests have always used."""
     backend = backend_of(5)
     with connect(server) as publisher:
         publisher.publish(next(VERSIONS), source_of(backend))
@@ -163,19 +163,10 @@ def test_every_route_samples_with_the_adapter(server: VLLMProcess) -> None:
     ids = torch.frombuffer(bytearray(packed.token_ids), dtype=torch.int32).tolist()
     logprobs = torch.frombuffer(bytearray(packed.logprobs or b""), dtype=torch.float32).tolist()
     assert largest_difference(backend, prompt, ids, logprobs) < TOLERANCE
-    body = {
-        "model": "actor",
-        "messages": [{"role": "user", "content": "w5 w6 w7"}],
-        "max_tokens": 8,
-        "temperature": 1.0,
-        "logprobs": True,
-        "return_token_ids": True,
-        "ignore_eos": True,
-    }
-    answer = json.loads(post(server, "/v1/chat/completions", body))
-    (choice,) = answer["choices"]
-    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert largest_difference(backend, answer["prompt_token_ids"], choice["token_ids"], logprobs) < TOLERANCE
+    body = {"model": "actor", "prompt": prompt, "max_tokens": 8, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    (choice,) = json.loads(post(server, "/v1/completions", {**body, "return_token_ids": True}))["choices"]
+    logprobs = choice["logprobs"]["token_logprobs"]
+    assert largest_difference(backend, prompt, choice["token_ids"], logprobs) < TOLERANCE
 
 
 def test_w3_prefix_cache_entries_never_cross_an_update(server: VLLMProcess) -> None:
