@@ -66,10 +66,10 @@ def _worker_of(server: int) -> int:
     pytest.fail("the server has no second worker")
 
 
-def _kill_and_go_on(folder: Path, override: str, *victim: Callable[[int], int]) -> None:
-    """Kill a process of the only server of a run with `override`: the run goes on, and ends well when asked to."""
+def _kill_and_go_on(folder: Path, overrides: list[str], *victim: Callable[[int], int]) -> None:
+    """Kill a process of the only server of a run with `overrides`: the run goes on, and ends well when asked to."""
     run = make_whole_run(folder)
-    launcher = run.start("finetune.max_train_steps=1000", override)
+    launcher = run.start("finetune.max_train_steps=1000", *overrides)
     try:
         _kill_and_await_return(run, launcher, *victim)
         _two_more_steps(run, launcher)
@@ -145,14 +145,20 @@ def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_only_server_is_killed_and_the_run_waits_for_it(ranks: int, tmp_path: Path) -> None:
-    _kill_and_go_on(tmp_path, f"world.num_finetune_ranks={ranks}")
+    _kill_and_go_on(tmp_path, [f"world.num_finetune_ranks={ranks}"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_that_comes_back_to_its_base_model_gets_the_present_adapter(tmp_path: Path) -> None:
+    _kill_and_go_on(tmp_path, ["finetune.lora.enabled=true", "finetune.lora.sync=adapter"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_worker_of_a_parallel_server_is_killed(tmp_path: Path) -> None:
     """One of two workers dies: the server ends as a whole, and comes back with both."""
-    _kill_and_go_on(tmp_path, "vllm_config.vllm_kwargs.tensor-parallel-size=2", _worker_of)
+    _kill_and_go_on(tmp_path, ["vllm_config.vllm_kwargs.tensor-parallel-size=2"], _worker_of)
 
 
 @pytest.mark.slow

@@ -123,10 +123,12 @@ def test_the_same_run_continues_with_or_without_a_checkpoint(tmp_path: Path) -> 
 
 def test_harmless_changes_are_listed(tmp_path: Path) -> None:
     start(tmp_path)
-    changed = config(tmp_path, max_lag=3, finetune={"max_train_steps": 7}, world={"num_actor_llms": 2})
+    finetune = {"max_train_steps": 7, "lora": {"sync": "adapter"}}
+    changed = config(tmp_path, max_lag=3, finetune=finetune, world={"num_actor_llms": 2})
     assert [str(change) for change in inspect(changed, "run-b").changes] == [
         "max_lag: None -> 3",
         "finetune.max_train_steps: 1000 -> 7",
+        "finetune.lora.sync: 'merged' -> 'adapter'",
         "world.num_actor_llms: None -> 2",
     ]
 

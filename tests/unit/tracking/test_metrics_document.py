@@ -118,7 +118,8 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         )
     )
     seconds = UpdateReport(version=1).seconds
-    collector._on_trainer(WeightUpdateSuccess(version=1, time=1.0, seconds=seconds, num_servers=1, probe_abs_diff=0.0))
+    update = WeightUpdateSuccess(version=1, time=1.0, seconds=seconds, num_servers=1, probe_abs_diff=0.0, sent_bytes=8)
+    collector._on_trainer(update)
     return names
 
 
