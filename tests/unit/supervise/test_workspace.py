@@ -127,8 +127,8 @@ def test_harmless_changes_are_listed(tmp_path: Path) -> None:
     changed = config(tmp_path, max_lag=3, finetune=finetune, world={"num_actor_llms": 2})
     assert [str(change) for change in inspect(changed, "run-b").changes] == [
         "max_lag: None -> 3",
-        "finetune.max_train_steps: 1000 -> 7",
         "finetune.lora.sync: 'merged' -> 'adapter'",
+        "finetune.max_train_steps: 1000 -> 7",
         "world.num_actor_llms: None -> 2",
     ]
 
