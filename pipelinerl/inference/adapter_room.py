@@ -5,7 +5,7 @@ Called by `inference.arguments`, by the checks before a run, and by the parts of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipelinerl.errors import ConfigError
@@ -62,21 +62,21 @@ def layers_of(tensors: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
     return tuple(layer for layer in layers if layer not in _EMBEDDINGS)
 
 
-def check_options_beside(options: Iterable[str]) -> None:
+def check_options_beside(options: Mapping[str, object]) -> None:
     """Refuse options of the user that would make such a server serve something else.
 
     Args:
-        options: their names with dashes.
+        options: by their names with dashes.
 
     Raises:
         ConfigError: with the option.
     """
-    for name in options:
+    for name, value in options.items():
         words = set(name.partition(".")[0].split("-"))
         if not words.isdisjoint(("lora", "loras")) and name.removeprefix("no-") not in _FREE_OPTIONS:
             raise ConfigError(
                 f"vllm_config.vllm_kwargs.{name}",
-                name,
+                value,
                 f"no options about adapters with {_SYNC}: they follow from finetune.lora",
                 "Remove it, or set finetune.lora.sync=merged.",
             )

@@ -45,6 +45,15 @@ def refusal(*words: str) -> str:
             ["finetune.dtype=fp32", "use_deepspeed=false", "finetune.lora.enabled=true"],
             "only servers round merged weights). Watch rl/logprob_abs_diff_on_policy",
         ),
+        (
+            [
+                "finetune.dtype=fp32",
+                "use_deepspeed=false",
+                "finetune.lora.enabled=true",
+                "finetune.lora.sync=adapter",
+            ],
+            "finetune.lora.sync=adapter is not measured on GPUs yet",
+        ),
         (["hydra.run.dir=logs"], "hydra.run.dir does nothing here"),
     ],
 )

@@ -48,13 +48,13 @@ def test_servers_of_merged_weights_have_none():
 @pytest.mark.parametrize("option", ["enable-lora", "no-enable-lora", "max-loras", "lora-modules", "lora-dtype"])
 def test_options_about_other_adapters_are_refused(option):
     with pytest.raises(ConfigError, match=f"{option}.*finetune.lora.sync=merged"):
-        check_options_beside([option])
+        check_options_beside({option: True})
     with pytest.raises(ConfigError, match=option):
         server_arguments(settings(AdapterRoom(4), **{option: True}))
 
 
 def test_options_that_leave_the_adapter_alone_are_free():
-    check_options_beside(["fully-sharded-loras", "max-model-len", "exploration"])
+    check_options_beside({"fully-sharded-loras": "", "max-model-len": 9, "exploration": 1})
 
 
 def test_layers_are_the_matrices_without_the_embeddings():
