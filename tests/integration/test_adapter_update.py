@@ -7,6 +7,7 @@ import itertools
 import json
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +50,12 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-def backend_of(seed: int, **lora: Any) -> PlainBackend:
-    """A policy on the server's base model with large random A and B."""
+def backend_of(seed: int, dtype: torch.dtype = torch.float32, **lora: Any) -> PlainBackend:
+    """A policy on the server's base model with large random A and B, for servers in `dtype`."""
     register_own_attention()
     model = random_model(tied=False)
     model.set_attn_implementation(SEGMENTED_ATTENTION)
-    policy = PolicyModel(model.train(), temperature=0.6, chunk_tokens=16)
+    policy = PolicyModel(model.train(), temperature=0.6, chunk_tokens=16, compute_dtype=dtype, served_dtype=dtype)
     settings = {"r": 4, "alpha": 10.0, **lora}
     add_adapters(policy, LoraConfig(enabled=True, sync="adapter", **settings), "base")
     draw(policy, seed)
@@ -134,14 +135,14 @@ def test_w1_the_server_computes_with_the_adapter(server: VLLMProcess, targets: l
             draw(backend.policy, seed)
             after = feed._trainer_logprobs(PROBED)
             # The old weights must be told apart, or the test proves nothing.
-            assert publisher_difference(before[2].logprobs, after[2].logprobs) > 100 * TOLERANCE
+            assert mean_difference(before[2].logprobs, after[2].logprobs) > 100 * TOLERANCE
             delivery = feed.send(next(VERSIONS), PROBED)
             assert delivery.probe_abs_diff is not None and delivery.probe_abs_diff < TOLERANCE
             shapes = [p.numel() for p in backend.policy.parameters() if p.requires_grad]
             assert delivery.sent_bytes == 4 * sum(shapes)
 
 
-def publisher_difference(first: list[float], second: list[float]) -> float:
+def mean_difference(first: list[float], second: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
 
 
@@ -233,3 +234,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(server: VLLMProc
     with connect(server, base_print=base) as publisher:
         backend = backend_of(12)
         assert (feed_of(backend, publisher).send(next(VERSIONS), PROBED).probe_abs_diff or 0) < TOLERANCE
+
+
+def test_a_bf16_server_agrees_within_its_precision(tmp_path: Path) -> None:
+    """The base model is rounded by both, and A and B arrive as the trainer multiplies them: alpha / r = 4."""
+    model = save_random_model(tmp_path / "model", tied=False)
+    kwargs = {"dtype": "bfloat16"}
+    backend = backend_of(13, torch.bfloat16, alpha=16)
+    arguments = ["--adapter-rank", "4"]
+    with (
+        VLLMProcess(model, tmp_path / "log", kwargs, arguments=arguments) as server,
+        connect(server) as publisher,
+    ):
+        feed = WeightsFeed(backend, Ranks(), publisher, torch.bfloat16, sends_adapter=True)
+        before = feed._trainer_logprobs(PROBED)[2].logprobs
+        draw(backend.policy, 14)
+        after = feed._trainer_logprobs(PROBED)[2].logprobs
+        difference = feed.send(next(VERSIONS), PROBED).probe_abs_diff
+    assert difference is not None and difference < 0.05
+    assert mean_difference(before, after) > 0.5
