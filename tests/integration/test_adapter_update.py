@@ -8,7 +8,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.inference.adapter_room import ROOM_RANKS
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
 from pipelinerl.weights.base_print import base_print
 from pipelinerl.weights.control import ControlClient, control_session
@@ -113,6 +114,12 @@ def output_of(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
 def largest_difference(backend: PlainBackend, prompt: list[int], ids: list[int], logprobs: list[float]) -> float:
     expected = model_logprobs(backend.policy.language_model, prompt + ids)[len(prompt) - 1 :]
     return max(abs(a - b) for a, b in zip(logprobs, expected, strict=True))
+
+
+def test_there_is_room_for_the_ranks_of_vllm() -> None:
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == ROOM_RANKS
 
 
 def test_before_the_first_update_the_server_is_its_base_model(server: VLLMProcess) -> None:

@@ -3,10 +3,12 @@
 import pytest
 
 from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.config.rules_adapter import LARGEST_RANK
 from pipelinerl.entrypoints.llm import adapter_room
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.adapter_room import (
     ADAPTER_VARIABLE,
+    ROOM_RANKS,
     AdapterRoom,
     check_options_beside,
     layers_of,
@@ -32,6 +34,10 @@ def test_the_room_is_the_next_size_that_vllm_has(rank, room):
     assert words_after(argv, "--max-loras") == ["1"]
     assert words_after(argv, "--lora-target-modules") == ["q_proj", "v_proj"]
     assert "--enable-lora" in argv
+
+
+def test_a_rank_without_room_is_refused_by_the_rules():
+    assert ROOM_RANKS[-1] == LARGEST_RANK
 
 
 def test_servers_of_merged_weights_have_none():
