@@ -97,11 +97,12 @@ def test_no_second_tensor_is_kept_for_experts(family: str) -> None:
     model = random_model(family)
     own = with_experts(model, OWN_EXPERTS)
     experts = {name for name, _ in own.named_parameters() if ".experts." in name}
-    rounded = {id(parameter) for parameter in parameters_to_round(own, BF16, BF16, has_adapters=False)}
+    rounded = {id(parameter) for parameter in parameters_to_round(own, BF16, BF16, is_merged=False)}
     assert len(experts) == NUM_EXPERT_TENSORS[family]
     assert all(id(parameter) not in rounded for name, parameter in own.named_parameters() if name in experts)
     # With fp32 products beside bf16 servers nothing else rounds them.
-    wide = {id(parameter) for parameter in parameters_to_round(own, torch.float32, BF16, has_adapters=False)}
-    assert all(id(parameter) in wide for name, parameter in own.named_parameters() if name in experts)
-    theirs = {id(parameter) for parameter in parameters_to_round(model, BF16, BF16, has_adapters=False)}
+    for is_merged in (False, True):
+        wide = {id(parameter) for parameter in parameters_to_round(own, torch.float32, BF16, is_merged=is_merged)}
+        assert all(id(parameter) in wide for name, parameter in own.named_parameters() if name in experts)
+    theirs = {id(parameter) for parameter in parameters_to_round(model, BF16, BF16, is_merged=False)}
     assert all(id(parameter) in theirs for name, parameter in model.named_parameters() if name in experts)
