@@ -23,7 +23,10 @@ def measurements(device: str = "cuda", small_cards: bool = False) -> tuple[Measu
         small_cards: the trainer's share has to fit on a card with 80 GB.
     """
     first, second = _learning(device, small_cards)
-    listed = (first, *_tests(), *_levers(device), second, *_memory(device), *_four_cards(device))
+    listed = (
+        *(first, *_tests(), *_levers(device), *_adapters(device), second),
+        *(*_memory(device), *_four_cards(device)),
+    )
     # Servers take long to start on a CPU, and nobody waits for its times.
     return listed if device == "cuda" else tuple(replace(one, limit_s=_REHEARSAL_LIMIT_S + 60) for one in listed)
 
@@ -66,6 +69,13 @@ def _tests() -> tuple[Measurement, ...]:
             "test-trainer", "gradients on two cards: plain, FSDP2, ZeRO-2, ZeRO-3", 2, 180, trainer, "-k", f"not {idle}"
         ),
         test("test-one-card", "reference model, attention, TF32", 1, 120, *one),
+        test(
+            "test-adapter",
+            "a server computes with the adapter it was sent",
+            2,
+            200,
+            "tests/gpu/test_adapter_update_gpu.py",
+        ),
         test("test-idle-rank", "a rank that waits leaves its card idle", 2, 30, trainer, "-k", idle, alone=True),
     )
 
@@ -85,6 +95,16 @@ def _levers(device: str) -> tuple[Measurement, ...]:
             "lever-piecewise", "the same; CUDA graphs of steps that mix prompts with decoding", "--graphs", "piecewise"
         ),
     )
+
+
+def _adapters(device: str) -> tuple[Measurement, ...]:
+    """LoRA: updates that send merged matrices, and the adapter alone. The servers have CUDA graphs, as users' have."""
+
+    def one(name: str, sync: str) -> Measurement:
+        lora = ("--graphs", "--", "use_deepspeed=false", "finetune.lora.enabled=true", f"finetune.lora.sync={sync}")
+        return _split(device, 2, name, "adapters", "1server-1rank", "1.5", 150, *lora)
+
+    return one("adapter-merged-1.5b", "merged"), one("adapter-alone-1.5b", "adapter")
 
 
 def _memory(device: str) -> tuple[Measurement, ...]:
