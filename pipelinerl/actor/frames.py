@@ -7,6 +7,7 @@ the other one run anything.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from typing import Any
 
@@ -14,6 +15,8 @@ import msgspec
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.records import EvaluationSample, RolloutSummary, Sample
+
+logger = logging.getLogger(__name__)
 
 # Exit codes of a worker. faulthandler leaves with 1 when the event loop stood still for too long.
 BLOCKED_EXIT_CODE = 1
@@ -97,12 +100,26 @@ _encoder = msgspec.msgpack.Encoder()
 _ended_decoder = msgspec.msgpack.Decoder(RolloutEnded)
 
 
-def check_sendable(answer: RolloutEnded) -> None:
-    """Make sure that the actor can read `answer`, of which user code made many values.
+def sendable(answer: RolloutEnded) -> RolloutEnded:
+    """`answer`, of which user code made many values, as the actor can read it: without what is recorded of it for
+    people, if that is all that cannot be written.
 
     Raises:
-        RolloutError: `bad_value`: one of them is not of its type, or has no encoding.
+        RolloutError: `bad_value`: another value is not of its type, or has no encoding.
     """
+    try:
+        _check_sendable(answer)
+        return answer
+    except RolloutError as error:
+        if not answer.recorded:
+            raise
+        bare = msgspec.structs.replace(answer, recorded=[])
+        _check_sendable(bare)
+        logger.warning("what rollout %s said is not recorded: %s", answer.summary.rollout_id, error)
+        return bare
+
+
+def _check_sendable(answer: RolloutEnded) -> None:
     try:
         _ended_decoder.decode(_encoder.encode(answer))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:

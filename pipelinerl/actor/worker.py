@@ -33,14 +33,14 @@ from pipelinerl.actor.frames import (
     Servers,
     StartRollout,
     ToWorker,
-    check_sendable,
+    sendable,
 )
 from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError, WorkerError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.connections import Connections
-from pipelinerl.llm.plain_data import encodable
+from pipelinerl.llm.plain_data import encodable, said
 from pipelinerl.llm.recorded import recorded_samples
 from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize, version_range
 from pipelinerl.llm.retry import EndRunError
@@ -151,8 +151,7 @@ class RolloutWorker:
         answer: FromWorker
         try:
             result = await self._function(self._cfg, llm, start.problem, session)
-            answer = ended = self._ended(start, llm, result)
-            check_sendable(ended)
+            answer = sendable(self._ended(start, llm, result))
         except Exception as error:  # noqa: BLE001 - user code may raise anything; each kind has its answer
             answer = self._failed(start, llm, error)
         if llm.counters.fatal is not None:
@@ -202,11 +201,11 @@ class RolloutWorker:
 
     def _failed(self, start: StartRollout, llm: TrainableLLM, error: Exception) -> RolloutFailed | Fatal:
         if isinstance(error, UserError):
-            return Fatal(user_error=True, message=encodable(str(error)))
+            return Fatal(user_error=True, message=said(error))
         if isinstance(error, EndRunError):
-            return Fatal(user_error=False, message=encodable(str(error)))
+            return Fatal(user_error=False, message=said(error))
         if isinstance(error, RolloutError):
-            reason, message = encodable(error.reason), encodable(str(error))
+            reason, message = said(error.reason), said(error)
         else:
             reason = encodable(f"exception_{type(error).__name__}")
             message = encodable("".join(traceback.format_exception(error)))

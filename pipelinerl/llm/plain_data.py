@@ -28,6 +28,14 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def said(value: object) -> str:
+    """`value` as text that can be written, whatever it is: exceptions of user code may have no text at all."""
+    try:
+        return encodable(str(value))
+    except Exception:  # noqa: BLE001 - code of the user's
+        return f"<{type(value).__name__} without a text>"
+
+
 def _integer(digits: str) -> int | str:
     # The longest integer of 64 bits has 19 digits and a sign.
     number = int(digits) if len(digits) <= 20 else None

@@ -6,18 +6,21 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pipelinerl.actor.evaluation import Evaluator
 from pipelinerl.actor.evaluation_record import EvaluationRecorder, rollout_record
-from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout, sendable
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.actor.worker import RolloutWorker
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.datasets import Problem
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.llm.recorded import recorded_samples
 from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
 from pipelinerl.records.codec import RecordCodec
@@ -98,6 +101,42 @@ def ended(start: StartRollout) -> RolloutEnded | RolloutFailed:
         [text()], group_id=start.group_id, rollout_id=start.rollout_id, incarnation=1, reward=1.0
     )
     return RolloutEnded(0, [], summary, None, 4, 5, 1, 0, recorded=samples if start.record else [])
+
+
+def test_what_cannot_be_recorded_never_costs_the_rollout(caplog: pytest.LogCaptureFixture) -> None:
+    start = StartRollout(
+        ticket=1, rollout_id="e/r1", group_id="e", problem={"n": 1}, server=0, seed=0, evaluation=True, record=True
+    )
+    answer = ended(start)
+    assert isinstance(answer, RolloutEnded) and sendable(answer) is answer
+    odd = recorded(text(version_spans=[("v3", 0, 1)]))
+    bare = sendable(replace(answer, recorded=odd))
+    assert bare == replace(answer, recorded=[]) and "e/r1 said is not recorded" in caplog.text
+    with pytest.raises(RolloutError, match="cannot be recorded"):
+        sendable(replace(answer, recorded=odd, dataset_name="\ud800"))
+
+
+class Odd(RolloutError):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (RolloutError(None, "x"), "None", "None: x"),  # type: ignore[arg-type]
+        (RolloutError(7), "7", "7"),  # type: ignore[arg-type]
+        (Odd("late"), "late", "<Odd without a text>"),
+    ],
+)
+def test_o2_an_exception_of_the_users_without_a_text_costs_its_rollout(
+    error: RolloutError, reason: str, message: str
+) -> None:
+    """What `_failed` raises would end the worker, and the run with it."""
+    llm: Any = SimpleNamespace(counters=SimpleNamespace(requests=2, retries=1))
+    start: Any = SimpleNamespace(ticket=4, rollout_id="e/r1")
+    worker = RolloutWorker.__new__(RolloutWorker)
+    assert worker._failed(start, llm, error) == RolloutFailed(4, reason, message, requests=2, retries=1)
 
 
 class Runner:
