@@ -111,12 +111,17 @@ def _supervise_and_report(session: RunSession) -> Outcome:
         outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
     logger.info("%s: %s", outcome.status, outcome.reason)
     summary = collector.write_summary(outcome.status, outcome.reason)
+    more: dict[str, Any] = {}
     if session.restarts:
-        summary |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}
-        write_json(session.run_dir.summary_file, summary)
+        more |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}
     if (best := _settle_best(session, collector)) is not None:
-        summary |= {"best_model": best}
-        write_json(session.run_dir.summary_file, summary)
+        more |= {"best_model": best}
+    if more:
+        summary |= more
+        try:
+            write_json(session.run_dir.summary_file, summary)
+        except OSError as error:  # how the run ended does not depend on it
+            logger.error("%s cannot be written: %s", session.run_dir.summary_file, error)
     try:
         print_result(outcome, summary, session.run_dir)
         sys.stdout.flush()
