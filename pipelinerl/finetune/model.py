@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Far beyond what rounding to 10 bits does, far below what rounded positions do.
 _TF32_TOLERANCE = 0.1
+#: Attributes of mixtures of experts by which they disturb their inputs, in training mode alone.
+_NOISES = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -131,8 +133,12 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
 
 
 def remove_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout to 0: the ratio of new to old log-probs must come from the weights alone."""
+    """Set every dropout, and noise on what routers see, to 0: the ratio of new to old log-probs must come from the
+    weights alone."""
     for module in model.modules():
+        for noise in _NOISES:
+            if getattr(module, noise, 0.0):
+                setattr(module, noise, 0.0)
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if getattr(module, "attention_dropout", 0.0):

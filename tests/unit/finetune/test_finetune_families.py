@@ -3,7 +3,16 @@
 import pytest
 import torch
 from fakes.varlen_kernel import plain_varlen_attn
-from transformers import Gemma2Config, Gemma2ForCausalLM, Lfm2Config, Lfm2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from pipelinerl.finetune import varlen_attention
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
@@ -66,3 +75,15 @@ def test_a_plain_family_is_trained_with_any(attention, dtype):
     policy = policy_of(Qwen2ForCausalLM(Qwen2Config(**SHAPE)), 1, attention, dtype)
     assert find_fault(policy, packed=True) is None
     assert policy.attention == attention
+
+
+def test_noise_on_what_routers_see_is_off():
+    """In training mode only: the same weights would have other log-probs at every pass, and than in the servers."""
+    torch.manual_seed(1)
+    config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.01)
+    model = MixtralForCausalLM(config).train()
+    policy = policy_of(model, 10, "sdpa", torch.float32)
+    model.model.layers[0].mlp.jitter_noise = 0.01
+    assert "differ" in find_fault(policy, packed=False)
+    remove_dropout(model)
+    assert find_fault(policy, packed=True) is None
