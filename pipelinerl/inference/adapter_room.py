@@ -17,7 +17,10 @@ ROOM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _SYNC = "finetune.lora.sync=adapter"
 #: Options about adapters that leave open which one is served.
 _FREE_OPTIONS = ("fully-sharded-loras",)
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out", "word_embeddings")
+_EMBEDDINGS = (
+    *("embed_tokens", "embed_positions", "embed_in", "embed_out", "word_embeddings", "position_embeddings"),
+    *("lm_head", "wte", "wpe"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,16 @@ class AdapterRoom:
     layers: tuple[str, ...] = ()
 
     def options(self) -> dict[str, object]:
-        """Options of vLLM, names with dashes."""
-        options: dict[str, object] = {
-            "enable-lora": True,
-            "max-loras": 1,
-            "max-lora-rank": next(rank for rank in ROOM_RANKS if rank >= self.rank),
-        }
+        """Options of vLLM, names with dashes. ConfigError: it has no room for this rank."""
+        room = next((rank for rank in ROOM_RANKS if rank >= self.rank), None)
+        if room is None or self.rank < 1:
+            raise ConfigError(
+                "rank of the adapter",
+                self.rank,
+                f"1 to {ROOM_RANKS[-1]}: vLLM has room for no other",
+                "Choose another.",
+            )
+        options: dict[str, object] = {"enable-lora": True, "max-loras": 1, "max-lora-rank": room}
         if self.layers:
             options["lora-target-modules"] = list(self.layers)
         return options

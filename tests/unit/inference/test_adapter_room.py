@@ -4,6 +4,7 @@ import pytest
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.rules_adapter import LARGEST_RANK
+from pipelinerl.entrypoints import llm
 from pipelinerl.entrypoints.llm import adapter_room
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.adapter_room import (
@@ -40,6 +41,14 @@ def test_a_rank_without_room_is_refused_by_the_rules():
     assert ROOM_RANKS[-1] == LARGEST_RANK
 
 
+@pytest.mark.parametrize("rank", [0, -4, 513])
+def test_a_rank_without_room_is_refused_by_a_server_of_its_own(rank, capsys):
+    with pytest.raises(ConfigError, match=f"got {rank}, expected 1 to 512"):
+        server_arguments(settings(AdapterRoom(rank, ("q_proj",))))
+    assert llm.main(["--model", "model", "--port", "1", "--adapter-rank", str(rank)]) == 2
+    assert capsys.readouterr().err.startswith("error: rank of the adapter")
+
+
 def test_servers_of_merged_weights_have_none():
     argv, _ = server_arguments(settings())
     assert not any("lora" in word for word in argv)
@@ -66,6 +75,8 @@ def test_options_that_leave_the_adapter_alone_are_free():
 def test_layers_are_the_matrices_without_the_embeddings():
     tensors = {
         "model.embed_tokens.weight": (200, 64),
+        # vLLM does not start with a target that it cannot wrap (OPT).
+        "model.decoder.embed_positions.weight": (130, 64),
         "model.layers.0.self_attn.q_proj.weight": (64, 64),
         "model.layers.0.self_attn.q_proj.bias": (64,),
         "model.layers.0.input_layernorm.weight": (64,),
