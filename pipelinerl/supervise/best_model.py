@@ -102,10 +102,8 @@ class BestModel:
 
     def drop_rest(self) -> None:
         """Remove everything but the best model: no result comes for it any more."""
-        best = self._best_folder()
         for folder in self._folders():
-            if folder != best:
-                remove_folder(folder)
+            self._remove(folder)
 
     def _settle(self, result: EvaluationResult) -> None:
         value = self._value(result)
@@ -118,8 +116,8 @@ class BestModel:
             if reason is None and value is not None:
                 self._promote(note, result, value)
                 continue
-            logger.info("version %d is not kept: %s", note.version, reason)
-            remove_folder(self.folder(note.version))
+            if self._remove(self.folder(note.version)):
+                logger.info("version %d is not kept: %s", note.version, reason)
 
     def _why_not(self, note: EvaluatedVersion, result: EvaluationResult, value: float | None) -> str | None:
         """Why a candidate cannot be the best one; None: it is."""
@@ -183,6 +181,14 @@ class BestModel:
         )
         if old is not None and old != folder and old.exists():
             remove_folder(old)
+
+    def _remove(self, folder: Path) -> bool:
+        """Remove `folder`, unless it is the best one by now: with several nodes, trainer and launcher may both take the
+        last results, and what one of them has just kept is no better than the best one for the other."""
+        if folder == self._best_folder():
+            return False
+        remove_folder(folder)
+        return True
 
     def _best_folder(self) -> Path | None:
         link = self._root / "best"

@@ -229,3 +229,21 @@ def test_what_is_no_export_is_passed_over(tmp_path: Path) -> None:
     best.fold([result(20)])
     assert best_of(tmp_path) == "20"
     assert msgspec.json.decode((tmp_path / "best" / "evaluation.json").read_bytes())["version"] == 20
+
+
+def test_what_another_process_has_just_kept_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launcher and trainer of different nodes settle the same result, one between the other's looks at the folders."""
+    results = [result(10, 0.3), result(20, 0.8)]
+    export(tmp_path, 10)
+    trainer = model(tmp_path)
+    trainer.fold(results[:1])
+    export(tmp_path, 20)
+    decide = trainer._why_not
+
+    def late(*arguments: Any) -> str | None:
+        model(tmp_path).fold(results)
+        return decide(*arguments)
+
+    monkeypatch.setattr(trainer, "_why_not", late)
+    trainer.fold(results)
+    assert (best_of(tmp_path), left(tmp_path)) == ("20", {"20"})
