@@ -26,6 +26,8 @@ KEY = "finetune.keep_best"
 NOTE = "evaluation.json"
 # At most so many versions wait for their result: the one that is being measured, and the newest one.
 MAX_CANDIDATES = 2
+# What the actor calls several data sets together.
+_ALL = "all"
 _OWN_METRICS = {"success_rate": "success_rate", "mean_reward": "mean_reward"}
 
 
@@ -134,7 +136,7 @@ class BestModel:
         best = self.best
         if best is None:
             return None
-        old = self._value_of_best(best, result.dataset_name)
+        old = self._value_of_best(best, result)
         # Of equal values the one counts for more that fewer versions had a part in.
         if old is None or (value, -_num_later(result)) > (old, -_num_later(best)):
             return None
@@ -144,9 +146,11 @@ class BestModel:
         own = _OWN_METRICS.get(self._metric)
         return getattr(result, own) if own is not None else result.metrics.get(self._metric)
 
-    def _value_of_best(self, best: EvaluatedVersion, dataset_name: str) -> float | None:
+    def _value_of_best(self, best: EvaluatedVersion, result: EvaluationResult) -> float | None:
         """None: it was measured by something else (the configuration changed) and cannot be compared."""
-        if best.dataset_name != dataset_name:
+        names = {best.dataset_name, result.dataset_name}
+        # Of the same problems it may change too: failed rollouts do not say a name that others do, and two are "all".
+        if len(names) > 1 and not (_ALL in names and best.num_rollouts == result.num_rollouts):
             return None
         if best.metric == self._metric:
             return best.value

@@ -11,7 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.records import EvaluationResult
+from pipelinerl.actor.evaluation import EvaluationFrame, summarize_evaluation
+from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
+from pipelinerl.domains.datasets import Problem
+from pipelinerl.records import EvaluationResult, RolloutSummary
 from pipelinerl.supervise import best_model
 from pipelinerl.supervise.best_model import BestModel, EvaluatedVersion, note_text
 
@@ -247,3 +250,26 @@ def test_what_another_process_has_just_kept_stays(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(trainer, "_why_not", late)
     trainer.fold(results)
     assert (best_of(tmp_path), left(tmp_path)) == ("20", {"20"})
+
+
+def test_a_failed_rollout_that_did_not_name_its_data_set_does_not_make_values_incomparable(tmp_path: Path) -> None:
+    """Rollouts call their data set by another name than the problems do; those that fail keep the problem's."""
+    problems = [Problem(id=str(n), dataset_name="test", data={}) for n in range(2)]
+    best = model(tmp_path)
+    for version, success, failing in ((10, True, False), (20, False, True)):
+        answers: list[RolloutEnded | RolloutFailed] = []
+        for n in range(2):
+            summary = RolloutSummary(
+                rollout_id=str(n), reward=0.0, success=success, num_samples=1, output_tokens=1, latency_s=0.1
+            )
+            answers.append(RolloutEnded(n, [], summary, "math", version, version, 1, 0))
+        if failing:
+            answers[0] = RolloutFailed(0, "exception_ValueError", "")
+        frame = EvaluationFrame(
+            due_version=version, versions=(version, version), is_final=False, seconds=1, incarnation=0
+        )
+        results = summarize_evaluation(problems, answers, frame)
+        assert results[0].dataset_name == ("all" if failing else "math")
+        export(tmp_path, version)
+        best.fold(results)
+    assert best_of(tmp_path) == "10"
