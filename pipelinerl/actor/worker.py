@@ -152,7 +152,7 @@ class RolloutWorker:
         try:
             result = await self._function(self._cfg, llm, start.problem, session)
             answer = sendable(self._ended(start, llm, result))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; each kind has its answer
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; each kind has its answer
             answer = self._failed(start, llm, error)
         if llm.counters.fatal is not None:
             answer = Fatal(user_error=False, message=llm.counters.fatal)
@@ -199,7 +199,7 @@ class RolloutWorker:
             logger.warning("what rollout %s said is not recorded: %r", start.rollout_id, error)
             return []
 
-    def _failed(self, start: StartRollout, llm: TrainableLLM, error: Exception) -> RolloutFailed | Fatal:
+    def _failed(self, start: StartRollout, llm: TrainableLLM, error: BaseException) -> RolloutFailed | Fatal:
         if isinstance(error, UserError):
             return Fatal(user_error=True, message=said(error))
         if isinstance(error, EndRunError):

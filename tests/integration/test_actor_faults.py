@@ -134,6 +134,17 @@ def test_o2_evaluations_that_fail_do_not_end_training_and_grader_errors_cost_the
     assert "grader" in run.stderr
 
 
+def test_o2_user_code_that_exits_costs_its_rollout(tmp_path: Path, model: Path) -> None:
+    """`sys.exit` in a grader would end the worker, with the exit code of one that got stuck."""
+    task = edited_task("    if problem['dataset'] == 'train' and llm.seed % 4 == 0:\n        raise SystemExit(1)\n")
+    with FakeServer() as server:
+        run = ActorRun(tmp_path, model, [server.url], server.token, task)
+        with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)):
+            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
+    assert {fate.reason for fate in run.fates if fate.fate == "failed"} == {"exception_SystemExit"}
+    assert "is replaced" not in run.stderr
+
+
 ODD_VALUES = """
 import numpy
 
