@@ -17,7 +17,13 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_implementations, register_own_attention
 from pipelinerl.finetune.experts import use_own_experts
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.packing_check import family_leak, forward_difference, packing_difference, tf32_difference
+from pipelinerl.finetune.packing_check import (
+    family_leak,
+    forward_difference,
+    packing_difference,
+    repeat_difference,
+    tf32_difference,
+)
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.server_dtype import wire_dtype
 
@@ -155,6 +161,8 @@ def find_fault(policy: PolicyModel, packed: bool) -> str | None:
         policy.compute_dtype = torch.float32
     tolerance = _TOLERANCE[policy.compute_dtype]
     try:
+        if (difference := repeat_difference(policy)) > _TOLERANCE[torch.float32]:
+            return f"two passes over the same tokens differ by {difference:.2g}: it draws at random while it trains"
         if (difference := forward_difference(policy)) > tolerance:
             return f"log-probs differ by {difference:.2g} from the model's own logits"
         if packed and (difference := packing_difference(policy)) > tolerance:

@@ -1,6 +1,6 @@
 """Tries a freshly loaded model on a few tokens: does it compute what its own head says, and does packing leak?
 
-Called by `load_policy` before training; costs a few forward passes over about 20 tokens. What a model should compute is
+Called by `load_policy` before training; costs a few forward passes over 20 to 64 tokens. What a model should compute is
 asked of its eager attention, which honours everything that a family has (soft-capping, sinks, windows).
 """
 
@@ -21,6 +21,8 @@ from pipelinerl.rl.precision import fp32_products
 _LENGTHS = (5, 9, 3)
 #: Odd numbers above 2048 are no TF32 values.
 _LARGE_POSITION = 4096
+#: Enough for something that is drawn at random for each of them to show.
+_REPEATED_TOKENS = 64
 _EAGER = "eager"
 
 
@@ -76,6 +78,24 @@ def forward_difference(policy: PolicyModel) -> float:
         logits = policy.language_model(input_ids=ids, use_cache=False).logits
     expected, _ = logprobs_from_logits(logits[0, :-1], ids[0, 1:], policy.temperature)
     return _largest(_logprobs(policy, [sample])[: len(sample) - 1] - expected)
+
+
+@torch.no_grad()
+def repeat_difference(policy: PolicyModel) -> float:
+    """Largest |log-prob difference| between two passes over the same tokens, in fp32 with eager attention.
+
+    In training mode some families draw at random inside the model, for instance which expert a token goes to: the ratio
+    of new to old log-probs would be about that, and no server does it.
+    """
+    vocabulary = policy.language_model.config.get_text_config().vocab_size
+    sample = [(11 * k * k + 5 * k) % vocabulary for k in range(_REPEATED_TOKENS)]
+    dtype = policy.compute_dtype
+    policy.compute_dtype = torch.float32
+    try:
+        with exact_attention(policy):
+            return _largest(_logprobs(policy, [sample]) - _logprobs(policy, [sample]))
+    finally:
+        policy.compute_dtype = dtype
 
 
 @torch.no_grad()
