@@ -78,7 +78,7 @@ class Session:
         self._environ: Mapping[str, str] = {**os.environ, "PYTHONPATH": paths}
 
     def measure(self, waiting: Sequence[Measurement], limit_s: float) -> None:
-        """Start and end what is due until nothing runs and nothing more fits. `KeyboardInterrupt` ends what runs."""
+        """Start and end what is due until nothing runs and nothing more fits. Whatever goes wrong ends what runs."""
         waiting, end_s = list(waiting), limit_s - self._grace_s
         self._summary.write()
         try:
@@ -89,13 +89,10 @@ class Session:
                     self._start(measurement, cards, end_s)
                 if not self._jobs:
                     break
-                self._turn()
-        except KeyboardInterrupt:
-            with deaf():
-                for job in self._jobs:
-                    job.end("interrupted", self._now_s())
-                while self._jobs:
-                    self._turn()
+                for job in self._turn():
+                    self._finish(job)
+        except BaseException:  # a full disk, too: nobody else would end what holds the cards
+            self._end_all()
             raise
         finally:
             for measurement in waiting:
@@ -116,18 +113,27 @@ class Session:
         self._summary.write()
         self._say(f"{measurement.name} starts on {','.join(cards)}, expected {measurement.expected_s:.0f} s")
 
-    def _turn(self) -> None:
-        """Wait until something is due or ends, and do what is due."""
+    def _end_all(self) -> None:
+        with deaf():
+            for job in self._jobs:
+                job.end("interrupted", self._now_s())
+            while self._jobs:
+                for job in self._turn():
+                    with contextlib.suppress(OSError):  # what cannot be kept
+                        self._finish(job)
+
+    def _turn(self) -> list[Job]:
+        """Wait until something is due or ends, and do what is due; those that are over and run no more."""
         pids = [job.pids() for job in self._jobs]
         if all(pids):
             due_s = min(job.next_s for job in self._jobs)
             wait_any([pid for those in pids for pid in those], due_s - self._now_s())
-        for job in list(self._jobs):
+        for job in self._jobs:
             job.advance(self._now_s())
-            if job.over:
-                self._jobs.remove(job)
-                self._finish(job)
+        over = [job for job in self._jobs if job.over]
+        self._jobs = [job for job in self._jobs if not job.over]
         reap_orphans(self._jobs)
+        return over
 
     def _finish(self, job: Job) -> None:
         record = self._summary.records[job.measurement.name]
@@ -192,8 +198,12 @@ def main() -> None:
                 job.measurement, args.model or DEFAULT_MODEL, args.output / "work" / job.measurement.name
             )
             print(f"# {job.measurement.name}\nCUDA_VISIBLE_DEVICES={','.join(job.cards)} {shlex.join(words)}")
-    if not shown:
+    if shown:
+        return
+    try:
         run(args, measured, cards, {"cards": about, "versions": versions(), "limit_s": args.limit_s})
+    except OSError as error:  # a folder that cannot be written, a full disk
+        sys.exit(f"--output, --scratch: {error}")
 
 
 def run(args: argparse.Namespace, measured: Sequence[Measurement], cards: list[str], about: dict[str, Any]) -> None:
@@ -204,6 +214,9 @@ def run(args: argparse.Namespace, measured: Sequence[Measurement], cards: list[s
     become_subreaper()
     # As Ctrl-C: what runs is ended, and what is done stays.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    summary.write()
+    if args.scratch is not None:
+        args.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-measurements-", dir=args.scratch, ignore_cleanup_errors=True) as name:
         model = args.model or (tiny_model(Path(name)) if args.device == "cpu" else DEFAULT_MODEL)
         try:

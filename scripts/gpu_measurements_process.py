@@ -144,7 +144,8 @@ class Job:
                     process.terminate()
             self._kill_s = min(self._kill_s or now_s + _LEFTOVER_GRACE_S, now_s + _LEFTOVER_GRACE_S)
         elif living and ended and self._kill_s is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # the last one may have ended since
+                os.killpg(self._process.pid, signal.SIGTERM)
             self._kill_s = now_s + self._grace_s
         self.over = self._process.poll() is not None and not living
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -173,6 +174,38 @@ def test_an_interrupt_leaves_what_is_done(scripts: dict[str, ModuleType], tmp_pa
         measure(scripts, tmp_path, done, made(scripts, "breaks", code, gpus=2), made(scripts, "later", code, gpus=2))
     found = json.loads((tmp_path / "out" / "summary.json").read_text())["measurements"]
     assert [record["status"] for record in found] == ["ok", "interrupted", "not started"]
+
+
+def test_a_full_disk_leaves_nothing_running(
+    scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert scripts["main"].become_subreaper()
+    monkeypatch.setattr(scripts["main"], "collect", full)
+    code = "import os, sys, time; from pathlib import Path; Path(sys.argv[2]).write_text(str(os.getpid())); "
+    pids = tmp_path / "pid"
+    # It ends when the other one has begun.
+    ends = "import sys, time\nfrom pathlib import Path\nwhile not Path(sys.argv[2]).exists(): time.sleep(0.05)"
+    holds = made(scripts, "holds", code + "time.sleep(600)", str(pids))
+    with pytest.raises(OSError, match="No space left"):
+        measure(scripts, tmp_path, holds, made(scripts, "ends", ends, str(pids)))
+    assert gone(int(pids.read_text()))
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())["measurements"]
+    assert [record["status"] for record in found] == ["interrupted", "ok"]
+
+
+def test_folders_that_cannot_be_made_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    script = Path(__file__).parents[3] / "scripts" / "gpu_measurements.py"
+    words = [sys.executable, script, "--device", "cpu", "--gpus", "2", "--only", "levers"]
+    for option in ("--output", "--scratch"):
+        folders = {"--output": tmp_path / "out", "--scratch": tmp_path} | {option: tmp_path / "file" / "below"}
+        pairs = [str(word) for pair in folders.items() for word in pair]
+        done = subprocess.run([*words, *pairs], capture_output=True, text=True, timeout=120)
+        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
+        assert str(tmp_path / "file") in done.stderr
 
 
 def test_small_files_are_kept_and_large_ones_said(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
