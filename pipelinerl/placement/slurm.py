@@ -27,7 +27,7 @@ def with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
     What is set already stays: with WORLD_SIZE or RANK nothing is added, PIPELINERL_NODE_HOSTS replaces SLURM's names.
 
     Raises:
-        ConfigError: the step has several nodes, and not one task on each.
+        ConfigError: the step has several nodes and not one task on each, or a variable is missing.
     """
     if not is_slurm_step(environ):
         return environ
@@ -41,8 +41,10 @@ def with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
             f"Start it by `srun --ntasks-per-node=1`, or {_OWN_RANK}.",
         )
     hosts = environ.get(NODE_HOSTS_KEY, "").strip() or ",".join(hosts_of(environ.get(_HOSTS, "")))
-    # Without a number no node may take itself for the first one.
-    rank = environ.get("SLURM_NODEID", "").strip() or "unknown"
+    rank = environ.get("SLURM_NODEID", "").strip()
+    if not rank:  # no node may take itself for the first one
+        expected = f"the number of this node in the step, 0 to {nodes - 1}"
+        raise ConfigError("SLURM_NODEID", None, expected, f"Pass SLURM's variables on, or {_OWN_RANK}.")
     return {**environ, "WORLD_SIZE": str(nodes), "RANK": rank, NODE_HOSTS_KEY: hosts}
 
 
