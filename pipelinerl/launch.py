@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PipelineRLError as error:  # raised before anything was started
         sys.stderr.write(f"error: {error}\n")
         return EXIT_RUN_FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         sys.stderr.write("interrupted before anything was started\n")
-        return 128 + signal.SIGINT
+        signum: int = error.args[0] if error.args else signal.SIGINT  # Python's own has none
+        return 128 + signum
 
 
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.nodes.link import receive, send
 from pipelinerl.nodes.messages import Ended, Hello, Plan, Refused
 from pipelinerl.nodes.secret import SECRET_KEY
+from pipelinerl.supervise.process import Interrupted
 
 _RETRY_S = 0.5
 _SLICE_S = 1.0
@@ -32,14 +32,14 @@ def join(
     hello: Hello,
     timeout_s: float,
     say: Callable[[str], object],
-    signals: SimpleQueue[Any],
+    signals: SimpleQueue[Interrupted],
 ) -> tuple[Connection, Plan]:
-    """Block until node 0 at `host:port` has sent the plan. Anything on `signals` ends it.
+    """Block until node 0 at `host:port` has sent the plan. An `Interrupted` on `signals` ends it.
 
     Raises:
         UserError: it did not in `timeout_s` seconds, or it refused this node.
         ConfigError: the secrets differ.
-        KeyboardInterrupt: the launcher got a signal.
+        KeyboardInterrupt: the launcher got a signal, whose number is its argument.
     """
     say(f"node {hello.rank}: waiting for node 0 at {host}:{port} (at most {timeout_s:.0f} s)")
     deadline = time.monotonic() + timeout_s
@@ -51,7 +51,7 @@ def join(
     return connection, _await_plan(connection, deadline, signals)
 
 
-def _call(host: str, port: int, deadline: float, signals: SimpleQueue[Any]) -> Connection:
+def _call(host: str, port: int, deadline: float, signals: SimpleQueue[Interrupted]) -> Connection:
     while True:
         try:
             return Connection(_connect(host, port).detach())
@@ -70,7 +70,7 @@ def _connect(host: str, port: int) -> socket.socket:
     return connected
 
 
-def _await_challenge(connection: Connection, where: str, deadline: float, signals: SimpleQueue[Any]) -> None:
+def _await_challenge(connection: Connection, where: str, deadline: float, signals: SimpleQueue[Interrupted]) -> None:
     """Node 0 speaks first; another service that waits for us to speak would hold this node for ever."""
     while not connection.poll(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
         _raise_if_interrupted(signals, 0.0)
@@ -90,7 +90,7 @@ def _authenticate(connection: Connection, secret: bytes) -> None:
         raise UserError(f"node 0 closed the connection while the secret was checked ({error})") from error
 
 
-def _await_plan(connection: Connection, deadline: float, signals: SimpleQueue[Any]) -> Plan:
+def _await_plan(connection: Connection, deadline: float, signals: SimpleQueue[Interrupted]) -> Plan:
     """The plan comes when the last node has joined and node 0 has checked the user's code."""
     while time.monotonic() < deadline:
         try:
@@ -105,9 +105,9 @@ def _await_plan(connection: Connection, deadline: float, signals: SimpleQueue[An
     raise UserError("node 0 sent no plan in time: not all nodes joined it")
 
 
-def _raise_if_interrupted(signals: SimpleQueue[Any], wait_s: float) -> None:
+def _raise_if_interrupted(signals: SimpleQueue[Interrupted], wait_s: float) -> None:
     try:
-        signals.get(timeout=wait_s)
+        interrupted = signals.get(timeout=wait_s)
     except Empty:
         return
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(interrupted.signum)

@@ -97,7 +97,7 @@ class Leader:
 
         Raises:
             UserError: not all came in `timeout_s` seconds, or one cannot be used.
-            KeyboardInterrupt: the launcher got a signal.
+            KeyboardInterrupt: the launcher got a signal, whose number is its argument.
         """
         missing = everyone = frozenset(range(1, self._cluster.world_size))
         deadline = time.monotonic() + timeout_s
@@ -112,7 +112,7 @@ class Leader:
                     f"there with RANK set, WORLD_SIZE={self._cluster.world_size} and the same secret."
                 ) from None
             if isinstance(arrival, Interrupted):
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(arrival.signum)
             self._forget_dead(say)
             if is_gone(arrival.connection):
                 arrival.connection.close()

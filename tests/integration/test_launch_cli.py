@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -184,3 +185,25 @@ def test_a_dry_run_never_loads_torch_or_vllm(tmp_path: Path) -> None:
         "assert code == 0 and not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=300, stdout=subprocess.DEVNULL)
+
+
+def test_a_signal_while_a_node_waits_for_the_first_one_is_its_exit_code(model: Path, tmp_path: Path) -> None:
+    """A scheduler's SIGTERM is 143, which scripts tell from Ctrl-C."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = ["--config-name", "quickstart", f"model_path={model}", f"world.node_port={silent.getsockname()[1]}"]
+        nodes = {"WORLD_SIZE": "2", "RANK": "1", "PIPELINERL_NODE_HOSTS": "127.0.0.1,127.0.0.2"}
+        node = subprocess.Popen(
+            [sys.executable, "-m", "pipelinerl.launch", *words, "output_dir=out"],
+            cwd=tmp_path,
+            env={**os.environ, **nodes, "OMP_NUM_THREADS": "1", "PIPELINERL_NODE_SECRET": "0123456789abcdef"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert node.stderr is not None and "waiting for node 0" in node.stderr.readline()
+            node.terminate()
+            assert node.communicate(timeout=60)[1] == "interrupted before anything was started\n"
+            assert node.returncode == 128 + signal.SIGTERM
+        finally:
+            node.kill()
+            node.wait()

@@ -216,13 +216,15 @@ def test_missing_nodes_and_a_missing_leader_are_named(leader: Leader, port: int)
 
 
 def test_a_signal_ends_both_waits(leader: Leader, port: int) -> None:
-    leader.arrivals.put(Interrupted(2))
-    with pytest.raises(KeyboardInterrupt):
+    """With its number, which the launcher's exit code has to say."""
+    leader.arrivals.put(Interrupted(15))
+    with pytest.raises(KeyboardInterrupt) as at_leader:
         leader.gather(WAIT_S, lambda text: None)
     signals: SimpleQueue[Any] = SimpleQueue()
-    signals.put(Interrupted(2))
-    with pytest.raises(KeyboardInterrupt):
+    signals.put(Interrupted(15))
+    with pytest.raises(KeyboardInterrupt) as at_node:
         join("127.0.0.1", free_port(), SECRET, hello(), WAIT_S, lambda text: None, signals)
+    assert (at_leader.value.args, at_node.value.args) == ((15,), (15,))
 
 
 def test_a_node_that_died_before_the_plan_may_join_again(port: int) -> None:
