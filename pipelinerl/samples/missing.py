@@ -16,7 +16,11 @@ def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, see
     """The error for a run in which nothing that `wanted` asks for was found among `seen`."""
     if not seen.groups:
         return _no_evaluations(run) if args.evaluation else _no_rollouts(run)
-    what = "rollouts of evaluations" if args.evaluation else "groups"
+    what = (
+        "one of the {} recorded rollouts of evaluations"
+        if args.evaluation
+        else "a rollout in one of the {} recorded groups"
+    )
     if wanted.dataset is not None and wanted.dataset not in seen.datasets:
         names = sorted(seen.datasets)
         near = get_close_matches(wanted.dataset, names, n=1)
@@ -42,8 +46,8 @@ def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, see
         )
     return ConfigError(
         " ".join([*given, *flags]) or "--evaluation",
-        ", ".join(str(value) for value in given.values()) or "these options",
-        f"what holds for a rollout in one of the {seen.groups} recorded {what} (versions {low} to {high})",
+        ", ".join(str(value) for value in given.values()) or True,
+        f"what holds for {what.format(seen.groups)} (versions {low} to {high})",
         "Leave an option out." if given or flags else "See what they hold without --best and --worst.",
     )
 

@@ -227,7 +227,10 @@ def test_options_that_make_no_sense_are_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--version", "7"], "--version: got '7', expected what holds for a rollout in one of the 9 recorded rollouts"),
+        (
+            ["--version", "7"],
+            "--version: got '7', expected what holds for one of the 9 recorded rollouts of evaluations",
+        ),
         (["--dataset", "train"], "expected a data set with recorded rollouts: 'held_out'. Leave it out"),
         (["--group", "0-1"], "--group: got '0-1', expected the id of one of the evaluations with recorded rollouts"),
         (["--failed", "--group", "evaluation-0-50/r1"], "--group --failed: got 'evaluation-0-50/r1'"),
