@@ -218,6 +218,8 @@ class WorkerPool:
         if self._closing or worker.replaced:
             return
         code = await worker.process.wait()
+        if self._closing or worker.replaced:  # by now
+            return
         if code == BLOCKED_EXIT_CODE and worker.ready.is_set():
             logger.warning(
                 "user code held rollout worker %d for too long (where: see the traceback above); it is replaced, and "

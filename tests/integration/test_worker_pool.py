@@ -15,7 +15,7 @@ from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 import pipelinerl.actor.pool as pool_module
-from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, Servers, StartRollout
+from pipelinerl.actor.frames import STACKS_SIGNAL, RolloutEnded, RolloutFailed, Servers, StartRollout
 from pipelinerl.actor.pool import WorkerPool, _end_with_stacks, _Worker, worker_command
 from pipelinerl.errors import WorkerError
 
@@ -105,6 +105,22 @@ async def test_a_replacement_that_never_starts_ends_the_run(tmp_path: Path, monk
     for worker in pool._workers:
         worker.process.kill()
     await pool.close()
+
+
+async def test_a_worker_that_is_replaced_while_it_ends_is_replaced_once() -> None:
+    """Its connection is closed already, and what its process ends with is no death that could end the run."""
+    code = "import os, sys, time; os.close(int(sys.argv[sys.argv.index('--fd') + 1])); time.sleep(600)"
+    pool = WorkerPool([sys.executable, "-c", code], 1)
+    async with asyncio.timeout(PROCESS_LIMIT_S), asyncio.TaskGroup() as tasks:
+        await pool.start(tasks)
+        (worker,) = pool._workers
+        while not worker.reader.at_eof():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # now its follower waits for the process
+        await pool._replace(worker)
+        assert await worker.process.wait() == -STACKS_SIGNAL
+        await pool.close()
+    assert pool.replaced_workers == 1
 
 
 async def test_a_stuck_worker_does_not_outlive_an_actor_that_ends_meanwhile() -> None:
