@@ -114,7 +114,7 @@ async def test_a_worker_that_is_replaced_while_it_ends_is_replaced_once() -> Non
     async with asyncio.timeout(PROCESS_LIMIT_S), asyncio.TaskGroup() as tasks:
         await pool.start(tasks)
         (worker,) = pool._workers
-        while not worker.reader.at_eof():
+        while not worker.reader.at_eof():  # noqa: ASYNC110 - it has one reader, the follower
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)  # now its follower waits for the process
         await pool._replace(worker)
