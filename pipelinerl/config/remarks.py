@@ -7,6 +7,7 @@ remarked on. Pure.
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from pipelinerl.config.keys import default_of
@@ -24,6 +25,8 @@ _LOSSES_OF = {
     "soft_gate_positive": ("sapo",),
     "soft_gate_negative": ("sapo",),
 }
+#: What evaluations measure beside the metrics of rollouts.
+_OF_EVALUATIONS = ("success_rate", "mean_reward")
 #: Values of vLLM's dtype. With `auto` it holds no weights in fp32 either.
 _SIXTEEN_BITS = ("bfloat16", "float16", "half", "auto")
 
@@ -45,6 +48,16 @@ def _evaluations(config: RunConfig) -> list[str]:
     return [
         f"eval_every_n_versions={every} is not below finetune.max_train_steps={steps}: evaluations are only before and "
         "after training. Versions are optimizer steps, not samples: set for instance eval_every_n_versions=50"
+    ]
+
+
+def _best_model(config: RunConfig) -> list[str]:
+    """A name that looks like another one: what rollouts report is not known yet, and without it no model is kept."""
+    name = config.finetune.keep_best
+    near = get_close_matches(name, _OF_EVALUATIONS, n=1) if name is not None and name not in _OF_EVALUATIONS else []
+    return [
+        f"finetune.keep_best={name} keeps no model unless your rollouts report a metric of that name; is {other} meant?"
+        for other in near
     ]
 
 
@@ -133,6 +146,7 @@ def _is_changed(section: Any, key: str) -> bool:
 _REMARKS: tuple[Callable[[RunConfig], list[str]], ...] = (
     _task,
     _evaluations,
+    _best_model,
     _other_losses,
     _values,
     _importance,

@@ -27,6 +27,8 @@ def refusal(*words: str) -> str:
     [
         (["eval_every_n_versions=78000"], "eval_every_n_versions=78000 is not below finetune.max_train_steps=1000"),
         (["eval_every_n_versions=99", "finetune.max_train_steps=99"], "eval_every_n_versions=99 is not below"),
+        (["finetune.keep_best=success"], "keep_best=success keeps no model unless your rollouts report a metric"),
+        (["finetune.keep_best=reward"], "is mean_reward meant?"),
         (["finetune.rl.epsilon_high=4"], "epsilon_high does nothing with finetune.rl.policy_loss=reinforce"),
         (["finetune.rl.dual_clip=3"], "it belongs to ppo, gspo, decoupled_ppo"),
         (["finetune.rl.policy_loss=cispo", "finetune.rl.dual_clip=3"], "finetune.rl.dual_clip does nothing"),
@@ -67,6 +69,8 @@ def test_what_does_nothing_is_said_in_one_line(words: list[str], expected: str) 
     [
         ["eval_every_n_versions=0"],
         ["eval_every_n_versions=999"],
+        ["finetune.keep_best=success_rate"],
+        ["finetune.keep_best=exact_matches"],
         # The default is no decision of the user's.
         ["finetune.max_train_steps=50", "finetune.num_warmup_steps=1"],
         ["finetune.rl.policy_loss=ppo", "finetune.rl.epsilon_high=0.3", "finetune.rl.dual_clip=3"],
