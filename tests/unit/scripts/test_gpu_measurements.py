@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -170,8 +171,15 @@ def test_a_line_that_is_not_whole_is_read_later(scripts: dict[str, ModuleType], 
 def test_an_interrupt_leaves_what_is_done(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
     code = "import os, signal, time; time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
     done = made(scripts, "done", "print('figures')")
-    with pytest.raises(KeyboardInterrupt):
-        measure(scripts, tmp_path, done, made(scripts, "breaks", code, gpus=2), made(scripts, "later", code, gpus=2))
+    # Tests in a shell's background ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            measure(
+                scripts, tmp_path, done, made(scripts, "breaks", code, gpus=2), made(scripts, "later", code, gpus=2)
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     found = json.loads((tmp_path / "out" / "summary.json").read_text())["measurements"]
     assert [record["status"] for record in found] == ["ok", "interrupted", "not started"]
 
