@@ -140,11 +140,7 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         on_answer=on_training_answer,
         on_published=alone.published if alone is not None else None,
     )
-    recorder = EvaluationRecorder(
-        lambda: hub.loop_writer(EVALUATION_ROLLOUTS_TOPIC, name, EvaluationRollout),
-        config.actor.recorded_test_samples,
-        incarnation,
-    )
+    recorder = _recorder_of(hub, name, incarnation, config.actor.recorded_test_samples)
     evaluator = Evaluator(
         scheduler=scheduler,
         problems=evaluation_problems(problems.test, config.actor.test_samples, str(config.seed)),
@@ -175,6 +171,13 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
         gate=gate,
         answers=answers,
         evaluations_pass_gate=config.world.placement == "colocated",
+    )
+
+
+def _recorder_of(hub: StreamHub, name: str, incarnation: int, limit: int | None) -> EvaluationRecorder:
+    """The stream is opened with the first record: one that cannot be written costs records, not the actor."""
+    return EvaluationRecorder(
+        lambda: hub.loop_writer(EVALUATION_ROLLOUTS_TOPIC, name, EvaluationRollout), limit, incarnation
     )
 
 

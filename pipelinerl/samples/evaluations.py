@@ -19,7 +19,7 @@ from pipelinerl.samples.choose import Candidate, Wanted
 from pipelinerl.samples.decode import TokenText
 from pipelinerl.samples.recorded import GroupHead, RolloutHead, SampleHead
 from pipelinerl.samples.scan import Source, all_of, entries_of
-from pipelinerl.samples.view import EvaluationView, RolloutView, sample_view
+from pipelinerl.samples.view import EvaluationView, RolloutView, rollout_view, sample_view
 from pipelinerl.streams.base import EVALUATION_ROLLOUTS_TOPIC, EVALUATION_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
@@ -130,17 +130,13 @@ def view_of_evaluation(
     rollout: EvaluationRollout, has_result: bool, decoder: TokenText | None, max_chars: int
 ) -> RolloutView:
     """What to show of `rollout`; of each text at most `max_chars` characters (0: all)."""
-    summary = rollout.summary
-    return RolloutView(
+    return rollout_view(
         dataset=rollout.dataset_name,
         problem_id=rollout.problem_id,
         group_id=rollout.group_id,
         rollout_id=rollout.id,
         incarnation=rollout.incarnation,
-        reward=summary.reward if summary else None,
-        success=summary.success if summary else None,
-        latency_s=summary.latency_s if summary else None,
-        metrics=summary.metrics if summary else {},
+        summary=rollout.summary,
         samples=[_sample(each, decoder, max_chars) for each in rollout.samples],
         evaluation=EvaluationView(
             due_version=rollout.due_version,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl.records import IGNORED_LABEL, Sample
+from pipelinerl.records import IGNORED_LABEL, RolloutSummary, Sample
 from pipelinerl.samples.decode import TokenText
 from pipelinerl.samples.printable import shortened
 from pipelinerl.samples.recorded import StoredRollout
@@ -83,18 +83,42 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
 
 def view_of(rollout: StoredRollout, decoder: TokenText | None, fates: Mapping[str, str], max_chars: int) -> RolloutView:
     """What to show of `rollout`; of each text at most `max_chars` characters (0: all)."""
-    group, summary = rollout.group, rollout.summary
-    return RolloutView(
+    group = rollout.group
+    return rollout_view(
         dataset=group.dataset_name,
         problem_id=group.problem_id,
         group_id=group.id,
         rollout_id=rollout.rollout_id,
         incarnation=group.incarnation,
+        summary=rollout.summary,
+        samples=[sample_view(each, decoder, fates.get(each.id, PENDING), max_chars) for each in rollout.samples],
+    )
+
+
+def rollout_view(
+    *,
+    dataset: str,
+    problem_id: str,
+    group_id: str,
+    rollout_id: str,
+    incarnation: int,
+    summary: RolloutSummary | None,
+    samples: list[SampleView],
+    evaluation: EvaluationView | None = None,
+) -> RolloutView:
+    """A rollout of training or of an `evaluation`, with what its `summary` reported."""
+    return RolloutView(
+        dataset=dataset,
+        problem_id=problem_id,
+        group_id=group_id,
+        rollout_id=rollout_id,
+        incarnation=incarnation,
         reward=summary.reward if summary else None,
         success=summary.success if summary else None,
         latency_s=summary.latency_s if summary else None,
         metrics=summary.metrics if summary else {},
-        samples=[sample_view(each, decoder, fates.get(each.id, PENDING), max_chars) for each in rollout.samples],
+        samples=samples,
+        evaluation=evaluation,
     )
 
 
