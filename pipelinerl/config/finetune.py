@@ -41,6 +41,8 @@ class RLConfig(Section):
     reference_offload: bool = False
     entropy_bonus: float = Field(default=0.0, ge=0)
     final_entropy_bonus: float | None = Field(default=None, ge=0)
+    target_entropy: float | None = Field(default=None, gt=0, description="nats per token; null: no target")
+    entropy_bonus_step: float = Field(default=0.005, gt=0)
     epsilon_low: float = Field(default=0.2, ge=0, lt=1)
     epsilon_high: float = Field(default=0.2, ge=0)
     dual_clip: float | None = Field(default=None, gt=1)
@@ -70,6 +72,11 @@ class RLConfig(Section):
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference model are part of the algorithm."""
         return self.kl_coef > 0 or (self.final_kl_coef or 0.0) > 0 or self.reward_minus_kl_coef > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the exact entropy of the policy is part of the loss."""
+        return self.entropy_bonus > 0 or bool(self.final_entropy_bonus) or self.target_entropy is not None
 
 
 class FinetuneConfig(Section):

@@ -180,6 +180,9 @@ HONOURED: dict[str, str] = {
     "finetune.rl.reference_offload": "keep the local reference model in the CPU's memory between steps",
     "finetune.rl.entropy_bonus": "weight of the entropy",
     "finetune.rl.final_entropy_bonus": "its value at the end; null: it stays",
+    "finetune.rl.target_entropy": "the bonus grows while the entropy per token (nats) is below, shrinks while it is "
+    "above, and is not paid then; null: no target",
+    "finetune.rl.entropy_bonus_step": "by how much in each step",
     "finetune.rl.epsilon_low": "ratios are clipped below 1 - epsilon_low; not in reinforce and sapo",
     "finetune.rl.epsilon_high": "ratios are clipped above 1 + epsilon_high; not in reinforce and sapo",
     "finetune.rl.dual_clip": "ppo, gspo, decoupled_ppo: second bound for negative advantages; null: none",

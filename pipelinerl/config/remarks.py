@@ -101,6 +101,13 @@ def _importance(config: RunConfig) -> list[str]:
     ]
 
 
+def _entropy_target(config: RunConfig) -> list[str]:
+    rl = config.finetune.rl
+    if rl.target_entropy is not None or not _is_changed(rl, "finetune.rl.entropy_bonus_step"):
+        return []
+    return ["finetune.rl.entropy_bonus_step does nothing without finetune.rl.target_entropy"]
+
+
 def _environments(config: RunConfig) -> list[str]:
     servers, target = config.world.env_replicas, (config.environment or {}).get("_target_")
     if target and not servers:
@@ -150,6 +157,7 @@ _REMARKS: tuple[Callable[[RunConfig], list[str]], ...] = (
     _other_losses,
     _values,
     _importance,
+    _entropy_target,
     _environments,
     _other_weights,
     _adapters_alone,

@@ -182,6 +182,19 @@ def overlong_limit(config: RunConfig) -> ConfigError | None:
     return None
 
 
+def entropy_target(config: RunConfig) -> ConfigError | None:
+    """The bonus follows a line or a target, not both."""
+    rl = config.finetune.rl
+    if rl.target_entropy is not None and rl.final_entropy_bonus is not None:
+        return ConfigError(
+            "finetune.rl.final_entropy_bonus",
+            rl.final_entropy_bonus,
+            f"null with finetune.rl.target_entropy={rl.target_entropy}, which moves the bonus",
+            "Remove one of the two.",
+        )
+    return None
+
+
 def importance_bounds(config: RunConfig) -> ConfigError | None:
     """The lower bound of an interval lies below the upper one."""
     rl = config.finetune.rl
@@ -217,5 +230,6 @@ RULES = (
     group_options,
     reward_range,
     overlong_limit,
+    entropy_target,
     importance_bounds,
 )

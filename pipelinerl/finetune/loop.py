@@ -96,12 +96,12 @@ class TrainingLoop:
             if not self._may_train(state.step):
                 return self._stop(state, saved_step)
             turned = self.clock()
-            result = self.steps.run(batch)
+            result = self.steps.run(batch, state.entropy_control)
             # Numbers that are not finite are the trainer's own (servers' are never samples): that step changed nothing.
             if self.weights is not None and self.checks_sampling and not result.skipped:
                 check_on_policy(result.metrics, batch.step)
             trained = self.clock()
-            state = state.after(batch, self.feed.offset)
+            state = state.after(batch, self.feed.offset, result.entropy_control)
             is_last = self._is_complete(state)
             is_stopped = False
             drained = trained

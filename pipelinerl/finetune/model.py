@@ -68,7 +68,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             temperature=config.sampling_temperature,
             chunk_tokens=settings.logprob_chunk_tokens,
             fp32_head=config.fp32_lm_head and settings.fp32_lm_head,
-            with_entropy=settings.rl.entropy_bonus > 0 or bool(settings.rl.final_entropy_bonus),
+            with_entropy=settings.rl.needs_entropy,
             with_values=settings.model_class.endswith("with-value-head"),
             compute_dtype=dtype,
             tf32=settings.dtype == "tf32",

@@ -6,6 +6,7 @@ import msgspec
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.records import TrainingBatch
+from pipelinerl.rl.entropy_control import EntropyControl
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,6 +15,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` behind which
     no group was unsettled when the last trained batch was made; `epochs_done` are passes over the problems. Weights,
     optimizer and offsets are saved as one unit. `is_over`: the passes have nothing more to train; it is never saved.
+    `entropy_control`: None before the first step, and without `finetune.rl.target_entropy`.
     """
 
     step: int = 0
@@ -23,8 +25,11 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     epochs_done: float = 0.0
     is_over: bool = False
     incarnation: int = 0
+    entropy_control: EntropyControl | None = None
 
-    def after(self, batch: TrainingBatch, data_offset: int) -> TrainerState:
+    def after(
+        self, batch: TrainingBatch, data_offset: int, entropy_control: EntropyControl | None = None
+    ) -> TrainerState:
         """The state once `batch` was trained; `data_offset` is the offset behind its record."""
         return TrainerState(
             step=batch.step,
@@ -33,6 +38,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
             actor_offset=batch.actor_offset,
             epochs_done=max(self.epochs_done, batch.epochs_done),
             incarnation=self.incarnation,
+            entropy_control=entropy_control,
         )
 
     def is_complete(self, config: FinetuneConfig, update_interval: int) -> bool:

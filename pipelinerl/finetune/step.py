@@ -26,6 +26,7 @@ from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.batch import MicroBatch, collate, sentinel
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
+from pipelinerl.rl.entropy_control import EntropyControl
 from pipelinerl.rl.losses import LossInputs, coefficients_at, compute_loss
 from pipelinerl.rl.metrics import TensorMetric, combine
 from pipelinerl.rl.packing import make_plan
@@ -39,6 +40,8 @@ class StepResult:
     learning_rate: float
     seconds: float
     metrics: dict[str, float]
+    #: For the next step; None without `finetune.rl.target_entropy`.
+    entropy_control: EntropyControl | None = None
 
     @property
     def skipped(self) -> bool:
@@ -78,19 +81,32 @@ class StepRunner:
         self._reference = reference
         self._on_micro_batch = on_micro_batch
 
-    def run(self, batch: TrainingBatch) -> StepResult:
-        """Train on `batch` and update the weights. Waits for the other ranks in the last backward."""
+    def run(self, batch: TrainingBatch, entropy_control: EntropyControl | None = None) -> StepResult:
+        """Train on `batch` and update the weights. Waits for the other ranks in the last backward.
+
+        Args:
+            entropy_control: where it stands with `finetune.rl.target_entropy`; None: at its beginning.
+        """
         start = time.perf_counter()
-        metrics, diagnostics = self.accumulate(batch)
+        control = EntropyControl.at(self._config.rl, entropy_control)
+        metrics, diagnostics = self.accumulate(batch, control)
         factor = self._schedule.factor(batch.step, batch.epochs_done)
         norm = self._backend.step(factor)
         values = {**reduce_metrics(metrics, self._ranks), **reduce_diagnostics(diagnostics, self._ranks)}
-        return StepResult(norm, factor * self._config.learning_rate, time.perf_counter() - start, values)
+        if control is not None:
+            values["rl/entropy_bonus"] = control.bonus(self._config.rl)
+            control = control.after(self._config.rl, values)
+        learning_rate = factor * self._config.learning_rate
+        return StepResult(norm, learning_rate, time.perf_counter() - start, values, control)
 
-    def accumulate(self, batch: TrainingBatch) -> tuple[dict[str, TensorMetric], StepDiagnostics]:
+    def accumulate(
+        self, batch: TrainingBatch, entropy_control: EntropyControl | None = None
+    ) -> tuple[dict[str, TensorMetric], StepDiagnostics]:
         """Forward and backward of the whole step without the update (gradients stay in the backend)."""
         total_steps = self._schedule.total_at(batch.step, batch.epochs_done)
         coefficients = coefficients_at(self._config.rl, batch.step, total_steps)
+        if entropy_control is not None:
+            coefficients = replace(coefficients, entropy=entropy_control.bonus(self._config.rl))
         micro_batches = self.micro_batches(batch)
         metrics: dict[str, TensorMetric] = {}
         diagnostics = DiagnosticsSum(self._config.rl.clamp)

@@ -23,6 +23,7 @@ from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import TrainingBatch
+from pipelinerl.rl.entropy_control import EntropyControl
 from pipelinerl.supervise.open_run import StartedRun
 
 _COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")
@@ -51,10 +52,12 @@ class TrainingReplay:
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         schedule = schedule_of(config.finetune)
         self._steps = StepRunner(self._backend, config.finetune, ranks, schedule, pad_id, reference)
+        self._entropy_control: EntropyControl | None = None
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """Train on `batch` and return the numbers of the step."""
-        result = self._steps.run(batch)
+        result = self._steps.run(batch, self._entropy_control)
+        self._entropy_control = result.entropy_control
         times = StepTimes(0.0, 0.0, result.seconds, 0.0, result.seconds)
         return step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
 

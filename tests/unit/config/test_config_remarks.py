@@ -38,6 +38,7 @@ def refusal(*words: str) -> str:
         ([HEAD], "the value head is not trained or used with finetune.rl.advantage_estimator=rloo, only with gae"),
         (["finetune.rl.gae_lambda=0.9"], "finetune.rl.gae_lambda does nothing"),
         (["finetune.rl.importance_low=0.1"], "importance_low does nothing with finetune.rl.importance_correction=none"),
+        (["finetune.rl.entropy_bonus_step=0.1"], "entropy_bonus_step does nothing without finetune.rl.target_entropy"),
         (["environment={_target_: my.Game}"], "no server of my.Game is started with world.env_replicas=0"),
         (["world.env_replicas=2"], "world.env_replicas=2 starts nothing: no environment is set"),
         (["finetune.dtype=fp32", "use_deepspeed=true"], "DeepSpeed computes with fp32 weights as they are"),

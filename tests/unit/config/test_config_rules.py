@@ -40,6 +40,10 @@ CASES = {
         ["finetune.rl.overlong_buffer_tokens=10"],
         "finetune.rl.overlong_limit_tokens: got None, expected a number of tokens",
     ),
+    "entropy_target": (
+        ["finetune.rl.target_entropy=0.1", "finetune.rl.final_entropy_bonus=0"],
+        "finetune.rl.final_entropy_bonus: got 0.0, expected null with finetune.rl.target_entropy=0.1",
+    ),
     "importance_bounds": (["finetune.rl.importance_low=3"], "finetune.rl.importance_low: got 3.0, expected less than"),
     "seq_parallel": (["finetune.seq_parallel=2"], "finetune.seq_parallel: got 2, expected 1"),
     "quantised_base": (

@@ -229,6 +229,31 @@ def test_also_save_steps_save_between_the_regular_steps(start, tmp_path):
         assert sorted(path.name for path in (tmp_path / "run" / kind).iterdir()) == ["1", "3", "4"]
 
 
+def test_d1_the_entropy_bonus_goes_on_where_it_stood(start, kit):
+    rl = {"target_entropy": 9.0, "entropy_bonus": 0.01, "entropy_bonus_step": 0.02}
+
+    def begin(folder, **config):
+        run = start(folder, rl=rl, **config)
+        run.policy.with_entropy = True
+        return run
+
+    whole = begin("whole").run()
+    begin("cut", interrupt_train_steps=2).run()
+    resumed = begin("cut").run()
+
+    def bonuses(run):
+        return [record.values["rl/entropy_bonus"] for record in run.metrics.written]
+
+    # The entropy of 50 words is below 3.92 nats, so the bonus grows with every step.
+    assert bonuses(whole) == pytest.approx([0.01, 0.03, 0.05, 0.07])
+    assert bonuses(resumed) == pytest.approx([0.05, 0.07])
+    for name, tensor in whole.weights().items():
+        assert torch.equal(tensor, resumed.weights()[name]), name
+    # It is part of the loss: without it the weights are others.
+    plain = start("plain").run()
+    assert not all(torch.equal(tensor, plain.weights()[name]) for name, tensor in whole.weights().items())
+
+
 def test_d1_resume_takes_the_same_steps_bit_by_bit(start, kit, batches):
     whole = start("whole").run()
     start("cut", interrupt_train_steps=2).run()
