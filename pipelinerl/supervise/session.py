@@ -37,6 +37,7 @@ from pipelinerl.supervise.process import Event, PoolAnswered, StreamFailed
 from pipelinerl.supervise.result_text import print_result
 from pipelinerl.supervise.run_dir import RunDir, newest_training_state
 from pipelinerl.supervise.server_keeper import POLICY_KIND, ServerKeeper
+from pipelinerl.supervise.server_sockets import server_sockets
 from pipelinerl.supervise.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Supervisor
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
@@ -68,7 +69,7 @@ class RunSession:
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
     """Start and supervise all processes, then write the summary and say how it went."""
     _greet(session, moved_to)
-    with _stream_server(session) as environ:
+    with _stream_server(session) as with_streams, server_sockets(with_streams) as environ:
         return _supervise_and_report(replace(session, environ=environ))
 
 
