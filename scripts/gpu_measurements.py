@@ -187,7 +187,7 @@ def main() -> None:
     about = describe(cards) if args.device == "cuda" else []
     small = any(card["memory_gib"] < 100 for card in about)
     try:
-        measured = chosen(measurements(args.device, small), args.only, args.skip)
+        measured = chosen(measurements(args.device, small, len(cards)), args.only, args.skip)
     except ValueError as error:
         sys.exit(f"--only, --skip: {error}")
     if args.list:

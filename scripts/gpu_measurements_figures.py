@@ -12,6 +12,12 @@ from xml.etree import ElementTree
 from benchmark_splits_figures import begin_of_training, rows_of
 
 SUCCESS = "evaluation/test/success_rate"
+#: What a curve has besides steps and seconds.
+CURVE = (
+    *(SUCCESS, "finetune/reward_mean", "rl/entropy", "rl/entropy_estimate", "finetune/samples_per_s"),
+    *("finetune/grad_norm", "finetune/ess", "finetune/lag_mean_versions", "finetune/lag_max_versions"),
+    *("finetune/step_s", "finetune/wait_data_s", "finetune/weight_update_s", "finetune/gpu_memory_reserved_peak_gib"),
+)
 
 
 def figures_of(kind: str, work: Path) -> dict[str, Any]:
@@ -44,9 +50,29 @@ def run_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "s to 0.35": seconds_to(0.35),
         "s to 0.6": seconds_to(0.6),
         "ESS": statistics.fmean([float(row["finetune/ess"]) for row in steps if "finetune/ess" in row] or [0.0]),
+        "entropy": next((row[_ENTROPY] for row in reversed(steps) if _ENTROPY in row), None),
         "lag max": max(lags, default=None),
         "trainer GiB": max(reserved, default=None),
     }
+
+
+def curve_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a training run learned, a row for each step; held-out success in those where it was measured, else None.
+
+    Returns:
+        Nothing before the first weights, from which the seconds count.
+    """
+    begin = begin_of_training(rows)
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows if begin is not None else ():
+        if "finetune/step_s" not in row and SUCCESS not in row:
+            continue
+        known = found.setdefault(int(row["step"]), {"step": int(row["step"]), "seconds": None})
+        # An evaluation ends some steps after the one whose version it measures.
+        if "finetune/step_s" in row or known["seconds"] is None:
+            known["seconds"] = round(float(row["time"]) - float(begin or 0.0), 2)
+        known |= {name: row[name] for name in CURVE if name in row}
+    return [{**dict.fromkeys(CURVE), **found[step]} for step in sorted(found)]
 
 
 def schedule_figures(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +119,7 @@ def _json_of(file: Path) -> Mapping[str, Any]:
     return content
 
 
+_ENTROPY = "rl/entropy_estimate"
 _RESERVED = "finetune/gpu_memory_reserved_peak_gib"
 _PHASES = ("pause", "transfer", "load")
 _SCHEDULE_COLUMNS = (

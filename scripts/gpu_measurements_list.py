@@ -7,43 +7,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpu_measurements_plan import Measurement, Until
-
-_REHEARSAL_LIMIT_S = 900
-_TESTS = (
-    *("{python}", "-m", "pytest", "-v", "-p", "no:cacheprovider", "-rA", "--basetemp={work}/pytest"),
-    "--junitxml={work}/tests.xml",
-)
+import gpu_measurements_one_card as one_card
+from gpu_measurements_commands import LEARNED, REHEARSAL_LIMIT_S, TESTS, guessing_run
+from gpu_measurements_plan import Measurement
 
 
-def measurements(device: str = "cuda", small_cards: bool = False) -> tuple[Measurement, ...]:
+def measurements(device: str = "cuda", small_cards: bool = False, gpus: int = 2) -> tuple[Measurement, ...]:
     """All of them. On `cpu` the same commands as a rehearsal: tiny models and sizes, tests that are skipped.
 
     Args:
         small_cards: the trainer's share has to fit on a card with 80 GB.
+        gpus: how many are there; with one, what was made for one comes first, and else last.
     """
     first, second = _learning(device, small_cards)
-    listed = (
+    several = (
         *(first, *_tests(), *_levers(device), *_adapters(device), second),
         *(*_memory(device), *_four_cards(device)),
     )
-    # Servers take long to start on a CPU, and nobody waits for its times.
-    return listed if device == "cuda" else tuple(replace(one, limit_s=_REHEARSAL_LIMIT_S + 60) for one in listed)
+    single = one_card.learning(device, small_cards)
+    listed = (*single, *several) if gpus == 1 else (*several, *single)
+    return listed if device == "cuda" else tuple(replace(one, limit_s=REHEARSAL_LIMIT_S + 60) for one in listed)
 
 
 def _learning(device: str, small_cards: bool) -> tuple[Measurement, ...]:
     """Runs that end when held-out success is 0.6 twice in succession; the time ends them, not the number of steps."""
-    words = (
-        *("{python}", "-m", "pipelinerl.launch", "--config-name", "guessing_2gpu", "model_path={model}"),
-        *("output_dir={work}/run", "finetune.max_train_steps=600"),
-        *(("finetune.seq_length=16384",) if small_cards else ()),
-        *(("dry_run=true", "world.device=cpu") if device == "cpu" else ()),
-    )
-    until = Until("run/metrics.jsonl", "evaluation/test/success_rate", 0.6, times=2)
+    memory = ("finetune.seq_length=16384",) if small_cards else ()
 
     def run(name: str, what: str, expected_s: float, *own: str) -> Measurement:
         # 600 s of training, and the start.
-        return Measurement(name, "guessing", what, 2, expected_s, 720, "run", (*words, *own), until=until)
+        words = guessing_run(device, *memory, *own)
+        return Measurement(name, "guessing", what, 2, expected_s, 720, "run", words, until=LEARNED)
 
     return (
         run("guessing-seed-1", "guessing_2gpu as shipped, to held-out success 0.6", 330),
@@ -58,7 +51,7 @@ def _tests() -> tuple[Measurement, ...]:
     idle = "leaves_its_gpu_idle"
 
     def test(name: str, what: str, gpus: int, expected_s: float, *words: str, alone: bool = False) -> Measurement:
-        return Measurement(name, "tests", what, gpus, expected_s, 480, "tests", (*_TESTS, *words), alone)
+        return Measurement(name, "tests", what, gpus, expected_s, 480, "tests", (*TESTS, *words), alone)
 
     return (
         test(
@@ -154,7 +147,7 @@ def _schedule_words(device: str, schedule: str, steps: int, samples_per_step: in
         "--concurrency",
         "8",
         "--timeout-s",
-        f"{_REHEARSAL_LIMIT_S}",
+        f"{REHEARSAL_LIMIT_S}",
         "--test-samples",
         "4",
     )
@@ -169,7 +162,7 @@ def _split(
     device: str, gpus: int, name: str, group: str, split: str, size: str, expected_s: float, *own: str
 ) -> Measurement:
     """One of the splits of `benchmark_splits.py` with a random model of `size` billion weights."""
-    timeout_s = 2 * expected_s if device == "cuda" else _REHEARSAL_LIMIT_S
+    timeout_s = 2 * expected_s if device == "cuda" else REHEARSAL_LIMIT_S
     words = ("{python}", "scripts/benchmark_splits.py", "--device", device, "--gpus", str(gpus), "--splits", split)
     words += ("--size", size, "--steps", "8") if device == "cuda" else ("--steps", "2", "--samples-per-step", "8")
     words += ("--timeout-s", f"{timeout_s:g}", "--keep", "{work}/runs", "--output", "{work}/result.json", *own)

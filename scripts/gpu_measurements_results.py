@@ -2,6 +2,7 @@
 
     OUTPUT/summary.json, summary.md        all that were chosen, with status and figures
     OUTPUT/NAME/stdout.txt, stderr.txt     the end of what it said
+    OUTPUT/NAME/curve.csv                  of a run that learns: success, entropy, rate, lag ... by steps and seconds
     OUTPUT/NAME/...                        metrics and results of its runs, compressed where that helps
 
 A measurement keeps `KEPT_BYTES` at most, so that the whole stays small enough to be carried about.
@@ -9,6 +10,7 @@ A measurement keeps `KEPT_BYTES` at most, so that the whole stays small enough t
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -17,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark_splits_figures import cell
-from gpu_measurements_figures import figures_of
+from benchmark_splits_figures import cell, rows_of
+from gpu_measurements_figures import CURVE, curve_of, figures_of
 
 KEPT_BYTES = 800_000
 #: The end of what a process said.
@@ -96,10 +98,17 @@ def collect(record: Record, kind: str, work: Path, output: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name in ("stdout.txt", "stderr.txt"):
         (target / name).write_bytes(_end_of(work / name, _SAID_BYTES))
+    curve = []
     try:
         record.figures = figures_of(kind, work)
+        curve = curve_of(rows_of(work / "run")) if kind == "run" else []
     except Exception as error:  # noqa: BLE001 - what was measured is kept, whatever its figures look like
         record.figures = {"error": f"no figures: {type(error).__name__}: {error}"}
+    if curve:
+        with (target / "curve.csv").open("w", newline="") as rows:
+            table = csv.DictWriter(rows, ["step", "seconds", *CURVE])
+            table.writeheader()
+            table.writerows(curve)
     left = KEPT_BYTES
     for file in _files(work, KEPT[kind]):
         name, data = file.relative_to(work).as_posix(), _content(file)

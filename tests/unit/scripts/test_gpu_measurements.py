@@ -44,7 +44,7 @@ with Path(sys.argv[1], "metrics.jsonl").open("w", buffering=1) as rows:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    names = ("plan", "process", "machine", "list", "figures", "results")
+    names = ("plan", "process", "machine", "commands", "one_card", "list", "figures", "results")
     parts = {name: load_script(f"gpu_measurements_{name}", monkeypatch) for name in names}
     monkeypatch.setattr(parts["process"], "WATCH_S", 0.05)
     monkeypatch.setattr(parts["process"], "_LEFTOVER_GRACE_S", 0.5)
@@ -220,7 +220,8 @@ def test_small_files_are_kept_and_large_ones_said(scripts: dict[str, ModuleType]
     results, work = scripts["results"], tmp_path / "work"
     (work / "run" / "actor_0").mkdir(parents=True)
     rows = [{"time": 100.0, "source": "weight_update"}, {"time": 103.0, "evaluation/test/success_rate": 0.4}]
-    rows += [{"time": 110.0, "finetune/step_s": 1.0, "finetune/samples": 50.0, "finetune/ess": 0.9}]
+    rows = [row | {"step": 0} for row in rows]
+    rows += [{"time": 110.0, "step": 1, "finetune/step_s": 1.0, "finetune/samples": 50.0, "finetune/ess": 0.9}]
     (work / "run" / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n" + " " * 10_000)
     (work / "run" / "launch.log").write_bytes(os.urandom(100_000))
     (work / "run" / "actor_0" / "stderr.log").write_text("the end")
@@ -233,6 +234,11 @@ def test_small_files_are_kept_and_large_ones_said(scripts: dict[str, ModuleType]
     assert gzip.decompress((kept / "run/metrics.jsonl.gz").read_bytes()) == (work / "run/metrics.jsonl").read_bytes()
     assert len(gzip.decompress((kept / "run/launch.log.gz").read_bytes())) == 30_000
     assert (kept / "stdout.txt").read_bytes() == b""
+    assert [line.split(",")[:3] for line in (kept / "curve.csv").read_text().splitlines()] == [
+        ["step", "seconds", "evaluation/test/success_rate"],
+        ["0", "3.0", "0.4"],
+        ["1", "10.0", ""],
+    ]
     figures = {
         name: record.figures[name] for name in ("steps", "training s", "samples/s", "s to 0.35", "s to 0.6", "best")
     }

@@ -42,6 +42,21 @@ def test_tests_that_passed_and_those_that_did_not(figures: ModuleType, tmp_path:
     assert figures.figures_of("tests", tmp_path) == {"passed": 1, "skipped": 1, "failed": 2, "which": "b[1] d"}
 
 
+def test_a_curve_has_evaluations_at_the_steps_whose_weights_they_measure(figures: ModuleType) -> None:
+    """The one of step 2 ends behind step 3; one without its step has seconds of its own."""
+    key, entropy = "evaluation/test/success_rate", "rl/entropy_estimate"
+    rows = [{"time": 100.0, "step": 0, "source": "weight_update"}, {"time": 101.0, "step": 0, key: 0.1}]
+    rows += [{"time": 102.0 + n, "step": n, "finetune/step_s": 1.0, entropy: 2.0 - n} for n in (1, 2, 3)]
+    rows += [{"time": 105.5, "step": 2, key: 0.3}, {"time": 106.0, "step": 3, "preprocessor/x": 1.0}]
+    assert [(row["step"], row["seconds"], row[key], row[entropy]) for row in figures.curve_of(rows)] == [
+        (0, 1.0, 0.1, None),
+        (1, 3.0, None, 1.0),
+        (2, 4.0, 0.3, 0.0),
+        (3, 5.0, None, -1.0),
+    ]
+    assert figures.curve_of(rows[1:]) == []
+
+
 @pytest.mark.parametrize("kind", ["run", "schedules", "splits", "tests"])
 def test_what_ended_before_it_wrote_anything_has_no_figures(figures: ModuleType, tmp_path: Path, kind: str) -> None:
     assert figures.figures_of(kind, tmp_path) in ({}, {"steps": 0})

@@ -29,7 +29,7 @@ class CountingPorts:
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     names = ("benchmark_schedules", "benchmark_splits_list", "benchmark_splits_figures", "benchmark_splits")
-    parts = ("plan", "process", "machine", "list", "figures", "results")
+    parts = ("plan", "process", "machine", "commands", "one_card", "list", "figures", "results")
     loaded = {
         name: load_script(name, monkeypatch) for name in (*names, *(f"gpu_measurements_{part}" for part in parts))
     }
@@ -93,6 +93,37 @@ def test_the_tests_that_are_named_exist(scripts: dict[str, ModuleType]) -> None:
             assert (
                 sum(wanted in line for line in files[0].read_text().splitlines() if line.startswith("def test_")) == 1
             )
+
+
+def test_with_one_card_what_needs_one_comes_first_and_else_nothing_changes(scripts: dict[str, ModuleType]) -> None:
+    made, plan = scripts["gpu_measurements_list"].measurements, scripts["gpu_measurements_plan"].plan
+    alone = [job.measurement for job in plan(made(gpus=1), ["0"], 1e5)]
+    assert [one.group for one in alone][:4] == ["onecard"] * 4
+    for count in (2, 4):
+        cards = [str(number) for number in range(count)]
+        listed = made(gpus=count)
+        own = [one for one in listed if one.group == "onecard"]
+        assert listed[-len(own) :] == tuple(own)
+        for end_s in (1400, 1e5):
+            planned = plan(listed, cards, end_s)
+            assert [job for job in planned if job.measurement not in own] == plan(listed[: -len(own)], cards, end_s)
+
+
+def test_server_and_trainer_on_one_card_work_at_the_same_time(
+    scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for small in (False, True):
+        listed = scripts["gpu_measurements_list"].measurements(small_cards=small)
+        for measurement in (one for one in listed if one.group == "onecard"):
+            config = compose(words_of_run(scripts, measurement, tmp_path, monkeypatch)).config
+            world = build_world_map(
+                config, Cluster(1, 0, "127.0.0.1", None, ("127.0.0.1",), ("7",), 16), CountingPorts()
+            )
+            on_card = {job.kind: job for job in world.jobs if job.gpus}
+            assert set(on_card) == {"actor_llm", "finetune"} and world.transport_to(on_card["actor_llm"]) == "ipc"
+            assert config.schedule == "pipeline" and config.world.placement != "colocated"
+            # 256 sequences of 512 tokens with 30 layers, 3 heads of 64, keys and values, 2 bytes.
+            assert config.vllm_config.vllm_kwargs["kv-cache-memory-bytes"] >= 256 * 512 * 30 * 3 * 64 * 2 * 2
 
 
 def test_the_plan_says_what_starts_when_and_what_does_not_fit(scripts: dict[str, ModuleType]) -> None:

@@ -1,0 +1,36 @@
+"""The measurements of `gpu_measurements.py` that need one GPU, by group. Pure. See `gpu_measurements_list`."""
+
+from __future__ import annotations
+
+from gpu_measurements_commands import LEARNED, guessing_run
+from gpu_measurements_plan import Measurement
+
+
+def learning(device: str, small_cards: bool) -> tuple[Measurement, ...]:
+    """Server and trainer at work on one card at the same time, up to four such runs beside one another.
+
+    They share the card, so their curves count, and their seconds only for one another. Memory by `docs/benchmarks.md`:
+    without checkpointing a pack takes about 1 MiB a token, behind 3 GiB for weights and optimizer. Four trainers with
+    11 to 19 GiB each leave room for four servers of 4 to 6 GiB, and for what PyTorch keeps in reserve. 256 sequences of
+    512 tokens, the most that a server has at once, fill a cache of 2.8 GiB.
+    """
+    tokens, cache_gib = (6144, 3) if small_cards else (16384, 4)
+    shared = (
+        *("world.actor_gpus=[[0]]", "world.finetune_gpus=[0]", f"finetune.seq_length={tokens}"),
+        # What has to be free when a server starts, and what it takes.
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.1",
+        f"vllm_config.vllm_kwargs.kv-cache-memory-bytes={cache_gib << 30}",
+    )
+
+    def run(name: str, what: str, *own: str) -> Measurement:
+        what = f"guessing_2gpu with server and trainer on one card, in flight: {what}"
+        words = guessing_run(device, *shared, *own)
+        return Measurement(f"one-card-{name}", "onecard", what, 1, 650, 900, "run", words, alone=False, until=LEARNED)
+
+    bonus = ("finetune.rl.entropy_bonus=0.002", "finetune.rl.final_entropy_bonus=0.0")
+    return (
+        run("seed-1", "seed 1", "seed=1"),
+        run("seed-2", "seed 2", "seed=2"),
+        run("groups-16", "seed 2, groups of 16", "seed=2", "attempts=16"),
+        run("entropy", "seed 2, an entropy bonus that goes to 0", "seed=2", *bonus),
+    )
