@@ -6,14 +6,17 @@
     python scripts/benchmark_server.py --random-model 0.001 --concurrency 64 --max-tokens 128
     python scripts/benchmark_server.py --model FOLDER --device cuda --graphs decode --admission-wait-steps 0 8 16 \
         --lengths varied --turns 8 --route lean
+    python scripts/benchmark_server.py --random-model 1.5 --device cuda --graphs decode --adapter-rank 0 16 --route lean
 
 Routes: `vllm` is JSON with one object a token, `lean` the compact answer of our own servers. They take turns, round by
 round, on the same server. Each flag set and each number of held tokens gets a server of its own, one after the other on
-the same card; so does each setting of `vllm_config.admission_*`. Several client processes send the load, so that the
-clients are not what is measured. The first round warms up and is not counted. Every client sends `--turns` requests one
-after the other; with `--lengths varied` one in ten is eleven times as long as the others, `--max-tokens` is the mean,
-and the load is even only in long rounds. Of a server on this machine the CPU seconds of the API and engine processes
-for each 1,000 output tokens are given too.
+the same card; so does each setting of `vllm_config.admission_*` and each rank of an adapter. A server with a rank holds
+what `finetune.lora.sync=adapter` gives it: every request goes through the adapter, here through the zeros that are
+there before the first update, which cost what others do. Rank 0 is a server without, as with merged matrices. Several
+client processes send the load, so that the clients are not what is measured. The first round warms up and is not
+counted. Every client sends `--turns` requests one after the other; with `--lengths varied` one in ten is eleven times
+as long as the others, `--max-tokens` is the mean, and the load is even only in long rounds. Of a server on this machine
+the CPU seconds of the API and engine processes for each 1,000 output tokens are given too.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ from benchmark_schedules_task import answer_tokens
 
 from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE
 
-#: What is asked for: name and `logprobs`.
-LABELS = (("with log-probs", 0), ("without log-probs", None))
+#: What is asked for: `logprobs` by the option's word.
+LOGPROBS = {"with": 0, "without": None}
 
 
 def client(server: Server, count: int, args: argparse.Namespace, route: str, logprobs: int | None, seed: int) -> int:
@@ -106,8 +109,9 @@ def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
     """Every route and kind of request in turn, `args.repeats` times; each figure with its range."""
     rounds: dict[str, list[dict[str, Any]]] = {}
     with multiprocessing.get_context("fork").Pool(args.clients) as pool:
-        for _, (label, logprobs), route in itertools.product(range(args.repeats + 1), LABELS, args.route):
-            rounds.setdefault(f"{route}, {label}", []).append(one_round(pool, server, args, route, logprobs))
+        for _, word, route in itertools.product(range(args.repeats + 1), args.log_probs, args.route):
+            label = f"{route}, {word} log-probs"
+            rounds.setdefault(label, []).append(one_round(pool, server, args, route, LOGPROBS[word]))
     return {name: summary(found[1:]) for name, found in rounds.items()}
 
 
@@ -120,7 +124,7 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--random-model", help="size in billions of a random model, made for this run")
@@ -133,9 +137,13 @@ def main() -> None:
     parser.add_argument("--graphs", choices=sorted(GRAPHS), help="which CUDA graphs; default: what vLLM does")
     parser.add_argument("--admission-wait-steps", nargs="*", default=["0"], help="steps that a request may wait")
     parser.add_argument("--admission-batch-fraction", nargs="*", default=["0.0625"])
+    parser.add_argument(
+        "--adapter-rank", nargs="*", type=int, default=[0], help="of the server's adapter; 0: it has none"
+    )
     parser.add_argument("--lengths", choices=("equal", "varied"), default="equal")
     parser.add_argument("--turns", type=int, default=1, help="requests of each client in a round, one after the other")
     parser.add_argument("--route", nargs="*", choices=("vllm", "lean"), default=["vllm", "lean"])
+    parser.add_argument("--log-probs", nargs="*", choices=sorted(LOGPROBS), default=["with", "without"])
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -147,6 +155,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.url is None and (args.model is None) == (args.random_model is None):
         parser.error("one of --model, --random-model and --url is needed")
+    return args
+
+
+def options_of(args: argparse.Namespace) -> dict[str, object]:
+    """What vLLM is given in any case."""
     base: dict[str, object] = {"max_model_len": 1024, "max_num_seqs": args.concurrency}
     if args.device == "cpu":
         base |= {"enforce-eager": "", "block_size": 32}
@@ -156,7 +169,13 @@ def main() -> None:
     base["max_model_len"] = max(1024, longest)
     if args.graphs:
         base["compilation-config"] = GRAPHS[args.graphs]
+    return base
+
+
+def main() -> None:
+    args = arguments()
     results: dict[str, Any] = {}
+    settings: dict[str, dict[str, object]] = {}
     shown = ("concurrency", "prompt_tokens", "max_tokens", "clients", "lengths", "turns", "graphs")
     load = {name: getattr(args, name) for name in shown}
     if args.url:
@@ -168,18 +187,21 @@ def main() -> None:
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         model = args.model or str(random_model(args.random_model, scratch / "model", dtype))
         transport = "nccl" if args.device == "cuda" else "gloo"
-        settings = itertools.product(args.flags, args.held, args.admission_wait_steps, args.admission_batch_fraction)
-        for flags, held, steps, fraction in settings:
+        lists = (args.flags, args.held, args.admission_wait_steps, args.admission_batch_fraction, args.adapter_rank)
+        for flags, held, steps, fraction, rank in itertools.product(*lists):
             environ = {"PIPELINERL_HELD_TOKENS": held}
             if args.device == "cuda":
                 environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
             environ |= {WAIT_STEPS_VARIABLE: steps, BATCH_FRACTION_VARIABLE: fraction}
-            kwargs = {**base, **json.loads(flags)}
-            with running_server(model, transport, kwargs, scratch / "server.log", True, environ) as server:
+            kwargs, words = {**options_of(args), **json.loads(flags)}, ["--adapter-rank", str(rank)] if rank else []
+            log = scratch / "server.log"
+            with running_server(model, transport, kwargs, log, True, environ, arguments=words) as server:
                 starts = f"wait {steps} steps, fraction {fraction}" if steps != "0" else "no batches"
-                name = f"flags {flags}, held {held}, {starts} (start {server.start_s:.0f} s)"
+                name = f"flags {flags}, held {held}, {starts}{f', adapter of rank {rank}' if rank else ''}"
+                name += f" (start {server.start_s:.0f} s)"
+                settings[name] = {"flags": flags, "held": held, "wait": steps, "fraction": fraction, "rank": rank}
                 results[name] = measure(server, args)
-                write_result(args.output, {**load, "results": results})
+                write_result(args.output, {**load, "settings": settings, "results": results})
 
 
 if __name__ == "__main__":

@@ -99,6 +99,22 @@ def split_figures(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def server_figures(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `benchmark_server.py`: tokens a second of every server, named by the settings in which they differ."""
+    settings = result.get("settings", {})
+    varied = [
+        key
+        for key in next(iter(settings.values()), {})
+        if len({str(server.get(key)) for server in settings.values()}) > 1
+    ]
+    found = {}
+    for name, server in settings.items():
+        which = " ".join(f"{key} {server[key]}" for key in varied)
+        for load, figures in result["results"].get(name, {}).items():
+            found[f"{which} {load}: tokens/s".strip()] = figures["tokens/s"]["median"]
+    return found
+
+
 def test_figures(report: Path) -> dict[str, Any]:
     """Of a JUnit report: how many passed, which did not."""
     counts = {"passed": 0, "skipped": 0}
@@ -145,6 +161,7 @@ _SPLIT_COLUMNS = (
 _KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "run": lambda work: run_figures(rows_of(work / "run")),
     "schedules": lambda work: schedule_figures(_json_of(work / "result.json")),
+    "server": lambda work: server_figures(_json_of(work / "result.json")),
     "splits": lambda work: split_figures(_json_of(work / "result.json")),
     "tests": lambda work: test_figures(work / "tests.xml") if (work / "tests.xml").exists() else {},
 }

@@ -20,12 +20,16 @@ def measurements(device: str = "cuda", small_cards: bool = False, gpus: int = 2)
         gpus: how many are there; with one, what was made for one comes first, and else last.
     """
     first, second = _learning(device, small_cards)
+    tests = _tests()
     several = (
-        *(first, *_tests(), *_levers(device), *_adapters(device), second),
+        *(first, *tests, *_levers(device), *_adapters(device), second),
         *(*_memory(device), *_four_cards(device)),
     )
-    single = one_card.learning(device, small_cards)
-    listed = (*single, *several) if gpus == 1 else (*several, *single)
+    learning, servers = one_card.learning(device, small_cards), one_card.servers(device)
+    if gpus == 1:
+        listed = (*learning, *tests, *servers, *(one for one in several if one not in tests))
+    else:
+        listed = (*several, *learning, *servers)
     return listed if device == "cuda" else tuple(replace(one, limit_s=REHEARSAL_LIMIT_S + 60) for one in listed)
 
 

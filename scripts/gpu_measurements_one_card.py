@@ -34,3 +34,33 @@ def learning(device: str, small_cards: bool) -> tuple[Measurement, ...]:
         run("groups-16", "seed 2, groups of 16", "seed=2", "attempts=16"),
         run("entropy", "seed 2, an entropy bonus that goes to 0", "seed=2", *bonus),
     )
+
+
+def servers(device: str) -> tuple[Measurement, ...]:
+    """Tokens a second of one server that has the card to itself, with log-probs, as compact answers."""
+
+    def one(name: str, what: str, expected_s: float, *own: str) -> Measurement:
+        words = ("{python}", "scripts/benchmark_server.py", "--device", device, "--output", "{work}/result.json")
+        words += ("--route", "lean", "--log-probs", "with", *own)
+        if device == "cpu":
+            words += ("--concurrency", "8", "--clients", "2", "--max-tokens", "8", "--repeats", "1")
+        return Measurement(f"server-{name}", "server", what, 1, expected_s, 2 * expected_s + 60, "server", words)
+
+    def graphs(kind: str) -> tuple[str, ...]:
+        return ("--graphs", kind) if device == "cuda" else ()
+
+    def batched(kind: str, what: str, expected_s: float) -> Measurement:
+        load = ("--model", "{model}", "--lengths", "varied", "--turns", "12", "--max-tokens", "64", "--repeats", "2")
+        batches = ("--admission-wait-steps", "0", "8", "--admission-batch-fraction", "0.125")
+        name = "admission" if kind == "decode" else kind
+        return one(
+            name, f"requests that start in batches, or at once; {what}", expected_s, *graphs(kind), *load, *batches
+        )
+
+    size = "1.5" if device == "cuda" else "0.001"
+    adapter = (*graphs("decode"), "--random-model", size, "--adapter-rank", "0", "16")
+    return (
+        one("adapter", f"with a LoRA adapter of rank 16 and without, {size} B at random", 140, *adapter),
+        batched("decode", "CUDA graphs of steps that decode", 120),
+        batched("piecewise", "CUDA graphs of mixed steps too", 140),
+    )

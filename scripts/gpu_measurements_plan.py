@@ -32,7 +32,7 @@ class Measurement:
         group: a word by which several are chosen at once.
         expected_s: how long it should take, its start included. It is not started if less time is left.
         limit_s: when it is ended.
-        kind: how its results look: `run`, `schedules`, `splits` or `tests`.
+        kind: how its results look: `run`, `schedules`, `server`, `splits` or `tests`.
         command: `{python}`, `{model}` and `{work}` are filled in.
         alone: its times count, so nothing else may use its cards.
     """

@@ -39,6 +39,7 @@ _RUN_FILES = (
 KEPT = {
     "run": tuple(f"run/{name}" for name in _RUN_FILES),
     "schedules": ("result.json", *(f"runs/*/run/{name}" for name in _RUN_FILES), "runs/*/launch.txt"),
+    "server": ("result.json",),
     "splits": ("result.json", *(f"runs/*/run/{name}" for name in _RUN_FILES), "runs/*/launch.txt"),
     "tests": (
         "tests.xml",

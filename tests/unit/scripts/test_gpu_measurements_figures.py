@@ -35,6 +35,18 @@ def test_a_split_in_milliseconds(figures: ModuleType, tmp_path: Path) -> None:
     assert found["cards GiB"] == {"0": 3.0} and "error" not in found
 
 
+def test_servers_are_named_by_what_differs(figures: ModuleType, tmp_path: Path) -> None:
+    settings = {name: {"held": "64", "rank": rank} for name, rank in (("a", 0), ("b", 16), ("c", 32))}
+    results = {
+        name: {"lean, with log-probs": {"tokens/s": {"median": rate}}} for name, rate in (("a", 9.0), ("b", 6.0))
+    }
+    (tmp_path / "result.json").write_text(json.dumps({"settings": settings, "results": results}))
+    assert figures.figures_of("server", tmp_path) == {
+        "rank 0 lean, with log-probs: tokens/s": 9.0,
+        "rank 16 lean, with log-probs: tokens/s": 6.0,
+    }
+
+
 def test_tests_that_passed_and_those_that_did_not(figures: ModuleType, tmp_path: Path) -> None:
     cases = '<testcase name="a"/><testcase name="b[1]"><failure message="x"/></testcase>'
     cases += '<testcase name="c"><skipped/></testcase><testcase name="d"><error message="y"/></testcase>'
@@ -57,7 +69,7 @@ def test_a_curve_has_evaluations_at_the_steps_whose_weights_they_measure(figures
     assert figures.curve_of(rows[1:]) == []
 
 
-@pytest.mark.parametrize("kind", ["run", "schedules", "splits", "tests"])
+@pytest.mark.parametrize("kind", ["run", "schedules", "server", "splits", "tests"])
 def test_what_ended_before_it_wrote_anything_has_no_figures(figures: ModuleType, tmp_path: Path, kind: str) -> None:
     assert figures.figures_of(kind, tmp_path) in ({}, {"steps": 0})
     (tmp_path / "result.json").write_text('{"results": {"hi')

@@ -28,7 +28,13 @@ class CountingPorts:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    names = ("benchmark_schedules", "benchmark_splits_list", "benchmark_splits_figures", "benchmark_splits")
+    names = (
+        "benchmark_server",
+        "benchmark_schedules",
+        "benchmark_splits_list",
+        "benchmark_splits_figures",
+        "benchmark_splits",
+    )
     parts = ("plan", "process", "machine", "commands", "one_card", "list", "figures", "results")
     loaded = {
         name: load_script(name, monkeypatch) for name in (*names, *(f"gpu_measurements_{part}" for part in parts))
@@ -37,7 +43,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
 
 
 def words_of_run(scripts: dict[str, ModuleType], measured: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command line of the run that a measurement makes."""
+    """The command line of the run that a measurement makes; of a server alone what its script understands."""
     words = scripts["gpu_measurements"].command_of(measured, "MODEL", folder)
     if words[1:3] == ["-m", "pipelinerl.launch"]:
         return words[3:]
@@ -45,7 +51,10 @@ def words_of_run(scripts: dict[str, ModuleType], measured: Any, folder: Path, mo
     assert (REPOSITORY / words[1]).is_file()
     monkeypatch.setattr(sys, "argv", words[1:])
     args = script.arguments()
-    assert args.output.name == "result.json" and args.keep.name == "runs"
+    assert args.output.name == "result.json"
+    if script is scripts["benchmark_server"]:
+        return [f"world.device={args.device}"]
+    assert args.keep.name == "runs"
     if script is scripts["benchmark_schedules"]:
         overrides = script.overrides_of(args, args.schedules[0], args.variances[0], seed=1)
     else:
@@ -59,7 +68,7 @@ def test_every_run_composes_and_uses_all_its_cards(
     scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = scripts["gpu_measurements_list"].measurements(small_cards=True)
-    for measurement in (one for one in listed if one.kind != "tests"):
+    for measurement in (one for one in listed if one.kind not in ("tests", "server")):
         config = compose(words_of_run(scripts, measurement, tmp_path, monkeypatch)).config
         assert isinstance(config, RunConfig), measurement.name
         cards = tuple(str(number) for number in range(measurement.gpus))
@@ -98,11 +107,12 @@ def test_the_tests_that_are_named_exist(scripts: dict[str, ModuleType]) -> None:
 def test_with_one_card_what_needs_one_comes_first_and_else_nothing_changes(scripts: dict[str, ModuleType]) -> None:
     made, plan = scripts["gpu_measurements_list"].measurements, scripts["gpu_measurements_plan"].plan
     alone = [job.measurement for job in plan(made(gpus=1), ["0"], 1e5)]
-    assert [one.group for one in alone][:4] == ["onecard"] * 4
+    groups = [one.group for one in alone]
+    assert groups[:4] == ["onecard"] * 4 and groups[-3:] == ["server"] * 3 and set(groups[4:-3]) == {"tests"}
     for count in (2, 4):
         cards = [str(number) for number in range(count)]
         listed = made(gpus=count)
-        own = [one for one in listed if one.group == "onecard"]
+        own = [one for one in listed if one.group in ("onecard", "server")]
         assert listed[-len(own) :] == tuple(own)
         for end_s in (1400, 1e5):
             planned = plan(listed, cards, end_s)
