@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from fakes.adapter_backend import adapter_backend, draw_adapter
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
 
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.weights.ipc_transport import IPCTransport
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
@@ -116,3 +120,26 @@ def test_a_server_that_slept_is_whole_after_the_next_update(server: VLLMProcess)
             perturb(model, seed=level)
             assert publisher.publish(level, ModuleSource(model)).failed == {}
             assert probe(publisher, model).max_abs_diff < TOLERANCE
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"]])
+def test_an_adapter_alone_comes_that_way_too(tmp_path: Path, targets: list[str]) -> None:
+    """In buffers that the trainer uses again, while the server keeps the tensors. One of them is damaged once."""
+    model = save_random_model(tmp_path / "model", tied=True)
+    kwargs, environ = {"dtype": "float32", "enable-chunked-prefill": False}, {**os.environ, **CPU_ENVIRON}
+    arguments = ["--adapter-rank", "4"]
+    backend = adapter_backend(targets, torch.float32, torch.device("cpu"), head_size=32)
+    probed = [random_ids(length, seed=length) for length in (2, 33, 80)]
+    with (
+        VLLMProcess(model, tmp_path / "log", kwargs, transport="ipc", environ=environ, arguments=arguments) as server,
+        connect(server, chunk_bytes=3_000) as publisher,
+    ):
+        feed = WeightsFeed(backend, Ranks(), publisher, torch.float32, sends_adapter=True)
+        for version in range(3):
+            before = feed._trainer_logprobs(probed)[2].logprobs
+            draw_adapter(backend, version)
+            after = feed._trainer_logprobs(probed)[2].logprobs
+            # The adapter before must be told apart, or the test proves nothing.
+            assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 100 * TOLERANCE
+            difference = feed.send(version, probed).probe_abs_diff
+            assert difference is not None and difference < TOLERANCE
