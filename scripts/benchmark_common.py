@@ -215,11 +215,14 @@ async def generate_lean(
 
     Raises:
         ValueError: the server answered in another form.
+        RuntimeError: it refused.
     """
     body = generate_body(ids, max_tokens, **sampling)
     headers = {**server.headers, "Accept": MEDIA_TYPE}
     async with session.post(f"{server.url}{GENERATE_PATH}", json=body, headers=headers) as answer:
-        answer.raise_for_status()
+        # An error that a process of a pool can hand on.
+        if answer.status != 200:
+            raise RuntimeError(f"the server answered {answer.status}: {(await answer.text())[:1000]}")
         return decode_completion(await answer.read())
 
 

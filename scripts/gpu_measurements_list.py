@@ -25,11 +25,11 @@ def measurements(device: str = "cuda", small_cards: bool = False, gpus: int = 2)
         *(first, *tests, *_levers(device), *_adapters(device), second),
         *(*_memory(device), *_four_cards(device)),
     )
-    learning, servers = one_card.learning(device, small_cards), one_card.servers(device)
+    learning, own_tests, servers = one_card.learning(device, small_cards), one_card.tests(), one_card.servers(device)
     if gpus == 1:
-        listed = (*learning, *tests, *servers, *(one for one in several if one not in tests))
+        listed = (*learning, *own_tests, *tests, *servers, *(one for one in several if one not in tests))
     else:
-        listed = (*several, *learning, *servers)
+        listed = (*several, *learning, *own_tests, *servers)
     return listed if device == "cuda" else tuple(replace(one, limit_s=REHEARSAL_LIMIT_S + 60) for one in listed)
 
 
@@ -71,7 +71,7 @@ def _tests() -> tuple[Measurement, ...]:
             "a server computes with the adapter it was sent",
             2,
             200,
-            "tests/gpu/test_adapter_update_gpu.py",
+            *("tests/gpu/test_adapter_update_gpu.py", "-k", "not trainers_card"),
         ),
         test("test-idle-rank", "a rank that waits leaves its card idle", 2, 30, trainer, "-k", idle, alone=True),
     )

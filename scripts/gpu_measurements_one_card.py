@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_measurements_commands import LEARNED, guessing_run
+from gpu_measurements_commands import LEARNED, TESTS, guessing_run
 from gpu_measurements_plan import Measurement
 
 
@@ -36,6 +36,40 @@ def learning(device: str, small_cards: bool) -> tuple[Measurement, ...]:
     )
 
 
+def tests() -> tuple[Measurement, ...]:
+    """Those of `tests/gpu` that need one card. They give no times, so several share it."""
+    trainer = "tests/gpu/test_trainer_gpu.py"
+
+    def test(name: str, what: str, expected_s: float, *words: str) -> Measurement:
+        return Measurement(f"test-{name}", "tests", what, 1, expected_s, 480, "tests", (*TESTS, *words), alone=False)
+
+    updates, turns = "tests/gpu/test_adapter_update_gpu.py", "tests/gpu/test_colocated_gpu.py"
+    exact = "test_bf16_products_give_almost_the_fp32_gradient", "test_a_micro_batch_never_waits_for_the_gpu"
+    return (
+        test(
+            "adapter-one-card",
+            "a server on the trainer's card computes with the adapter",
+            220,
+            updates,
+            *_only("trainers_card"),
+        ),
+        test(
+            "sleep-one-card",
+            "a server sleeps at levels 1 and 2, wakes and gets weights",
+            220,
+            turns,
+            *_only("sleeps_wakes"),
+        ),
+        test("turns-one-card", "a run in turns on one card learns", 150, turns, *_only("a_colocated_run")),
+        test("trainer-one-card", "bf16 products; no wait for the GPU", 60, *(f"{trainer}::{name}" for name in exact)),
+    )
+
+
+def _only(part: str) -> tuple[str, str]:
+    """The tests with this part in their names."""
+    return "-k", part
+
+
 def servers(device: str) -> tuple[Measurement, ...]:
     """Tokens a second of one server that has the card to itself, with log-probs, as compact answers."""
 
@@ -50,7 +84,9 @@ def servers(device: str) -> tuple[Measurement, ...]:
         return ("--graphs", kind) if device == "cuda" else ()
 
     def batched(kind: str, what: str, expected_s: float) -> Measurement:
-        load = ("--model", "{model}", "--lengths", "varied", "--turns", "12", "--max-tokens", "64", "--repeats", "2")
+        # The prompts are token ids, of which the rehearsal's own model has too few.
+        model = ("--model", "{model}") if device == "cuda" else ("--random-model", "0.001")
+        load = (*model, "--lengths", "varied", "--turns", "12", "--max-tokens", "64", "--repeats", "2")
         batches = ("--admission-wait-steps", "0", "8", "--admission-batch-fraction", "0.125")
         name = "admission" if kind == "decode" else kind
         return one(

@@ -95,8 +95,11 @@ def test_every_command_is_understood(
 def test_the_tests_that_are_named_exist(scripts: dict[str, ModuleType]) -> None:
     listed = scripts["gpu_measurements_list"].measurements()
     for measurement in (one for one in listed if one.kind == "tests"):
-        files = [REPOSITORY / word for word in measurement.command if word.startswith("tests/gpu/")]
+        named = [word.partition("::") for word in measurement.command if word.startswith("tests/gpu/")]
+        files = [REPOSITORY / file for file, _, _ in named]
         assert files and all(file.is_file() for file in files)
+        for file, (_, _, name) in zip(files, named, strict=True):
+            assert not name or f"\ndef {name}(" in file.read_text()
         if "-k" in measurement.command:
             wanted = measurement.command[measurement.command.index("-k") + 1].removeprefix("not ")
             assert (
@@ -112,11 +115,12 @@ def test_with_one_card_what_needs_one_comes_first_and_else_nothing_changes(scrip
     for count in (2, 4):
         cards = [str(number) for number in range(count)]
         listed = made(gpus=count)
-        own = [one for one in listed if one.group in ("onecard", "server")]
-        assert listed[-len(own) :] == tuple(own)
+        first = [one.group for one in listed].index("onecard")
+        several, own = listed[:first], listed[first:]
+        assert {one.gpus for one in own} == {1} and {one.group for one in own} == {"onecard", "tests", "server"}
         for end_s in (1400, 1e5):
             planned = plan(listed, cards, end_s)
-            assert [job for job in planned if job.measurement not in own] == plan(listed[: -len(own)], cards, end_s)
+            assert [job for job in planned if job.measurement not in own] == plan(several, cards, end_s)
 
 
 def test_server_and_trainer_on_one_card_work_at_the_same_time(
