@@ -25,14 +25,14 @@ def learning(device: str, small_cards: bool) -> tuple[Measurement, ...]:
     def run(name: str, what: str, *own: str) -> Measurement:
         what = f"guessing_2gpu with server and trainer on one card, in flight: {what}"
         words = guessing_run(device, *shared, *own)
-        return Measurement(f"one-card-{name}", "onecard", what, 1, 650, 900, "run", words, alone=False, until=LEARNED)
+        return Measurement(f"one-card-{name}", "onecard", what, 1, 780, 850, "run", words, alone=False, until=LEARNED)
 
-    bonus = ("finetune.rl.entropy_bonus=0.002", "finetune.rl.final_entropy_bonus=0.0")
+    target = ("finetune.rl.target_entropy=0.06", "finetune.rl.entropy_bonus_step=0.005")
     return (
         run("seed-1", "seed 1", "seed=1"),
-        run("seed-2", "seed 2", "seed=2"),
+        run("entropy", "seed 2, an entropy bonus with a target of 0.06 nats a token", "seed=2", *target),
         run("groups-16", "seed 2, groups of 16", "seed=2", "attempts=16"),
-        run("entropy", "seed 2, an entropy bonus that goes to 0", "seed=2", *bonus),
+        run("seed-2", "seed 2", "seed=2"),
     )
 
 

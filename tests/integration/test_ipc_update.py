@@ -124,7 +124,7 @@ def test_a_server_that_slept_is_whole_after_the_next_update(server: VLLMProcess)
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"]])
 def test_an_adapter_alone_comes_that_way_too(tmp_path: Path, targets: list[str]) -> None:
-    """In buffers that the trainer uses again, while the server keeps the tensors. One of them is damaged once."""
+    """In buffers that the trainer uses again, while the server keeps the tensors."""
     model = save_random_model(tmp_path / "model", tied=True)
     kwargs, environ = {"dtype": "float32", "enable-chunked-prefill": False}, {**os.environ, **CPU_ENVIRON}
     arguments = ["--adapter-rank", "4"]
