@@ -47,7 +47,7 @@ class Evaluator:
     ) -> list[EvaluationResult]:
         """Return one result for all data sets together, followed by one for each if there are several.
 
-        The list is empty when no rollout came to an end.
+        When no rollout came to an end there is one, without averages.
         """
         started = self.clock()
         first_version = current_version()
@@ -104,6 +104,8 @@ def as_final(newest: Sequence[EvaluationResult], version: int) -> list[Evaluatio
     """
     if any(not result.due_version == result.min_version == result.max_version == version for result in newest):
         return []
+    if any(result.success_rate is None for result in newest):
+        return []
     return [replace(result, is_final=True) for result in newest]
 
 
@@ -121,7 +123,11 @@ class EvaluationFrame:
 def summarize_evaluation(
     problems: list[Problem], answers: list[Answer], frame: EvaluationFrame
 ) -> list[EvaluationResult]:
-    """Average the rollouts that came to an end; failed ones are counted and do not enter the averages."""
+    """Average the rollouts that came to an end; failed ones are counted and do not enter the averages.
+
+    Data sets in which all failed are left out. Without any that did not, one result says that this evaluation is over:
+    who waits for its value must not take it for one that still runs.
+    """
     by_name: dict[str, list[Answer]] = defaultdict(list)
     for problem, answer in zip(problems, answers, strict=True):
         own_name = answer.dataset_name if isinstance(answer, RolloutEnded) else None
@@ -130,13 +136,11 @@ def summarize_evaluation(
     if len(by_name) > 1:
         results.append(_result(ALL_DATASETS, answers, frame))
     results.extend(_result(name, own, frame) for name, own in sorted(by_name.items()))
-    return [result for result in results if result is not None]
+    return [result for result in results if result.success_rate is not None] or results[:1]
 
 
-def _result(dataset_name: str, answers: list[Answer], frame: EvaluationFrame) -> EvaluationResult | None:
+def _result(dataset_name: str, answers: list[Answer], frame: EvaluationFrame) -> EvaluationResult:
     ended = [answer for answer in answers if isinstance(answer, RolloutEnded)]
-    if not ended:
-        return None
     versions = [version for answer in ended for version in (answer.min_version, answer.max_version)]
     known = [version for version in versions if version is not None] or list(frame.versions)
     metrics: dict[str, list[float]] = defaultdict(list)
@@ -151,10 +155,14 @@ def _result(dataset_name: str, answers: list[Answer], frame: EvaluationFrame) ->
         dataset_name=dataset_name,
         num_rollouts=len(answers),
         num_failed=len(answers) - len(ended),
-        success_rate=math.fsum(answer.summary.success for answer in ended) / len(ended),
-        mean_reward=math.fsum(answer.summary.reward for answer in ended) / len(ended),
+        success_rate=_mean([answer.summary.success for answer in ended]),
+        mean_reward=_mean([answer.summary.reward for answer in ended]),
         metrics={name: math.fsum(values) / len(values) for name, values in sorted(metrics.items())},
         seconds=frame.seconds,
         time=time.time(),
         incarnation=frame.incarnation,
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -179,10 +179,11 @@ async def _evaluate(parts: ActorParts, due_version: int, *, is_final: bool, conc
         return []
     async with _evaluation_turn(parts):
         results = await parts.evaluator.run(due_version, lambda: parts.trainer.current_version, is_final, concurrency)
-    if not results:
-        logger.error("the evaluation due at version %d failed: no rollout came to an end", due_version)
     await parts.publisher.publish_evaluation(results)
     for result in results:
+        if result.success_rate is None:
+            logger.error("the evaluation due at version %d failed: no rollout came to an end", due_version)
+            continue
         logger.info(
             "evaluation at version %d, %s: success %.3f, reward %.3f, %d rollouts (%d failed), %.1f s",
             due_version,

@@ -56,6 +56,7 @@ class _FateHead(msgspec.Struct, kw_only=True):
 class _EvaluationHead(msgspec.Struct, kw_only=True):
     due_version: int
     is_final: bool
+    success_rate: float | None
     schema: int = SCHEMA_VERSION
 
 
@@ -130,10 +131,14 @@ def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> di
 
 
 def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
-    """Return (version that it was due at, whether it was the final one) of every evaluation that was made."""
+    """Return (version that it was due at, whether it was the final one) of every evaluation that was made.
+
+    One in which all rollouts failed was not.
+    """
     return {
         (evaluation.due_version, evaluation.is_final)
         for evaluation in _all(streams, EVALUATION_TOPIC, actor, _EvaluationHead)
+        if evaluation.success_rate is not None
     }
 
 

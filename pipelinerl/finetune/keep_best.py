@@ -119,11 +119,12 @@ class BestKeeper:
 
     def _take_results(self, before: int | None = None) -> int:
         """Fold the results that are there, except for those of evaluations due at `before` or later: their version may
-        still have to be exported. Returns the newest version that a result is due at; -1: there is none."""
+        still have to be exported. Returns the newest version that an evaluation was made of; -1: there is none."""
         assert self.results is not None
         while entries := self.results.read(timeout_s=0):
             self._unfolded += [entry.record for entry in entries]
-        newest = max((result.due_version for result in self._unfolded), default=-1)
+        made = (result.due_version for result in self._unfolded if result.success_rate is not None)
+        newest = max(made, default=-1)
         held = [result for result in self._unfolded if before is not None and result.due_version >= before]
         self.best.fold(result for result in self._unfolded if before is None or result.due_version < before)
         self._unfolded = held

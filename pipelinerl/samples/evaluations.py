@@ -53,6 +53,7 @@ class RolloutRecordHead(msgspec.Struct, frozen=True, kw_only=True):
 class _ResultHead(msgspec.Struct, frozen=True, kw_only=True):
     due_version: int
     is_final: bool
+    success_rate: float | None
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 
@@ -77,7 +78,8 @@ def find_evaluations(streams: StreamHub) -> Evaluations:
     found = Evaluations()
     for entry in all_of(streams, EVALUATION_TOPIC, ACTOR, _ResultHead):
         result: _ResultHead = entry.record
-        found.made.setdefault((result.due_version, result.is_final), set()).add(result.incarnation)
+        if result.success_rate is not None:  # without it all its rollouts failed
+            found.made.setdefault((result.due_version, result.is_final), set()).add(result.incarnation)
     return found
 
 

@@ -94,7 +94,9 @@ class BestModel:
         """
         for result in results:
             key = (result.incarnation, result.due_version, result.is_final)
-            if key not in self._folded:
+            if result.success_rate is None:
+                self._settle(result)  # it was not made: the next start may make it
+            elif key not in self._folded:
                 self._folded.add(key)
                 self._settle(result)
 
@@ -125,6 +127,8 @@ class BestModel:
         """Why a candidate cannot be the best one; None: it is."""
         if note.due_version < result.due_version:
             return "it was not evaluated"
+        if result.success_rate is None:
+            return f"all {result.num_rollouts} rollouts of its evaluation failed"
         if result.num_failed > self._max_failure_rate * result.num_rollouts:
             return f"{result.num_failed} of {result.num_rollouts} rollouts of its evaluation failed"
         if result.min_version != note.version:

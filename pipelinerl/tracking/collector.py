@@ -170,9 +170,9 @@ class Collector:
         self._tell(notice)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
+        averages = {"success_rate": result.success_rate, "mean_reward": result.mean_reward}
         values = {
-            "success_rate": result.success_rate,
-            "mean_reward": result.mean_reward,
+            **{name: value for name, value in averages.items() if value is not None},
             "num_rollouts": float(result.num_rollouts),
             "num_failed": float(result.num_failed),
             "seconds": result.seconds,

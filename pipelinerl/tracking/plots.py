@@ -56,11 +56,13 @@ def _draw_training(axes: Axes, state: RunState) -> None:
 
 
 def _draw_held_out(axes: Axes, state: RunState) -> None:
-    names = list(dict.fromkeys(result.dataset_name for result in state.evaluations))
-    for index, name in enumerate(names):
-        results = [result for result in state.evaluations if result.dataset_name == name]
-        points = sorted((result.max_version, result.success_rate) for result in results)
-        label = "success, held out" + (f" ({name})" if len(names) > 1 else "")
+    points_of: dict[str, list[tuple[int, float]]] = {}
+    for result in state.evaluations:
+        if result.success_rate is not None:
+            points_of.setdefault(result.dataset_name, []).append((result.max_version, result.success_rate))
+    for index, (name, found) in enumerate(points_of.items()):
+        points = sorted(found)
+        label = "success, held out" + (f" ({name})" if len(points_of) > 1 else "")
         axes.plot(*zip(*points, strict=True), "o--", label=label, color=f"C{index + 3}", markersize=7)
         for version, rate in points:
             axes.annotate(f"{rate:.2f}", (version, rate), textcoords="offset points", xytext=(0, 9), ha="center")

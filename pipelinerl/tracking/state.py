@@ -134,8 +134,9 @@ class RunState:
             found = [r for r in found if (r.due_version, r.incarnation) == newest]
         if when == "before" and any(not result.is_final for result in found):
             found = [result for result in found if not result.is_final]
-        rollouts = sum(result.num_rollouts for result in found)
-        return sum(result.success_rate * result.num_rollouts for result in found) / rollouts if rollouts else None
+        rates = [(r.success_rate, r.num_rollouts) for r in found if r.success_rate is not None]
+        rollouts = sum(count for _, count in rates)
+        return sum(rate * count for rate, count in rates) / rollouts if rollouts else None
 
     def _saw(self, time: float) -> None:
         self.first_time = time if self.first_time is None else min(time, self.first_time)

@@ -91,10 +91,11 @@ def evaluation_line(result: EvaluationResult) -> str:
     """One evaluation as one line."""
     kind = "final evaluation" if result.is_final else f"evaluation at version {result.due_version}"
     failed = f", {result.num_failed} failed" if result.num_failed else ""
-    return (
-        f"{kind} on {result.dataset_name}: success {result.success_rate:.3f}, reward {result.mean_reward:.3f}"
-        f" ({result.num_rollouts} rollouts{failed}, {result.seconds:.1f} s)"
-    )
+    if result.success_rate is None or result.mean_reward is None:
+        found = "no rollout came to an end"
+    else:
+        found = f"success {result.success_rate:.3f}, reward {result.mean_reward:.3f}"
+    return f"{kind} on {result.dataset_name}: {found} ({result.num_rollouts} rollouts{failed}, {result.seconds:.1f} s)"
 
 
 def _step(state: RunState, max_steps: int | None) -> str:
@@ -106,11 +107,12 @@ def _number(state: RunState, *names: str, form: str = ".3f") -> str:
 
 
 def _held_out(state: RunState) -> str:
-    if not state.evaluations:
+    measured = [(r, r.success_rate) for r in state.evaluations if r.success_rate is not None]
+    if not measured:
         return _NONE
-    last = state.evaluations[-1]
+    last, success_rate = measured[-1]
     before = state.held_out_success("before")
-    text = f"{last.success_rate:.3f} at version {last.max_version}"
+    text = f"{success_rate:.3f} at version {last.max_version}"
     return f"{text}   ({before:.3f} before)" if before is not None and last.due_version > 0 else text
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from pipelinerl.actor.evaluation import EvaluationFrame, as_final, summarize_evaluation
@@ -15,7 +16,7 @@ from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
-from pipelinerl.records import RolloutSummary, Sample, VersionSpan
+from pipelinerl.records import EvaluationResult, RolloutSummary, Sample, VersionSpan
 from pipelinerl.schedules.evaluations import EvaluationSchedule
 
 PROBLEM = Problem(id="p", dataset_name="train", data={"question": 1})
@@ -194,8 +195,22 @@ def test_several_data_sets_come_after_the_result_for_all() -> None:
     assert (results[0].min_version, results[0].max_version) == (4, 6)
 
 
-def test_an_evaluation_in_which_everything_failed_has_no_result() -> None:
-    assert summarize_evaluation([PROBLEM], [RolloutFailed(0, "x", "")], FRAME) == []
+def test_an_evaluation_in_which_everything_failed_is_over_and_has_no_averages() -> None:
+    failed = RolloutFailed(0, "x", "")
+    (result,) = summarize_evaluation([PROBLEM], [failed], FRAME)
+    assert (result.due_version, result.num_rollouts, result.num_failed, result.dataset_name) == (4, 1, 1, "train")
+    assert result.success_rate is None and result.mean_reward is None and result.metrics == {}
+    assert msgspec.json.decode(msgspec.json.encode(result), type=EvaluationResult) == result
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    (of_two,) = summarize_evaluation(problems, [failed, failed], FRAME)
+    assert (of_two.dataset_name, of_two.num_failed, of_two.success_rate) == ("all", 2, None)
+    assert as_final(summarize_evaluation([PROBLEM], [failed], replace(FRAME, versions=(4, 4))), 4) == []
+
+
+def test_a_data_set_in_which_everything_failed_has_no_result_beside_one_that_has() -> None:
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    results = summarize_evaluation(problems, [ended(), RolloutFailed(0, "x", "")], FRAME)
+    assert [(r.dataset_name, r.success_rate, r.num_failed) for r in results] == [("all", 1.0, 1), ("train", 1.0, 0)]
 
 
 def refused(pauses: int = 3) -> Answer:

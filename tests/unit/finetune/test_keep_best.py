@@ -167,6 +167,38 @@ def test_results_that_never_come_leave_two_candidates_at_most(start):
     assert ended.left() == [0, 4] and ended.best is None
 
 
+def test_an_evaluation_that_failed_altogether_does_not_cost_the_next_one_its_version(start):
+    """Nothing came of the evaluation of 1; that of 2 is known at 3 only, when 3 is to be exported."""
+    run = start({0: 0.1})
+    deliver = run.publisher.publish
+
+    def publish(version, source):
+        report = deliver(version, source)
+        if version == 2:
+            run.publish(result(1, None, num_failed=4, mean_reward=None))
+        return report
+
+    run.publisher.publish = publish
+    exporter_write, seen = run.exporter.write, []
+
+    def write(final, *arguments):
+        exporter_write(final, *arguments)
+        seen.append((final.name, run.left()))
+        if final.name == "3":
+            run.publish(result(2, 0.9))
+
+    run.exporter.write = write
+    run.go()
+    assert ("3", [0, 2, 3]) in seen, "2 is being measured"
+    assert run.best["version"] == 2
+
+
+def test_a_run_whose_first_evaluation_failed_altogether_makes_it_at_its_next_start(start):
+    failed = result(0, None, num_failed=4, mean_reward=None)
+    run = start({0: 0.3}, known=[failed], incarnation=1).go()
+    assert run.best["version"] == 0
+
+
 def test_a_result_that_was_there_before_its_export_counts(start):
     """A long save between update and export: the evaluation is over when the version is exported."""
     ended = start({0: 0.1, 1: 0.9}, save_checkpoint_steps=1, interrupt_train_steps=2)

@@ -151,6 +151,22 @@ def test_at_most_two_candidates_wait_and_those_that_were_passed_over_go(tmp_path
     assert (best_of(tmp_path), left(tmp_path)) == ("10", {"10"})
 
 
+def test_an_evaluation_that_failed_altogether_gives_way_to_the_next_one(tmp_path: Path) -> None:
+    """20 is being measured when 30 is exported: it must not go for 10, whose evaluation came to nothing."""
+    best = model(tmp_path)
+    for version in (10, 20):
+        best.make_room()
+        export(tmp_path, version)
+    failed = result(10, num_failed=10, mean_reward=None, metrics={})
+    best.fold([msgspec.structs.replace(failed, success_rate=None)])
+    assert left(tmp_path) == {"20"}
+    best.make_room()
+    export(tmp_path, 30)
+    best.fold([result(20, 0.8)])
+    assert (best_of(tmp_path), left(tmp_path)) == ("20", {"20", "30"})
+    assert not best.knows(10, is_final=False) and best.knows(20, is_final=False)
+
+
 class Crash(Exception):
     pass
 

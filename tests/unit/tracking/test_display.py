@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
+
 from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, WeightUpdateSuccess
 from pipelinerl.tracking.display import LiveDisplay, PlainDisplay, make_display
 from pipelinerl.tracking.plots import plot_learning_curve
 from pipelinerl.tracking.state import RunState
-from pipelinerl.tracking.table import progress_line, table_rows
+from pipelinerl.tracking.table import evaluation_line, progress_line, table_rows
 
 EVALUATION = EvaluationResult(
     due_version=0,
@@ -121,6 +123,22 @@ def test_plain_lines_come_at_most_once_a_second_and_evaluations_always() -> None
     assert lines[-1] == (
         "evaluation at version 0 on guessing_test: success 0.375, reward 0.250 (512 rollouts, 2 failed, 12.0 s)"
     )
+
+
+def test_an_evaluation_that_failed_altogether_is_said_and_shown_nowhere_as_a_value(tmp_path: Path) -> None:
+    failed = msgspec.structs.replace(
+        EVALUATION, due_version=8, num_failed=512, success_rate=None, mean_reward=None, metrics={}
+    )
+    assert evaluation_line(failed) == (
+        "evaluation at version 8 on guessing_test: no rollout came to an end (512 rollouts, 512 failed, 12.0 s)"
+    )
+    state = running()
+    state.fold_evaluation(failed)
+    assert ("success, held out", "0.375 at version 0") in [(name, value) for name, value in table_rows(state, 40)]
+    state.fold_evaluation(msgspec.structs.replace(failed, is_final=True))
+    assert state.held_out_success("after") is None
+    plot_learning_curve(state, tmp_path / "curve.png", "run")
+    assert (tmp_path / "curve.png").stat().st_size > 0
 
 
 def test_the_live_table_is_drawn_from_the_present_state() -> None:
