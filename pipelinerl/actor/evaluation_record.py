@@ -1,7 +1,7 @@
 """Records rollouts of evaluations, so that people can read what the model said on held-out problems.
 
 Called by the evaluator when a rollout ends. Waits for the stream only, which has no reader that it could wait for. A
-record that cannot be written is a warning: it never ends a run.
+record that cannot be written is a warning and is counted: it ends neither the run nor the recording of others.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pipelinerl.streams.loop_writer import LoopWriter
 logger = logging.getLogger(__name__)
 
 KEY = "actor.recorded_test_samples"
+#: The metric that counts what could not be written.
+UNRECORDED = "actor/unrecorded_test_samples"
 MAX_CHARS = 4000
 
 
@@ -38,7 +40,9 @@ class EvaluationRecorder:
     limit: int | None
     incarnation: int
     _writer: LoopWriter[EvaluationRollout] | None = field(default=None, init=False)
-    _failed: bool = field(default=False, init=False)
+    #: Rollouts of this start that should have been recorded and could not be.
+    unrecorded: int = field(default=0, init=False)
+    _said: bool = field(default=False, init=False)
 
     def places(self, count: int) -> frozenset[int]:
         """Which of `count` rollouts are recorded: the same ones in every evaluation, evenly spread over all."""
@@ -50,39 +54,44 @@ class EvaluationRecorder:
         self, attempt: Attempt, answer: RolloutEnded | RolloutFailed, due_version: int, is_final: bool
     ) -> None:
         """Write how one attempt ended. Never raises for a record or a stream that cannot be written."""
-        if self._failed:
-            return
         try:
             if self._writer is None:
                 self._writer = self.open_writer()
             await self._writer.write(rollout_record(attempt, answer, due_version, is_final, self.incarnation))
         except StreamError as error:
-            self._give_up(error)
+            # The next one is tried all the same: a disk gets room again, and a value is of one rollout.
+            self.unrecorded += 1
+            self._say_once(f"rollout {attempt.rollout_id} is not recorded", error)
 
     async def flush(self) -> None:
         """As durable as `streams.fsync` asks for."""
-        if self._writer is None or self._failed:
+        if self._writer is None:
             return
         try:
             await self._writer.flush()
         except StreamError as error:
-            self._give_up(error)
+            self._say_once("recorded rollouts may not survive a crash of the machine", error)
 
     async def close(self) -> None:
-        """Release the stream."""
+        """Release the stream, and say how many rollouts are not in it."""
+        if self.unrecorded > 1:
+            logger.warning("%d rollouts of evaluations were not recorded in this start of the run", self.unrecorded)
         if self._writer is None:
             return
         try:
             await self._writer.close()
         except StreamError as error:
-            if not self._failed:
-                self._give_up(error)
+            self._say_once("recorded rollouts may not survive a crash of the machine", error)
 
-    def _give_up(self, error: StreamError) -> None:
-        self._failed = True
+    def _say_once(self, what: str, error: StreamError) -> None:
+        if self._said:
+            return
+        self._said = True
         logger.warning(
-            "rollouts of evaluations are not recorded any more in this start of the run (%s=0 never records them); "
-            "their averages are: %s",
+            "evaluations: %s; it counts in their averages. Further ones are counted only (%s); %s=0 never records "
+            "them. The reason: %s",
+            what,
+            UNRECORDED,
             KEY,
             error,
         )

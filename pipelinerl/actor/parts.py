@@ -10,7 +10,7 @@ from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.alone import AloneTrainer
 from pipelinerl.actor.drain_requests import DrainAnswers
 from pipelinerl.actor.evaluation import Evaluator
-from pipelinerl.actor.evaluation_record import EvaluationRecorder
+from pipelinerl.actor.evaluation_record import UNRECORDED, EvaluationRecorder
 from pipelinerl.actor.failures import FailureLimit
 from pipelinerl.actor.frames import RolloutEnded
 from pipelinerl.actor.gate import RolloutGate
@@ -87,6 +87,7 @@ class ActorParts:
             "actor/failed_rollouts": float(self.failures.total),
             "actor/retries": float(self.scheduler.retries),
             "actor/replaced_workers": float(self.pool.replaced_workers),
+            UNRECORDED: float(self.recorder.unrecorded),
             **{f"actor/server_busy_{index}": float(busy) for index, busy in enumerate(self.slots.busy)},
             **self.slots.occupancy.take(),
             **{f"actor/failed_{reason}": float(count) for reason, count in self.failures.reasons.items()},

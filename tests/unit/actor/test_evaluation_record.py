@@ -193,9 +193,52 @@ async def test_o2_a_stream_that_cannot_be_written_is_one_warning(caplog: pytest.
     with caplog.at_level(logging.WARNING):
         _, results = await evaluate(recorder)
         await recorder.close()
-    assert results[0].num_rollouts == 4
-    (warning,) = caplog.messages
+    assert results[0].num_rollouts == 4 and recorder.unrecorded == 4
+    warning, total = caplog.messages
     assert "actor.recorded_test_samples=0" in warning and "No space left" in warning
+    assert total == "4 rollouts of evaluations were not recorded in this start of the run"
+
+
+@pytest.mark.parametrize("fails_at", ["open", "write", "flush"])
+async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_at: str
+) -> None:
+    """A disk that is full for a moment, or one value that nothing can hold."""
+    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    faults = [StreamError("stream x: No space left on device")]
+
+    def once(moment: str) -> None:
+        if moment == fails_at and faults:
+            raise faults.pop()
+
+    class Full:
+        def __init__(self) -> None:
+            once("open")
+            self._writer = hub.writer("evaluation_rollouts", "actor_0", EvaluationRollout)
+
+        def write(self, record: Any) -> int:
+            once("write")
+            return self._writer.write(record)
+
+        def flush(self) -> None:
+            once("flush")
+            self._writer.flush()
+
+        def close(self) -> None:
+            self._writer.close()
+
+        end_waits = lambda self: None  # noqa: E731
+
+    recorder = recorder_of(None, lambda: LoopWriter(Full(), may_wait=False))  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        await evaluate(recorder)
+        await evaluate(recorder, is_final=True)
+        await recorder.close()
+    reader = hub.reader("evaluation_rollouts", "actor_0", EvaluationRollout)
+    lost = 0 if fails_at == "flush" else 1
+    assert len(reader.read(timeout_s=0)) == 8 - lost and recorder.unrecorded == lost
+    (warning,) = caplog.messages
+    assert "No space left" in warning and "actor/unrecorded_test_samples" in warning
 
 
 def test_a_problem_of_any_size_and_kind_is_recorded() -> None:
