@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -95,6 +96,10 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
             return outcome.exit_code
         if len(restarts) >= config.supervise.max_restarts:
             return outcome.exit_code
+        if outcome.signum is not None:
+            name = signal.Signals(outcome.signum).name
+            sys.stderr.write(f"{name} came while the run failed: it does not go on by itself\n")
+            return outcome.exit_code
         restarts.append(str(outcome.reason).partition("\n")[0])
         text = f"the run goes on by itself ({len(restarts)} of {config.supervise.max_restarts} restarts)"
         sys.stderr.write(f"{text}\n")
@@ -134,7 +139,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
         world = build_world_map(config, cluster, ports)
         preflight.check_entrypoints(world)
         events: SimpleQueue[Event] = SimpleQueue()
-        with signals_as_events(events):
+        with signals_as_events(events) as signals:
             entered = workspace.enter(decision)
             sys.stderr.write(f"{problems}\n")
             for note in notes_on_problems(config, problems):
@@ -144,9 +149,10 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
             if decision.changes and decision.kind == "move_aside":
                 sys.stderr.write("the last start trained no step, so this is a new run\n")
             try:
-                return _run(composed, config, world, entered, events, nodes, restarts)
+                outcome = _run(composed, config, world, entered, events, nodes, restarts)
             finally:
                 entered.close()
+    return replace(outcome, signum=signals[0]) if signals else outcome
 
 
 def notes_on_problems(config: RunConfig, problems: str) -> list[str]:

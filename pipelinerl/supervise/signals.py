@@ -14,17 +14,22 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Put an `Interrupted` on `events` for each signal (a `SimpleQueue` may be filled from a signal handler)."""
+def signals_as_events(events: SimpleQueue[Event]) -> Iterator[list[int]]:
+    """Put an `Interrupted` on `events` for each signal (a `SimpleQueue` may be filled from a signal handler).
+
+    Yields the numbers of the signals that came so far: while a run ends, nobody may take them from `events`.
+    """
+    came: list[int] = []
 
     def handle(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
         events.put(Interrupted(signum))
 
     # Under nohup SIGHUP is ignored, and stays so.
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     before = {signum: signal.signal(signum, handle) for signum in HANDLED if signum not in ignored}
     try:
-        yield
+        yield came
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

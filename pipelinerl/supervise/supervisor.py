@@ -58,12 +58,14 @@ _STACK_DUMP_S = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `job` is the one to blame, if one is."""
+    """How a run ended. `job` is the one to blame, if one is; `signum` the first signal that the launcher got, also one
+    that came behind a failure, which stays the reason."""
 
     status: Status
     reason: str | None
     exit_code: int
     job: str | None = None
+    signum: int | None = None
 
 
 @dataclass
@@ -327,6 +329,8 @@ class Supervisor:
             if left_s <= 0:
                 return None
             event = self._next_event(left_s)
+            if isinstance(event, Interrupted):
+                return None  # who asks for the end does not wait for a better reason
             if isinstance(event, NodeEnded) and event.status == "failed" and not is_clear:
                 return event
             if isinstance(event, ChildExited):

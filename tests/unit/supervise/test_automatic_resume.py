@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.supervise.commands import JOB_KEY, Command
+from pipelinerl.supervise.monitor import StuckMonitor
+from pipelinerl.supervise.policy import ExitPolicy
+from pipelinerl.supervise.process import ChildExited, Interrupted
 from pipelinerl.supervise.restarts import can_resume
-from pipelinerl.supervise.supervisor import Outcome
+from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.supervise.server_keeper import ServerKeeper
+from pipelinerl.supervise.supervisor import Outcome, Supervisor
+from pipelinerl.world import Job
 
 COMPLETED = Outcome("completed", None, 0)
 INTERRUPTED = Outcome("interrupted", "stopped by SIGTERM", 143)
@@ -46,6 +63,7 @@ def test_which_ends_can_be_resumed(outcome: Outcome, expected: bool) -> None:
         (2, [died("finetune_0"), died("actor_0"), died("finetune_0")], 3, 1),
         (5, [died("finetune_0"), INTERRUPTED], 2, 143),
         (5, [died("actor_llm_0")], 1, 1),
+        (5, [replace(died("finetune_0"), signum=15)], 1, 1),
     ],
 )
 def test_how_often(
@@ -80,3 +98,60 @@ def test_how_often(
     if starts > 1:
         text = f"the run goes on by itself (1 of {max_restarts} restarts)"
         assert text in capsys.readouterr().err and text in caplog.text
+
+
+@pytest.mark.parametrize("signums", [[], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]])
+def test_a_signal_while_a_run_fails_is_in_its_outcome(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signums: list[int]
+) -> None:
+    """The supervisor has its outcome and takes no more events; processes are being ended, the summary is written."""
+
+    def fails(*arguments: Any) -> Outcome:
+        for signum in signums:
+            os.kill(os.getpid(), signum)
+        return died("finetune_0")
+
+    for name in ("preflight", "workspace", "build_world_map"):
+        monkeypatch.setattr(launch_module, name, MagicMock())
+    for name in ("other_nodes", "FreePorts"):
+        monkeypatch.setattr(launch_module, name, lambda *arguments, **_: nullcontext(MagicMock()))
+    monkeypatch.setattr(launch_module, "_run", fails)
+    monkeypatch.setattr(launch_module, "bounded_by_record", lambda config: config)
+    monkeypatch.setattr(launch_module, "notes_on_problems", lambda config, problems: [])
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    outcome = launch_module.launch_once(MagicMock(), config, MagicMock(), [])
+    assert outcome == replace(died("finetune_0"), signum=signums[0] if signums else None)
+
+
+class SignalBehindEachEnd(SimpleQueue[Any]):
+    """The launcher gets SIGTERM right after a process of the run ended."""
+
+    def put(self, item: Any, *arguments: Any) -> None:
+        super().put(item, *arguments)
+        if isinstance(item, ChildExited):
+            super().put(Interrupted(signal.SIGTERM))
+
+
+def test_a_signal_ends_the_search_for_the_cause_of_a_failure(tmp_path: Path) -> None:
+    """With several nodes the cause may take a while to be heard of: 60 s here."""
+    job = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+    argv = (sys.executable, "-c", "raise ValueError('bad row 7')")
+    read_end, write_end = os.pipe()
+    started = time.monotonic()
+    outcome = Supervisor(
+        commands=[Command(job, argv, {JOB_KEY: job.name})],
+        run_dir=RunDir(tmp_path),
+        config=SuperviseConfig(),
+        policy=ExitPolicy([job], lambda: False),
+        monitor=StuckMonitor(SuperviseConfig(), 60.0),
+        environ=os.environ,
+        token="token-of-test",
+        death_fd=read_end,
+        events=SignalBehindEachEnd(),
+        keeper=ServerKeeper([job], SuperviseConfig(), 60.0, lambda change: None, 0, time.time()),
+        collect_s=60.0,
+    ).run()
+    os.close(read_end)
+    os.close(write_end)
+    assert (outcome.status, outcome.exit_code, outcome.job) == ("failed", 1, "actor_0")
+    assert "bad row 7" in str(outcome.reason) and time.monotonic() - started < 40
