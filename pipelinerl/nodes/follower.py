@@ -17,7 +17,7 @@ import msgspec
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.nodes.link import receive, send
 from pipelinerl.nodes.messages import Ended, Hello, Plan, Refused
-from pipelinerl.nodes.secret import SECRET_KEY
+from pipelinerl.supervise.context import NODE_SECRET_KEY
 from pipelinerl.supervise.process import Interrupted
 
 _RETRY_S = 0.5
@@ -84,7 +84,7 @@ def _authenticate(connection: Connection, secret: bytes) -> None:
         deliver_challenge(connection, secret)
     except AuthenticationError as error:
         raise ConfigError(
-            SECRET_KEY, "another value than on node 0", "the same on every node", "Export it again on all nodes."
+            NODE_SECRET_KEY, "another value than on node 0", "the same on every node", "Export it again on all nodes."
         ) from error
     except (EOFError, OSError) as error:
         raise UserError(f"node 0 closed the connection while the secret was checked ({error})") from error

@@ -1,4 +1,4 @@
-"""The secret by which the nodes of a run know each other: in the environment of all of them and nowhere else."""
+"""The secret by which the launchers of a run know each other: in their environments and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.placement.slurm import is_slurm_step
+from pipelinerl.supervise.context import NODE_SECRET_KEY
 
-SECRET_KEY = "PIPELINERL_NODE_SECRET"
 _MIN_CHARACTERS = 16
 
 
 def node_secret(environ: Mapping[str, str]) -> bytes:
     """The secret as bytes; ConfigError if there is none or it is too short."""
-    secret = environ.get(SECRET_KEY, "")
+    secret = environ.get(NODE_SECRET_KEY, "")
     if len(secret) < _MIN_CHARACTERS:
         raise ConfigError(
-            SECRET_KEY,
+            NODE_SECRET_KEY,
             f"{len(secret)} characters" if secret else None,
             f"at least {_MIN_CHARACTERS} characters, the same on every node (WORLD_SIZE is above 1)",
-            f"Make one with `openssl rand -hex 16` and export {SECRET_KEY} on all nodes.{_on_slurm(environ)}",
+            f"Make one with `openssl rand -hex 16` and export {NODE_SECRET_KEY} on all nodes.{_on_slurm(environ)}",
         )
     return secret.encode()
 

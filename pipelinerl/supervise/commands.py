@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl.supervise.context import DEATH_FD_KEY, TOKEN_KEY
+from pipelinerl.supervise.context import DEATH_FD_KEY, NODE_SECRET_KEY, TOKEN_KEY
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.world import Job, WorldMap
 
@@ -84,9 +84,9 @@ def build_command(
 
 
 def child_environment(command: Command, environ: Mapping[str, str], token: str, death_fd: int) -> dict[str, str]:
-    """The whole environment of the child, secrets included."""
+    """The whole environment of the child, with the secrets that it needs."""
     rank_keys = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    inherited = {key: value for key, value in environ.items() if key not in rank_keys}
+    inherited = {key: value for key, value in environ.items() if key not in (*rank_keys, NODE_SECRET_KEY)}
     return inherited | dict(command.env) | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
 
 

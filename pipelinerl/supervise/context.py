@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 TOKEN_KEY = "PIPELINERL_SERVER_TOKEN"
 DEATH_FD_KEY = "PIPELINERL_DEATH_FD"
+#: By what the launchers of a run over several nodes know each other. No job asks another node for anything by it.
+NODE_SECRET_KEY = "PIPELINERL_NODE_SECRET"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LINGER_S = 10.0
 

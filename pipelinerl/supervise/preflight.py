@@ -27,6 +27,7 @@ from pipelinerl.inference.option_names import check_names
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.supervise.adapter_checks import check_adapter
 from pipelinerl.supervise.commands import entrypoint_of
+from pipelinerl.supervise.context import NODE_SECRET_KEY
 from pipelinerl.supervise.last_error import LogPart, last_error, user_error
 from pipelinerl.supervise.model_folder import check_model_folder
 from pipelinerl.supervise.model_limits import check_context
@@ -252,6 +253,7 @@ def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Seq
         log = Path(folder) / "stderr.log"
         paths = [str(path) for path in search_dirs] + ([environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else [])
         env = {**environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env.pop(NODE_SECRET_KEY, None)  # nothing for the user's code
         argv = [sys.executable, "-m", "pipelinerl.entrypoints.check_domain", "--run-config", str(file)]
         try:
             with log.open("wb") as stderr:

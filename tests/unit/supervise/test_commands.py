@@ -83,11 +83,13 @@ def test_o4_a_proxy_is_bypassed_and_the_users_list_is_kept() -> None:
 def test_o5_secrets_are_in_the_environment_only() -> None:
     jobs = [job("actor")]
     environ = {"WANDB_API_KEY": "wandb-secret", "PATH": "/bin", "RANK": "5", "MASTER_ADDR": "node-0"}
+    environ["PIPELINERL_NODE_SECRET"] = "node-secret-of-all"
     command = build_command(jobs[0], world(jobs), RUN, environ)
     env = child_environment(command, environ, token="server-secret", death_fd=7)
     assert (env["PIPELINERL_SERVER_TOKEN"], env["PIPELINERL_DEATH_FD"]) == ("server-secret", "7")
     assert env["WANDB_API_KEY"] == "wandb-secret"
     assert "RANK" not in env and "MASTER_ADDR" not in env
+    assert "node-secret-of-all" not in env.values(), "it is for the launchers alone"
     written = command.script() + " ".join(command.argv) + repr(dict(command.env))
     assert "secret" not in written
 

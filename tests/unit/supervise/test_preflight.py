@@ -120,6 +120,21 @@ def test_a_check_that_the_users_code_ends_is_no_success(tmp_path: Path, line: st
         preflight.check_domain(run, os.environ, [tmp_path])
 
 
+def test_o5_the_users_code_does_not_see_the_secret_of_the_launchers(tmp_path: Path) -> None:
+    (tmp_path / "looking.py").write_text(
+        "import os\n"
+        "def load_problems(names):\n    raise ValueError(f\"seen: {os.environ.get('PIPELINERL_NODE_SECRET')}\")\n"
+        "async def generate_rollout(cfg, llm, problem, session): ...\n"
+    )
+    run = config(
+        dataset_loader="looking.load_problems",
+        train_dataset_names=["a"],
+        actor={"rollout_policy": "looking.generate_rollout"},
+    )
+    with pytest.raises(UserError, match="seen: None"):
+        preflight.check_domain(run, {**os.environ, "PIPELINERL_NODE_SECRET": "0123456789abcdef"}, [tmp_path])
+
+
 def test_a_model_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         preflight.check_model(config(model_path=str(tmp_path)))
