@@ -1,6 +1,7 @@
 """Checks of what a run needs before any file is written or process started. Called by the launcher.
 
-User code is imported in a child process only: the launcher stays free of it (and of torch).
+Waits for the hub, where the model is neither a folder nor in the hub's cache, and for the check of the user's code,
+which is imported in a child process only: the launcher stays free of it (and of torch).
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def check_tracking(config: RunConfig) -> None:
 def check_parallel_size(config: RunConfig) -> None:
     """Refuse servers whose workers cannot share the model's attention heads evenly: vLLM would say so a minute later.
 
-    Of a model that is neither a local folder nor in the hub's cache nothing is known here.
+    Of a model that is neither a local folder nor in the hub's cache (`check_model` puts it there) nothing is known.
     """
     size = vllm_number(config, "tensor-parallel-size") or 1
     file = _config_file(config.model_path)
@@ -297,8 +298,8 @@ def _model_help() -> str:
 
 
 def _missing_on_hub(name: str, readers: str) -> str | None:
-    """Why the model cannot be had from the hub; None if it can."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    """Why the model cannot be had from the hub; None if it can. Its `config.json` is in the cache then, if possible."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     cached = try_to_load_from_cache(name, "config.json")
@@ -313,4 +314,7 @@ def _missing_on_hub(name: str, readers: str) -> str | None:
     except Exception as error:  # noqa: BLE001 - any failure to reach the hub is the answer to the question
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[0] if lines else type(error).__name__
+    # The checks behind this one read it; the servers would fetch it next. Without it they say themselves what is wrong.
+    with contextlib.suppress(Exception):
+        hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
     return None
