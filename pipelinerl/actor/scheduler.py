@@ -124,6 +124,8 @@ class Scheduler:
     ) -> float | None:
         """Keep since when a server has refused every connection, until it answers or is known to be gone. Returns since
         when the rollout has been refused; None: it was not this time."""
+        if isinstance(answer, RolloutFailed) and answer.reason == Fault.CANNOT_CONNECT.value:
+            return None  # the server was not even asked
         if isinstance(answer, RolloutFailed) and answer.transient and answer.reason == Fault.REFUSED.value:
             now = self._clock()
             self._refuses_since.setdefault(server, now)

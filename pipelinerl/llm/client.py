@@ -15,7 +15,7 @@ import msgspec
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.llm.answers import Completion, read_completion
 from pipelinerl.llm.connections import BrokenResponseError, Connections
-from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, reason_of, retry_delay_s
+from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, connect_fault, reason_of, retry_delay_s
 from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
 
@@ -121,7 +121,8 @@ async def _post(
     except TimeoutError:
         return Fault.TIMEOUT, b"no answer in time", None
     except aiohttp.ClientConnectorError as error:
-        return Fault.REFUSED, str(error).encode(), None
+        fault, text = connect_fault(error.os_error)
+        return fault, text.encode(), None
     except (aiohttp.ClientError, ConnectionError) as error:
         return Fault.DISCONNECTED, (str(error) or type(error).__name__).encode(), None
 
@@ -140,7 +141,8 @@ async def _post_plainly(
     except BrokenResponseError as error:
         return Fault.DISCONNECTED, str(error).encode(), None
     except OSError as error:
-        return Fault.REFUSED, str(error).encode(), None
+        fault, text = connect_fault(error)
+        return fault, text.encode(), None
     if response.status == 200:
         return None, response.body, None
     return response.status, response.body, _seconds(response.retry_after)

@@ -6,6 +6,8 @@ Called by the client for every request that did not come back with status 200.
 from __future__ import annotations
 
 import enum
+import errno
+import socket
 
 from pipelinerl.errors import PipelineRLError
 
@@ -21,7 +23,10 @@ class Verdict(enum.Enum):
 class Fault(enum.Enum):
     """Ways for a request to fail without an HTTP status."""
 
+    #: The server's machine answers that nobody listens there, or does not answer: the server may be starting again.
     REFUSED = "refused"
+    #: No connection could be tried: the name does not resolve, or this process may open no more of them.
+    CANNOT_CONNECT = "cannot_connect"
     DISCONNECTED = "disconnected"
     TIMEOUT = "timeout"
     ABORTED = "aborted"
@@ -53,12 +58,17 @@ STATUS_TABLE: dict[int, Verdict] = {
 
 FAULT_TABLE: dict[Fault, Verdict] = {
     Fault.REFUSED: Verdict.RETRY,
+    Fault.CANNOT_CONNECT: Verdict.RETRY,  # a name server may be away, and descriptors are given back
     Fault.DISCONNECTED: Verdict.RETRY,
     Fault.TIMEOUT: Verdict.RETRY,
     Fault.ABORTED: Verdict.RETRY,  # an aborted completion has not ended: never a training row
     Fault.EMPTY: Verdict.RETRY,
 }
 
+# Errors of `connect` and `socket` that this machine makes by itself (connect(2), socket(2)).
+_OWN_ERRORS = frozenset(
+    {errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT}
+)
 _FIRST_DELAY_S = 0.25
 _LONGEST_DELAY_S = 10.0
 
@@ -75,6 +85,19 @@ def classify(problem: int | Fault) -> Verdict:
 def reason_of(problem: int | Fault) -> str:
     """Return the short word that is counted for this problem, for instance `http_500` or `timeout`."""
     return problem.value if isinstance(problem, Fault) else f"http_{problem}"
+
+
+def connect_fault(error: OSError) -> tuple[Fault, str]:
+    """What it means that a connection could not be made, and the cause in words.
+
+    Several addresses of a name that failed in several ways come as one error without a number: the machine was asked.
+    """
+    text = str(error) or type(error).__name__
+    if isinstance(error, socket.gaierror):
+        return Fault.CANNOT_CONNECT, f"the host's name cannot be resolved: {text}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return Fault.CANNOT_CONNECT, f"{text} (raise the limit of open files, `ulimit -n`, where the run is launched)"
+    return (Fault.CANNOT_CONNECT if error.errno in _OWN_ERRORS else Fault.REFUSED), text
 
 
 def retry_delay_s(attempt: int, jitter: float, retry_after_s: float | None = None) -> float:

@@ -20,7 +20,7 @@ import msgspec
 
 from pipelinerl.errors import ConfigError, RolloutError
 from pipelinerl.llm.client import open_session
-from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, reason_of, retry_delay_s
+from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, connect_fault, reason_of, retry_delay_s
 from pipelinerl.records import IGNORED_LABEL, Sample
 from pipelinerl.records.completion import GENERATE_PATH
 
@@ -145,7 +145,8 @@ class ReferenceServers:
         except TimeoutError:
             return Fault.TIMEOUT, b"no answer in time"
         except aiohttp.ClientConnectorError as error:
-            return Fault.REFUSED, str(error).encode()
+            fault, text = connect_fault(error.os_error)
+            return fault, text.encode()
         except (aiohttp.ClientError, ConnectionError) as error:
             return Fault.DISCONNECTED, str(error).encode()
 

@@ -232,6 +232,24 @@ async def test_a_server_that_refuses_connections_costs_no_try_until_it_has_done_
     assert (len(runner.starts), now[0]) == (32, 164.0)
 
 
+async def test_what_keeps_the_actor_from_connecting_costs_tries_and_is_no_word_of_the_server() -> None:
+    """Too many open files: it is not waited for as a server that starts again is, nor does it end such a wait."""
+    now = [0.0]
+    own = RolloutFailed(0, "cannot_connect", "Too many open files", transient=True, retries=3)
+    answers = [own, own]
+
+    def answer(start: StartRollout) -> Answer:
+        now[0] += 50.0
+        return answers.pop(0)
+
+    runner = FakeRunner(answer)
+    scheduler = Scheduler(ServerSlots(1, 1, lambda: None), runner, timeout_s=10, max_retries=1, clock=lambda: now[0])
+    assert await scheduler.run(attempt()) is own and not answers
+    # Refused at 150 and 250: that is longer than is forgiven, whatever happened at 200.
+    answers += [refused(), own, refused()]
+    assert isinstance(await scheduler.run(attempt()), RolloutFailed) and not answers
+
+
 async def test_a_server_that_answered_meanwhile_refuses_anew() -> None:
     now = [0.0]
     answers = [refused(), ended(), refused(), refused(), ended()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import resource
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -285,6 +286,25 @@ async def test_time_out_and_refused_connection(ask: Any) -> None:
             await ask(make_llm(url, request_timeout_s=0.1, max_retries=0))
     with pytest.raises(RetryableRolloutError, match="refused"):
         await ask(make_llm(url, max_retries=0))
+
+
+async def test_a_name_that_does_not_resolve_is_no_refusal(ask: Any) -> None:
+    with pytest.raises(RetryableRolloutError, match=r"cannot_connect: the host's name cannot be resolved") as failed:
+        await ask(make_llm("http://no-such-host.invalid:80", max_retries=0))
+    assert failed.value.reason == "cannot_connect"
+
+
+async def test_a_process_without_descriptors_says_so(ask: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with server(answer()) as (url, bodies):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(RetryableRolloutError, match=r"cannot_connect: .*Too many open files \(raise the limit"):
+                await ask(make_llm(url, max_retries=0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert bodies == []
+        assert (await ask(make_llm(url, max_retries=0))).token_ids == [5, 6, 7]
 
 
 async def test_o4_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:

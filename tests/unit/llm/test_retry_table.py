@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+
 import pytest
 
-from pipelinerl.llm.retry import Fault, Verdict, classify, reason_of, retry_delay_s
+from pipelinerl.llm.retry import Fault, Verdict, classify, connect_fault, reason_of, retry_delay_s
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,7 @@ from pipelinerl.llm.retry import Fault, Verdict, classify, reason_of, retry_dela
         (503, Verdict.RETRY),
         (507, Verdict.RETRY),
         (Fault.REFUSED, Verdict.RETRY),
+        (Fault.CANNOT_CONNECT, Verdict.RETRY),
         (Fault.DISCONNECTED, Verdict.RETRY),
         (Fault.TIMEOUT, Verdict.RETRY),
         (Fault.ABORTED, Verdict.RETRY),
@@ -30,6 +35,24 @@ from pipelinerl.llm.retry import Fault, Verdict, classify, reason_of, retry_dela
 )
 def test_r3_every_problem_has_one_verdict(problem: int | Fault, verdict: Verdict) -> None:
     assert classify(problem) is verdict
+
+
+@pytest.mark.parametrize(
+    ("error", "fault", "text"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"), Fault.REFUSED, "Connect call failed"),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), Fault.REFUSED, "No route to host"),
+        (OSError("Multiple exceptions: [Errno 111] a, [Errno 101] b"), Fault.REFUSED, "[Errno 101] b"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), Fault.CANNOT_CONNECT, "cannot be resolved"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), Fault.CANNOT_CONNECT, "Too many open files (raise"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), Fault.CANNOT_CONNECT, "`ulimit -n`"),
+        (OSError(errno.EADDRNOTAVAIL, "no port is left"), Fault.CANNOT_CONNECT, "no port is left"),
+        (ConnectionResetError(), Fault.REFUSED, "ConnectionResetError"),
+    ],
+)
+def test_only_what_the_other_side_says_is_a_refusal(error: OSError, fault: Fault, text: str) -> None:
+    found, said = connect_fault(error)
+    assert found is fault and text in said
 
 
 def test_reasons_are_words() -> None:
