@@ -9,8 +9,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config import RunConfig
+from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reference import load_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -33,6 +35,8 @@ def test_an_offloaded_reference_is_the_policy_at_the_start(tmp_path: Path) -> No
         assert reference is not None
         found += reference.logprobs([batch])
         assert {p.device.type for p in reference._model.parameters()} == {"cpu" if offload else "cuda"}
+    # It rounds to what servers can have, as the reference is.
+    PlainBackend(policy, config.finetune, Ranks(device=device))
     with torch.no_grad():
         layout = policy.layout_of(batch)
         ours = policy(batch.to(device), layout.to(device) if layout is not None else None).logprobs.cpu()
