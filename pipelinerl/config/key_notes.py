@@ -163,8 +163,7 @@ HONOURED: dict[str, str] = {
     "finetune.lora.alpha": "an adapter counts alpha / r",
     "finetune.lora.bias": "biases to train too: none, all or lora_only",
     "finetune.lora.target_modules": "linear layers that get one; empty: all of them",
-    "finetune.lora.sync": "an update sends merged matrices, or the adapter alone to servers with the frozen model; "
-    "adapter is not measured on GPUs yet",
+    "finetune.lora.sync": "an update sends merged matrices, or the adapter alone to servers with the frozen model",
     "finetune.rl.policy_loss": "reinforce, ppo, gspo, cispo, decoupled_ppo or sapo",
     "finetune.rl.clamp": "upper bound of the importance weights of reinforce and decoupled_ppo",
     "finetune.rl.advantage_estimator": "rloo, grpo, dr_grpo, reinforce, reinforce_baseline or gae",

@@ -137,15 +137,6 @@ def _other_weights(config: RunConfig) -> list[str]:
     ]
 
 
-def _adapters_alone(config: RunConfig) -> list[str]:
-    if not (config.finetune.lora.enabled and config.finetune.lora.sync == "adapter"):
-        return []
-    return [
-        "finetune.lora.sync=adapter is not measured on GPUs yet: updates are small, but servers compute the adapter in "
-        "every step. Compare output_tokens_per_second with that of finetune.lora.sync=merged"
-    ]
-
-
 def _is_changed(section: Any, key: str) -> bool:
     return bool(getattr(section, key.rpartition(".")[2]) != default_of(key))
 
@@ -160,5 +151,4 @@ _REMARKS: tuple[Callable[[RunConfig], list[str]], ...] = (
     _entropy_target,
     _environments,
     _other_weights,
-    _adapters_alone,
 )

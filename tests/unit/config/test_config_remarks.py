@@ -48,15 +48,6 @@ def refusal(*words: str) -> str:
             ["finetune.dtype=fp32", "use_deepspeed=false", "finetune.lora.enabled=true"],
             "only servers round merged weights). Watch rl/logprob_abs_diff_on_policy",
         ),
-        (
-            [
-                "finetune.dtype=fp32",
-                "use_deepspeed=false",
-                "finetune.lora.enabled=true",
-                "finetune.lora.sync=adapter",
-            ],
-            "finetune.lora.sync=adapter is not measured on GPUs yet",
-        ),
         (["hydra.run.dir=logs"], "hydra.run.dir does nothing here"),
     ],
 )
@@ -78,6 +69,8 @@ def test_what_does_nothing_is_said_in_one_line(words: list[str], expected: str) 
         ["finetune.rl.policy_loss=decoupled_ppo", "finetune.rl.clamp=2"],
         ["finetune=ppo", "finetune.critic_learning_rate=1e-5", "finetune.rl.gae_lambda=0.9"],
         ["finetune.rl.importance_correction=mask", "finetune.rl.importance_low=0.1"],
+        ["finetune.dtype=fp32", "use_deepspeed=false", "finetune.lora.enabled=true", "finetune.lora.sync=adapter"],
+        ["finetune.rl.target_entropy=0.1", "finetune.rl.entropy_bonus_step=0.1"],
         ["environment={_target_: my.Game}", "world.env_replicas=1"],
         ["environment={url: somewhere}"],
         ["finetune.dtype=tf32", "use_deepspeed=false"],
