@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -67,7 +68,6 @@ async def test_a_rollout_has_all_its_time_on_a_worker_that_is_slow_to_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does the worker count as stuck, which would be replaced by one that is as slow."""
-    monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
     started, go_on = tmp_path / "started", tmp_path / "go_on"
     slow = (
         "import pathlib, time\n"
@@ -75,22 +75,38 @@ async def test_a_rollout_has_all_its_time_on_a_worker_that_is_slow_to_start(
         "while started.exists() and not go_on.exists():\n    time.sleep(0.05)\n"
         "started.touch()\n"
     )
+    pass_time = own_clock(monkeypatch)
     pool = make_pool(tmp_path, monkeypatch, slow + BLOCKING)
     async with asyncio.TaskGroup() as tasks:
         await pool.start(tasks)
         await pool.wait_ready(Servers([None]))
-        held = await pool.run(start("spin"), PROCESS_LIMIT_S)
-        assert isinstance(held, RolloutFailed) and pool.replaced_workers == 1
+        await pool._replace(pool._workers[0])
         (worker,) = pool._workers
-        given_up, kept = (asyncio.create_task(pool.run(start("w4"), 5)) for _ in range(2))
-        done, _ = await asyncio.wait([kept], timeout=6)
-        assert not done and not worker.ready.is_set()
+        given_up, kept = (asyncio.create_task(pool.run(start("w4"), 60)) for _ in range(2))
+        await pass_time(61)
+        assert not kept.done() and not given_up.done() and not worker.ready.is_set()
         given_up.cancel()
-        done, _ = await asyncio.wait([kept], timeout=1)
-        assert not done and pool.replaced_workers == 1
+        await pass_time(pool_module.CANCEL_GRACE_S + 1)
+        assert not kept.done() and pool.replaced_workers == 1
         go_on.touch()
         assert isinstance(await kept, RolloutEnded) and pool.replaced_workers == 1
         await pool.close()
+
+
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Awaitable[None]]:
+    """Returns what lets seconds pass at once for the timers of the running loop."""
+    loop = asyncio.get_running_loop()
+    real, passed_s = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: real() + passed_s)
+
+    async def pass_time(seconds: float) -> None:
+        nonlocal passed_s
+        over = asyncio.create_task(asyncio.sleep(seconds))
+        await asyncio.sleep(0)  # it and what was started before have their timers
+        passed_s += seconds
+        await over  # the timers that were to end before it have
+
+    return pass_time
 
 
 async def test_a_replacement_that_never_starts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +123,9 @@ async def test_a_replacement_that_never_starts_ends_the_run(tmp_path: Path, monk
     await pool.close()
 
 
-async def test_a_worker_that_is_replaced_while_it_ends_is_replaced_once() -> None:
+async def test_a_worker_that_is_replaced_while_it_ends_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection is closed already, and what its process ends with is no death that could end the run."""
+    monkeypatch.setattr(pool_module, "_STOP_GRACE_S", 0.1)
     code = "import os, sys, time; os.close(int(sys.argv[sys.argv.index('--fd') + 1])); time.sleep(600)"
     pool = WorkerPool([sys.executable, "-c", code], 1)
     async with asyncio.timeout(PROCESS_LIMIT_S), asyncio.TaskGroup() as tasks:

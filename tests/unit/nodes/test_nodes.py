@@ -168,15 +168,19 @@ def test_l9_a_launcher_that_dies_without_a_word_is_noticed(leader: Leader, port:
 
 
 def test_a_silent_peer_counts_as_gone_and_a_beating_one_does_not(port: int) -> None:
-    with Leader(cluster(), port, SECRET, 0.05, SILENT_S) as leader:
-        connection, heard = joined(leader, port)
+    with Leader(cluster(3), port, SECRET, 0.05, SILENT_S) as leader:
+        nodes = [Joining(port, hello(rank, world_size=3)) for rank in (1, 2)]
+        leader.gather(WAIT_S, lambda text: None)
+        heard: SimpleQueue[tuple[int, Ended]] = SimpleQueue()
+        leader.send_plan(PLAN, lambda rank, ended: heard.put((rank, ended)))
+        connection, hangs = (node.done().connection for node in nodes)
+        assert connection is not None and hangs is not None
         queue, put = ends()
         beating = NodeLink(connection, "node 0", put, 0.05, SILENT_S).start()
-        beating._threads[0].join(SILENT_S + 1)  # longer than the time-out: both sides beat, so nobody gives up
+        rank, ended = heard.get(timeout=WAIT_S)  # node 2 neither beats nor closes
+        assert (rank, ended.reason) == (2, "node 2 (127.0.0.3) sent no sign of life for 6 s")
+        beating._threads[0].join(1)  # by now longer than the time-out: both sides beat, so nobody gives up
         assert queue.empty() and heard.empty()
-        beating._closing.set()  # the node hangs: it neither beats nor closes
-        rank, ended = heard.get(timeout=WAIT_S)
-        assert (rank, ended.reason) == (1, "node 1 (127.0.0.2) sent no sign of life for 6 s")
 
 
 def test_a_node_without_the_secret_is_told_and_does_not_disturb(leader: Leader, port: int) -> None:
