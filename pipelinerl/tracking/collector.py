@@ -27,7 +27,7 @@ from pipelinerl.streams.hub import StreamHub
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.display import Display, make_display
 from pipelinerl.tracking.learning import LearningWatch
-from pipelinerl.tracking.plots import plot_learning_curve
+from pipelinerl.tracking.plots import has_learning_curve, plot_learning_curve
 from pipelinerl.tracking.quiet import quiet_line, read_beats
 from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, Sink
 from pipelinerl.tracking.state import RunState
@@ -115,7 +115,8 @@ class Collector:
             return read(self._state)
 
     def write_summary(self, status: Status, reason: str | None) -> dict[str, Any]:
-        """Stop, write `summary.json` and `learning_curve.png`, finish the sinks, and return the summary."""
+        """Stop, write `summary.json` and `learning_curve.png` (if there is something to draw), finish the sinks, and
+        return the summary."""
         self.stop()
         with self._lock:
             summary = build_summary(self._state, status, reason)
@@ -124,7 +125,9 @@ class Collector:
             except OSError as error:
                 logger.error("%s cannot be written: %s", self._run_dir.summary_file, error)
             try:
-                plot_learning_curve(self._state, self._run_dir.learning_curve_file, self._title)
+                # To load what draws takes a second, for which a run that failed at its start need not keep its user.
+                if has_learning_curve(self._state):
+                    plot_learning_curve(self._state, self._run_dir.learning_curve_file, self._title)
             except Exception as error:  # noqa: BLE001 - a picture never changes how a run ended
                 logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
         for sink in self._sinks:

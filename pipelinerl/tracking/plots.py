@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 # Of the rollouts of each batch. What ended lately (`actor/...`) is biased: quick rollouts end first.
 _REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
 _SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
+_LAG = (("finetune/lag_mean_versions", "mean", "-"), ("finetune/lag_max_versions", "max", ":"))
+
+
+def has_learning_curve(state: RunState) -> bool:
+    """Whether there is anything to draw."""
+    names = (*_REWARD, *_SUCCESS, *(name for name, _, _ in _LAG))
+    return bool(state.evaluations) or any(state.history.get(name) for name in names)
 
 
 def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
@@ -69,10 +76,7 @@ def _draw_held_out(axes: Axes, state: RunState) -> None:
 
 
 def _draw_lag(axes: Axes, state: RunState) -> None:
-    for name, label, style in (
-        ("finetune/lag_mean_versions", "mean", "-"),
-        ("finetune/lag_max_versions", "max", ":"),
-    ):
+    for name, label, style in _LAG:
         if points := sorted(state.history.get(name, {}).items()):
             axes.plot(*zip(*points, strict=True), style, label=label, color="tab:gray")
     axes.set_ylabel("lag (versions)")

@@ -327,23 +327,21 @@ def test_l3_a_job_that_raises_is_named_with_its_error(start: Starter) -> None:
     assert run.descendants() == []
 
 
-@pytest.mark.parametrize(
-    ("signum", "expected"),
-    [
-        ("SIGKILL", "was killed by SIGKILL (out of memory? see the kernel log).\nIts log: "),
-        ("SIGTERM", "was killed by SIGTERM.\nIts log: "),
-        (
-            "SIGSEGV",
-            "was killed by SIGSEGV. Last error: Fatal Python error: Segmentation fault (<string>:11)\n",
-        ),
-    ],
-)
-def test_a_signal_is_not_explained_with_an_older_error(start: Starter, signum: str, expected: str) -> None:
-    jobs = {"actor_llm_0": SLEEP, "actor_0": SLEEP, "finetune_0": IS_KILLED.replace("SIGNAL", signum)}
-    code, stderr, summary = start(jobs, shutdown_grace_s=1).end()
-    assert code == 1
-    assert summary["reason"].startswith(f"finetune_0 {expected}"), stderr
-    assert "ValueError" not in summary["reason"] and "INFO" not in summary["reason"]
+def test_a_signal_is_not_explained_with_an_older_error(start: Starter) -> None:
+    expected = {
+        "SIGKILL": "was killed by SIGKILL (out of memory? see the kernel log).\nIts log: ",
+        "SIGTERM": "was killed by SIGTERM.\nIts log: ",
+        "SIGSEGV": "was killed by SIGSEGV. Last error: Fatal Python error: Segmentation fault (<string>:11)\n",
+    }
+    jobs = {"actor_llm_0": SLEEP, "actor_0": SLEEP}
+    runs = [
+        start({**jobs, "finetune_0": IS_KILLED.replace("SIGNAL", signum)}, shutdown_grace_s=1) for signum in expected
+    ]
+    for run, text in zip(runs, expected.values(), strict=True):
+        code, stderr, summary = run.end()
+        assert code == 1
+        assert summary["reason"].startswith(f"finetune_0 {text}"), stderr
+        assert "ValueError" not in summary["reason"] and "INFO" not in summary["reason"]
 
 
 def test_a_user_error_of_a_job_is_the_launchers_exit_code_2(start: Starter) -> None:
@@ -354,28 +352,31 @@ def test_a_user_error_of_a_job_is_the_launchers_exit_code_2(start: Starter) -> N
     assert "Traceback" not in stderr
 
 
-@pytest.mark.parametrize("victim", ["actor_llm_0", "actor_0", "finetune_0"])
-def test_l5_sigkill_of_any_child_ends_the_run(start: Starter, victim: str) -> None:
+def test_l5_sigkill_of_any_child_ends_the_run(start: Starter) -> None:
     jobs = {"actor_llm_0": SLEEP, "actor_0": STUBBORN, "finetune_0": SLEEP}
-    run = start(jobs, shutdown_grace_s=1, max_server_restarts=0)
-    run.wait_started(3)
-    index = ["actor_llm_0", "actor_0", "finetune_0"].index(victim)
-    sorted(run.descendants(), key=lambda process: process.create_time())[index].kill()
-    code, stderr, summary = run.end()
-    assert code == 1
-    assert victim in summary["reason"] and "killed by SIGKILL" in stderr
-    assert run.descendants() == []
+    runs = {victim: start(jobs, shutdown_grace_s=1, max_server_restarts=0) for victim in jobs}
+    for index, run in enumerate(runs.values()):
+        run.wait_started(3)
+        sorted(run.descendants(), key=lambda process: process.create_time())[index].kill()
+    for victim, run in runs.items():
+        code, stderr, summary = run.end()
+        assert code == 1
+        assert victim in summary["reason"] and "killed by SIGKILL" in stderr
+        assert run.descendants() == []
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_l5_a_signal_ends_everything_that_ignores_sigterm_too(start: Starter, signum: int, code: int) -> None:
-    run = start({"actor_llm_0": STUBBORN, "actor_0": SLEEP, "finetune_0": SLEEP}, shutdown_grace_s=2)
-    run.wait_started(3)
-    run.process.send_signal(signum)
-    returncode, _, summary = run.end()
-    assert (returncode, summary["status"]) == (code, "interrupted")
-    assert summary["reason"] == f"stopped by {signal.Signals(signum).name}"
-    assert run.descendants() == []
+def test_l5_a_signal_ends_everything_that_ignores_sigterm_too(start: Starter) -> None:
+    jobs = {"actor_llm_0": STUBBORN, "actor_0": SLEEP, "finetune_0": SLEEP}
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143}
+    runs = {signum: start(jobs, shutdown_grace_s=2) for signum in codes}
+    for signum, run in runs.items():
+        run.wait_started(3)
+        run.process.send_signal(signum)
+    for signum, run in runs.items():
+        returncode, _, summary = run.end()
+        assert (returncode, summary["status"]) == (codes[signum], "interrupted")
+        assert summary["reason"] == f"stopped by {signum.name}"
+        assert run.descendants() == []
 
 
 def wait_up(run: Run, *jobs: str) -> None:
@@ -512,18 +513,22 @@ def test_a_server_that_dies_after_training_is_told_to_the_actor_and_harms_nobody
     assert (code, summary["status"]) == (0, "completed"), stderr
 
 
-@pytest.mark.parametrize("on_this_node", ["finetune_0", "preprocessor_0"], ids=["trainer-here", "trainer-elsewhere"])
-def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: Starter, on_this_node: str) -> None:
-    jobs = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP, on_this_node: TRAINS}
-    run = start(jobs, server_restart_backoff_s=0)
-    wait_until("the end of training", lambda: f"{on_this_node} is done" in log_of(run))
-    wait_until("the server's start", lambda: len(starts_of(run)) == 1)
-    os.kill(starts_of(run)[0][0], signal.SIGKILL)
-    code, stderr, _ = run.end()
-    assert code == 1
-    assert "actor_llm_0 ended (killed by SIGKILL" in stderr and "while the last evaluation needed it" in stderr
-    assert "Start the same command again" in stderr
-    assert len(starts_of(run)) == 1
+def test_the_only_server_that_dies_after_training_ends_the_run_at_once(start: Starter) -> None:
+    """Whether the trainer runs on this node or elsewhere."""
+    servers = {"actor_llm_0": COUNTS_STARTS, "actor_0": SLEEP}
+    runs = {
+        job: start({**servers, job: TRAINS}, server_restart_backoff_s=0) for job in ("finetune_0", "preprocessor_0")
+    }
+    for job, run in runs.items():
+        wait_until("the end of training", lambda job=job, run=run: f"{job} is done" in log_of(run))
+        wait_until("the server's start", lambda run=run: len(starts_of(run)) == 1)
+        os.kill(starts_of(run)[0][0], signal.SIGKILL)
+    for run in runs.values():
+        code, stderr, _ = run.end()
+        assert code == 1
+        assert "actor_llm_0 ended (killed by SIGKILL" in stderr and "while the last evaluation needed it" in stderr
+        assert "Start the same command again" in stderr
+        assert len(starts_of(run)) == 1
 
 
 def test_the_only_server_that_dies_while_the_model_is_saved_ends_the_run_with_the_training(start: Starter) -> None:

@@ -170,6 +170,13 @@ def test_a_corrupt_stream_is_raised_and_the_rest_is_still_summed_up(tmp_path: Pa
         run.collector.raise_if_failed()
 
 
+def test_a_run_that_failed_before_it_had_numbers_is_not_drawn(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.collector.start()
+    assert run.collector.write_summary("failed", "no such model")["status"] == "failed"
+    assert not run.dir.learning_curve_file.exists()
+
+
 def test_o1_a_broken_terminal_and_a_full_disk_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.screen.close()
