@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,26 @@ from fakes.vllm_process import VLLMProcess
 # How long an example takes is for the machine to say, not for a test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_finish() -> None:
+    freeze_what_stays()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        freeze_what_stays()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+def freeze_what_stays() -> None:
+    """Take what lives now, as the modules of all tests and of torch, out of what the collector goes through: it goes
+    through it again and again, and a test that makes many objects took twice as long as alone."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
