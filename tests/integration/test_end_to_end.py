@@ -17,13 +17,10 @@ pytestmark = pytest.mark.timeout(1300)  # more than a whole run is waited for
 STEPS = 8
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
-    """One run of a user's own task to its end (about a minute), shared by the tests of this file."""
-    run = make_whole_run(tmp_path_factory.mktemp("whole_run"))
-    result = run.run("eval_every_n_versions=4", "actor.recorded_test_samples=32", "finetune.keep_best=success_rate")
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
-    return run
+@pytest.fixture
+def finished(whole_run: WholeRun) -> WholeRun:
+    """With evaluations in the middle that are recorded, and the best version kept."""
+    return whole_run
 
 
 def test_the_summary_says_what_happened(finished: WholeRun) -> None:
