@@ -6,7 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -53,19 +55,49 @@ def test_l3_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path, model: Pat
     assert f"rollout worker 0 (pid {worker.pid}) ended by signal SIGKILL" in run.stderr
 
 
-def test_l4_a_rollout_that_never_returns_costs_only_itself(tmp_path: Path, model: Path) -> None:
-    # Two of them, so that the others can have a deadline that they meet on any machine.
-    (tmp_path / "hang").mkdir()
-    task = edited_task(
-        f"    import pathlib\n    hang = pathlib.Path({str(tmp_path / 'hang')!r})\n"
+def never_return(folder: Path) -> str:
+    """Two rollouts that never return, so that the others can have a deadline that they meet on any machine."""
+    folder.mkdir()
+    return edited_task(
+        f"    import pathlib\n    hang = pathlib.Path({str(folder)!r})\n"
         "    if problem['dataset'] == 'train' and llm.seed % 4 == 0 and len(list(hang.iterdir())) < 2:\n"
         "        (hang / str(llm.seed)).touch()\n        await asyncio.Event().wait()\n"
     )
-    with FakeServer() as server:
-        run = ActorRun(tmp_path, model, [server.url], server.token, task, actor={"rollout_timeout_s": 6})
-        with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)) as trainer:
-            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
-    assert len(list((tmp_path / "hang").iterdir())) == 2
+
+
+def block_once(flag: Path) -> str:
+    """The first rollout holds its worker for good."""
+    return edited_task(
+        f"    import pathlib, time\n    flag = pathlib.Path({str(flag)!r})\n"
+        "    if problem['dataset'] == 'train' and not flag.exists():\n"
+        "        flag.touch()\n        time.sleep(600)\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, tuple[Path, ActorRun, CountingTrainer]]:
+    """Runs whose rollouts get stuck, at the same time, since they mostly wait: by name the mark, run and trainer."""
+
+    def run_to_end(mark: Path, task: str, steps: int) -> tuple[Path, ActorRun, CountingTrainer]:
+        with FakeServer() as server:
+            actor = {"rollout_timeout_s": 6}
+            run = ActorRun(mark.parent, model, [server.url], server.token, task, actor=actor)
+            with run.started(), CountingTrainer(run, steps=steps, on_version=follow_version(server)) as trainer:
+                assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
+        return mark, run, trainer
+
+    hangs, blocks = (tmp_path_factory.mktemp(name) / "mark" for name in ("hangs", "blocks"))
+    with ThreadPoolExecutor(2) as pool:
+        runs = {
+            "hangs": pool.submit(run_to_end, hangs, never_return(hangs), steps=3),
+            "blocks": pool.submit(run_to_end, blocks, block_once(blocks), steps=2),
+        }
+    return {name: run.result() for name, run in runs.items()}
+
+
+def test_l4_a_rollout_that_never_returns_costs_only_itself(stuck: dict[str, Any]) -> None:
+    hung, run, trainer = stuck["hangs"]
+    assert len(list(hung.iterdir())) == 2
     assert len(trainer.batches) == 3
     timed_out = [fate for fate in run.fates if fate.reason == "rollout_timeout"]
     assert timed_out and all(fate.fate == "failed" and fate.num_rollouts >= 1 for fate in timed_out)
@@ -75,17 +107,8 @@ def test_l4_a_rollout_that_never_returns_costs_only_itself(tmp_path: Path, model
     assert len(run.evaluations) == 2
 
 
-def test_l4_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(tmp_path: Path, model: Path) -> None:
-    flag = tmp_path / "blocked"
-    task = edited_task(
-        f"    import pathlib, time\n    flag = pathlib.Path({str(flag)!r})\n"
-        "    if problem['dataset'] == 'train' and not flag.exists():\n"
-        "        flag.touch()\n        time.sleep(600)\n"
-    )
-    with FakeServer() as server:
-        run = ActorRun(tmp_path, model, [server.url], server.token, task, actor={"rollout_timeout_s": 6})
-        with run.started(), CountingTrainer(run, steps=2, on_version=follow_version(server)) as trainer:
-            assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
+def test_l4_user_code_that_blocks_its_worker_loses_the_worker_and_nothing_else(stuck: dict[str, Any]) -> None:
+    flag, run, trainer = stuck["blocks"]
     assert flag.exists() and len(trainer.batches) == 2
     _, said, below = run.stderr.partition("is stuck in user code and is replaced")
     assert said and "my_task.py" in below and "in generate_rollout" in below
