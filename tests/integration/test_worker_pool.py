@@ -102,7 +102,8 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Awaitable[No
     async def pass_time(seconds: float) -> None:
         nonlocal passed_s
         over = asyncio.create_task(asyncio.sleep(seconds))
-        await asyncio.sleep(0)  # it and what was started before have their timers
+        for _ in range(10):  # it, and what was started before and what that starts, have their timers
+            await asyncio.sleep(0)
         passed_s += seconds
         await over  # the timers that were to end before it have
 
