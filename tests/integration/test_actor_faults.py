@@ -151,7 +151,10 @@ def test_o2_evaluations_that_fail_do_not_end_training_and_grader_errors_cost_the
         run = ActorRun(tmp_path, model, [server.url], server.token, task, eval_every_n_versions=1)
         with run.started(), CountingTrainer(run, steps=3, on_version=follow_version(server)) as trainer:
             assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
-    assert len(trainer.batches) == 3 and run.evaluations == []
+    assert len(trainer.batches) == 3
+    first, *_, last = run.evaluations
+    assert (first.due_version, last.due_version, last.is_final) == (0, 3, True)
+    assert all(result.num_failed == 6 and result.success_rate is None for result in run.evaluations)
     assert "the evaluation due at version 3 failed" in run.stderr
     assert {fate.reason for fate in run.fates} <= {"started", "exception_ZeroDivisionError", "training_done"}
     assert "grader" in run.stderr
