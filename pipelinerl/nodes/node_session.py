@@ -26,6 +26,7 @@ from pipelinerl.supervise.policy import ExitPolicy
 from pipelinerl.supervise.process import Event
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.supervise.server_keeper import ServerKeeper
+from pipelinerl.supervise.server_sockets import server_sockets
 from pipelinerl.supervise.session import START_GRACE_S
 from pipelinerl.supervise.supervisor import Outcome, Supervisor
 from pipelinerl.world import SERVER_KINDS
@@ -60,7 +61,7 @@ def supervise_node(
             config=without_restarts,
             policy=ExitPolicy(jobs, TrainingCompletion(reader, identity.incarnation), ends_run=False),
             monitor=StuckMonitor(config.supervise, START_GRACE_S + config.supervise.heartbeat_timeout_s),
-            environ=environ,
+            environ=stack.enter_context(server_sockets(environ)),
             token=token,
             death_fd=death_read,
             events=events,

@@ -24,7 +24,14 @@ from pipelinerl.supervise.process import Event, NodeEnded, PoolAnswered
 from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.world import Job
 
-JOBS = {"actor_llm_1": "import time; time.sleep(300)", "finetune_1": "pass"}
+#: A job says where servers have their sockets, and leaves one behind, as a server that is killed does.
+_LEAVES_A_SOCKET = """
+import os, socket
+folder = os.environ["VLLM_RPC_BASE_PATH"]
+socket.socket(socket.AF_UNIX).bind(folder + "/left-behind")
+print(folder)
+"""
+JOBS = {"actor_llm_1": "import time; time.sleep(300)", "finetune_1": _LEAVES_A_SOCKET}
 
 
 class EndsWhenTheRankIsDone(logging.Handler):

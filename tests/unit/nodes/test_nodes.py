@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -322,6 +323,15 @@ def test_a_service_that_says_nothing_is_not_waited_for_for_ever() -> None:
 def test_servers_of_a_node_whose_ranks_are_done_live_until_node_0_ends_the_run(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, str(NODE_RUN), str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert ended.stdout == "completed True\n", ended.stderr
+
+
+def test_sockets_of_servers_on_other_nodes_go_with_the_run(tmp_path: Path) -> None:
+    environ = {key: value for key, value in os.environ.items() if key != "VLLM_RPC_BASE_PATH"}
+    command = [sys.executable, str(NODE_RUN), str(tmp_path)]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert ended.stdout == "completed True\n", ended.stderr + (tmp_path / "finetune_1" / "stderr.log").read_text()
+    folder = Path((tmp_path / "finetune_1" / "stdout.log").read_text().strip())
+    assert folder.is_absolute() and not folder.exists()
 
 
 def test_a_taken_port_is_a_user_error(leader: Leader, port: int) -> None:
