@@ -92,10 +92,14 @@ class BestModel:
 
         Of the results of one evaluation the first is over all data sets.
         """
+        results = list(results)
+        measured = {(each.incarnation, each.due_version) for each in results if each.success_rate is not None}
         for result in results:
             key = (result.incarnation, result.due_version, result.is_final)
             if result.success_rate is None:
-                self._settle(result)  # it was not made: the next start may make it
+                # It was not made: the next start may make it. The final one may be due at the same version.
+                if key[:2] not in measured:
+                    self._settle(result)
             elif key not in self._folded:
                 self._folded.add(key)
                 self._settle(result)

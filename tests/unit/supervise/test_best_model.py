@@ -167,6 +167,16 @@ def test_an_evaluation_that_failed_altogether_gives_way_to_the_next_one(tmp_path
     assert not best.knows(10, is_final=False) and best.knows(20, is_final=False)
 
 
+def test_the_final_evaluation_counts_where_one_due_at_the_same_version_failed_altogether(tmp_path: Path) -> None:
+    """Where passes end training. The launcher takes all results behind the trainer's end, from the first one on."""
+    export(tmp_path, 20)
+    failed = msgspec.structs.replace(result(20, num_failed=10, mean_reward=None, metrics={}), success_rate=None)
+    launcher = model(tmp_path)
+    launcher.fold([failed, result(20, 0.8, max_version=20, is_final=True)])
+    launcher.drop_rest()
+    assert best_of(tmp_path) == "20"
+
+
 class Crash(Exception):
     pass
 
