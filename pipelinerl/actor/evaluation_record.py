@@ -61,7 +61,7 @@ class EvaluationRecorder:
         except StreamError as error:
             # The next one is tried all the same: a disk gets room again, and a value is of one rollout.
             self.unrecorded += 1
-            self._say_once(f"rollout {attempt.rollout_id} is not recorded", error)
+            self._say_once(f"rollout {attempt.rollout_id} is not recorded; it counts in their averages", error)
 
     async def flush(self) -> None:
         """As durable as `streams.fsync` asks for."""
@@ -88,8 +88,8 @@ class EvaluationRecorder:
             return
         self._said = True
         logger.warning(
-            "evaluations: %s; it counts in their averages. Further ones are counted only (%s); %s=0 never records "
-            "them. The reason: %s",
+            "evaluations: %s. From now on those that are not recorded are counted only (%s); %s=0 never records any. "
+            "The reason: %s",
             what,
             UNRECORDED,
             KEY,

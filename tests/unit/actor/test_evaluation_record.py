@@ -239,6 +239,7 @@ async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
     assert len(reader.read(timeout_s=0)) == 8 - lost and recorder.unrecorded == lost
     (warning,) = caplog.messages
     assert "No space left" in warning and "actor/unrecorded_test_samples" in warning
+    assert ("it counts in their averages" in warning) == (fails_at != "flush")
 
 
 def test_a_problem_of_any_size_and_kind_is_recorded() -> None:
