@@ -18,10 +18,19 @@ _LONGEST_PATH, _NAME = 107, len("/00000000-0000-0000-0000-000000000000")
 
 @contextmanager
 def server_sockets(environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """`environ` with a folder that is removed in the end; unchanged if the user named one or none is short enough."""
-    if environ.get(FOLDER_KEY):
+    """`environ` with a folder that is removed in the end; unchanged if the user named one, or none can be made or is
+    short enough."""
+    made = None if environ.get(FOLDER_KEY) else _make()
+    if made is None:
         yield environ
         return
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-", ignore_cleanup_errors=True) as folder:
+    with made as folder:
         is_short = len(folder.encode()) + _NAME <= _LONGEST_PATH
         yield {**environ, FOLDER_KEY: folder} if is_short else environ
+
+
+def _make() -> tempfile.TemporaryDirectory[str] | None:
+    try:
+        return tempfile.TemporaryDirectory(prefix="pipelinerl-", ignore_cleanup_errors=True)
+    except OSError:
+        return None

@@ -36,6 +36,13 @@ def test_a_folder_with_too_long_a_path_is_not_used(tmp_path: Path, monkeypatch: 
     assert not any(deep.iterdir())
 
 
+def test_without_room_for_it_servers_do_as_they_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is only tidiness does not end a run: what needs the folder for temporary files says so itself."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with server_sockets({"A": "1"}) as environ:
+        assert environ == {"A": "1"}
+
+
 def test_vllm_creates_its_sockets_there(monkeypatch: pytest.MonkeyPatch):
     """The contract with vLLM: the key's name."""
     network_utils = pytest.importorskip("vllm.utils.network_utils")
