@@ -14,7 +14,8 @@ from benchmark_splits_figures import begin_of_training, rows_of
 SUCCESS = "evaluation/test/success_rate"
 #: What a curve has besides steps and seconds.
 CURVE = (
-    *(SUCCESS, "finetune/reward_mean", "rl/entropy", "rl/entropy_estimate", "finetune/samples_per_s"),
+    *(SUCCESS, "finetune/reward_mean", "rl/entropy", "rl/entropy_estimate"),
+    *("rl/entropy_bonus", "finetune/samples_per_s"),
     *("finetune/grad_norm", "finetune/ess", "finetune/lag_mean_versions", "finetune/lag_max_versions"),
     *("finetune/step_s", "finetune/wait_data_s", "finetune/weight_update_s", "finetune/gpu_memory_reserved_peak_gib"),
 )

@@ -11,7 +11,7 @@ def learning(device: str, small_cards: bool) -> tuple[Measurement, ...]:
 
     They share the card, so their curves count, and their seconds only for one another. Memory by `docs/benchmarks.md`:
     without checkpointing a pack takes about 1 MiB a token, behind 3 GiB for weights and optimizer. Four trainers with
-    11 to 19 GiB each leave room for four servers of 4 to 6 GiB, and for what PyTorch keeps in reserve. 256 sequences of
+    11 to 19 GiB each (25 to 26 reserved at 16,384 tokens) leave room for four servers of 4 to 6 GiB. 256 sequences of
     512 tokens, the most that a server has at once, fill a cache of 2.8 GiB.
     """
     tokens, cache_gib = (6144, 3) if small_cards else (16384, 4)

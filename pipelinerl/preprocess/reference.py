@@ -26,6 +26,8 @@ from pipelinerl.records.completion import GENERATE_PATH
 
 logger = logging.getLogger(__name__)
 
+_AWAY = (Fault.REFUSED, Fault.CANNOT_CONNECT, Fault.DISCONNECTED)
+
 
 class _PromptLogprob(msgspec.Struct):
     logprob: float | None = None
@@ -131,7 +133,8 @@ class ReferenceServers:
             verdict = classify(problem)
             if verdict is Verdict.END_RUN:
                 raise EndRunError(text)
-            is_away = problem in (Fault.REFUSED, Fault.DISCONNECTED) and time.monotonic() < give_up_at
+            # Its samples are made already: whatever keeps the server from being reached is worth the wait.
+            is_away = problem in _AWAY and time.monotonic() < give_up_at
             if verdict is Verdict.FAIL_ROLLOUT or (attempt >= self._max_retries and not is_away):
                 raise RolloutError(reason_of(problem), text)
             await asyncio.sleep(retry_delay_s(attempt, 0.5))

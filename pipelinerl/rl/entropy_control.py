@@ -1,4 +1,4 @@
-"""An entropy bonus that keeps the policy's entropy from falling below a target. Pure. No torch.
+"""An entropy bonus that keeps the policy's entropy from staying below a target. Pure. No torch.
 
 Called by the trainer's loop once a step. Adaptive entropy control of arXiv 2505.22312 (section 3.2.5), with the entropy
 of the step before in place of an extra pass over the batch:
@@ -19,6 +19,8 @@ import msgspec
 from pipelinerl.config.finetune import RLConfig
 
 ENTROPY = "rl/entropy"
+#: A diagnostic that is missing where no token was trained; sums over none are 0 in what the loss reports.
+_TRAINED = "rl/entropy_estimate"
 
 
 class EntropyControl(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +42,8 @@ class EntropyControl(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if is_above else self.coefficient
 
     def after(self, config: RLConfig, metrics: Mapping[str, float]) -> EntropyControl:
-        """Behind a step with these metrics. A step without a finite entropy (nothing was trained) changes nothing."""
-        entropy = metrics.get(ENTROPY, math.nan)
+        """Behind a step with these metrics. One that trained nothing, or has no finite entropy, changes nothing."""
+        entropy = metrics.get(ENTROPY, math.nan) if _TRAINED in metrics else math.nan
         if not math.isfinite(entropy):
             return self
         target = _target(config)

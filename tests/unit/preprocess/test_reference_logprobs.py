@@ -111,11 +111,12 @@ def test_samples_are_scored_with_retries():
     assert len(one.requests) + len(two.requests) == 5
 
 
-def test_a_server_that_is_started_again_is_waited_for(monkeypatch):
+@pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.CANNOT_CONNECT, Fault.DISCONNECTED])
+def test_a_server_that_is_started_again_is_waited_for(monkeypatch, fault):
     monkeypatch.setattr(reference_module, "retry_delay_s", lambda attempt, jitter: 0.0)
 
     class Away(ReferenceServers):
-        problems = [Fault.REFUSED] * 9
+        problems = [fault] * 9
 
         async def _try(self, url, body, session):
             if self.problems:
@@ -124,7 +125,7 @@ def test_a_server_that_is_started_again_is_waited_for(monkeypatch):
 
     with Server() as server:
         assert Away([server.url], "t", 1.0, return_timeout_s=60.0)([sample("g/r0/s0")])[0] is not None
-        Away.problems = [Fault.REFUSED] * 9
+        Away.problems = [fault] * 9
         assert Away([server.url], "t", 1.0)([sample("g/r0/s0")]) == [None]
         Away.problems = [503] * 9  # a server that is there and busy is not waited for so long
         assert Away([server.url], "t", 1.0, return_timeout_s=60.0)([sample("g/r0/s0")]) == [None]

@@ -18,7 +18,7 @@ def follow(entropies: list[float], config: RLConfig = CONFIG) -> list[float]:
     assert control is not None
     bonuses = [control.bonus(config)]
     for entropy in entropies:
-        control = control.after(config, {"rl/entropy": entropy})
+        control = control.after(config, {"rl/entropy": entropy, "rl/entropy_estimate": 1.0})
         bonuses.append(control.bonus(config))
     return bonuses
 
@@ -37,7 +37,16 @@ def test_the_coefficient_stays_above_zero():
     assert follow([0.9, 0.9, 0.9, 0.9, 0.1])[-1] == pytest.approx(0.004)
 
 
-@pytest.mark.parametrize("metrics", [{}, {"rl/entropy": math.nan}, {"rl/entropy": math.inf}])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {},
+        {"rl/entropy": math.nan, "rl/entropy_estimate": 1.0},
+        {"rl/entropy": math.inf, "rl/entropy_estimate": 1.0},
+        # Nothing was trained.
+        {"rl/entropy": 0.0},
+    ],
+)
 def test_a_step_without_an_entropy_changes_nothing(metrics: dict[str, float]):
     control = EntropyControl(coefficient=0.02, entropy=0.7)
     assert control.after(CONFIG, metrics) == control
