@@ -1,6 +1,6 @@
 """An entropy bonus that keeps the policy's entropy from staying below a target. Pure. No torch.
 
-Called by the trainer's loop once a step. Adaptive entropy control of arXiv 2505.22312 (section 3.2.5), with the entropy
+Called by the trainer's loop once a step. Follows the adaptive entropy control of arXiv 2505.22312, with the entropy
 of the step before in place of an extra pass over the batch:
 
     bonus(k + 1) = c(k + 1) if e(k) <= target else 0
