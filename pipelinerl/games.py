@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.servers.game_messages import GameStep, TextGame, text_game
+from pipelinerl.sandbox.game_messages import GameStep, TextGame, text_game
 
 if TYPE_CHECKING:
     from pipelinerl.domains.text_game import play

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from pipelinerl.config.sections import VerifierConfig
-from pipelinerl.servers.client import current_verifier, open_verifier
-from pipelinerl.servers.marking import GraderFunction, grader, grader_path
-from pipelinerl.servers.messages import Grade, GradeRequest, GradeStatus, grade_or_raise
+from pipelinerl.sandbox.client import current_verifier, open_verifier
+from pipelinerl.sandbox.marking import GraderFunction, grader, grader_path
+from pipelinerl.sandbox.messages import Grade, GradeRequest, GradeStatus, grade_or_raise
 
 __all__ = ["Grade", "GradeStatus", "VerifierConfig", "grader", "open_verifier", "verify"]
 

@@ -22,23 +22,23 @@ from pipelinerl.config.epochs import epoch_notes
 from pipelinerl.config.load import save_config
 from pipelinerl.config.stages import has_stage, stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
-from pipelinerl.nodes.following import follow
-from pipelinerl.nodes.leading import OtherNodes, other_nodes
-from pipelinerl.nodes.messages import Plan
-from pipelinerl.supervise import preflight, workspace
-from pipelinerl.supervise.commands import Command, build_command
-from pipelinerl.supervise.context import LOG_FORMAT, TOKEN_KEY
-from pipelinerl.supervise.machine import usable_cores
-from pipelinerl.supervise.model_folder import notes_on_model
-from pipelinerl.supervise.ports import FreePorts, chosen_port_keys, default_lock_dir
-from pipelinerl.supervise.process import Event
-from pipelinerl.supervise.recorded_streams import bounded_by_record
-from pipelinerl.supervise.restarts import can_resume
-from pipelinerl.supervise.run_dir import RunDir
-from pipelinerl.supervise.session import RunSession, supervise
-from pipelinerl.supervise.signals import signals_as_events
-from pipelinerl.supervise.supervisor import Outcome
-from pipelinerl.supervise.workspace import Workspace
+from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
+from pipelinerl.run import preflight, workspace
+from pipelinerl.run.commands import Command, build_command
+from pipelinerl.run.machine import usable_cores
+from pipelinerl.run.model_folder import notes_on_model
+from pipelinerl.run.node_following import follow
+from pipelinerl.run.node_leading import OtherNodes, other_nodes
+from pipelinerl.run.node_messages import Plan
+from pipelinerl.run.ports import FreePorts, chosen_port_keys, default_lock_dir
+from pipelinerl.run.process import Event
+from pipelinerl.run.recorded_streams import bounded_by_record
+from pipelinerl.run.restarts import can_resume
+from pipelinerl.run.session import RunSession, supervise
+from pipelinerl.run.signals import signals_as_events
+from pipelinerl.run.supervisor import Outcome
+from pipelinerl.run.workspace import Workspace
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Cluster, WorldMap, build_world_map, nvml_gpu_lister
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
     """Print what `launch` would start, and on stderr what can be said about such a start without one."""
-    from pipelinerl.supervise.dry_checks import look_around
-    from pipelinerl.supervise.plan_text import plan_of, print_plan
+    from pipelinerl.run.dry_checks import look_around
+    from pipelinerl.run.plan_text import plan_of, print_plan
 
     preflight.check_servers(config)
     preflight.check_adapter_servers(config, cluster)

@@ -266,10 +266,10 @@ def start_actor(folder: Path, url: str, options: argparse.Namespace) -> subproce
     from pipelinerl.config.load import save_config
     from pipelinerl.config.run import RunConfig
     from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
+    from pipelinerl.role import TOKEN_KEY
+    from pipelinerl.rundir.identity import RunIdentity, write_identity
+    from pipelinerl.rundir.layout import RunDir
     from pipelinerl.streams.hub import StreamHub
-    from pipelinerl.supervise.context import TOKEN_KEY
-    from pipelinerl.supervise.identity import RunIdentity, write_identity
-    from pipelinerl.supervise.run_dir import RunDir
     from pipelinerl.tiny.tokenizer import build_tokenizer
     from pipelinerl.world import Job, WorldMap
 
@@ -299,7 +299,7 @@ def start_actor(folder: Path, url: str, options: argparse.Namespace) -> subproce
     writer.write(WeightUpdateSuccess(version=0, time=time.time(), seconds={}, num_servers=1))
     writer.close()
     env = {**os.environ, TOKEN_KEY: TOKEN, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **options.environ}
-    argv = [sys.executable, "-m", "pipelinerl.entrypoints.actor", "--run-dir", str(files.root), "--job", "actor_0"]
+    argv = [sys.executable, "-m", "pipelinerl.actor.main", "--run-dir", str(files.root), "--job", "actor_0"]
     with (folder / "stderr.log").open("wb") as stderr:
         return subprocess.Popen(argv, env=env, stderr=stderr)
 

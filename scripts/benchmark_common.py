@@ -98,12 +98,12 @@ def running_server(
     """Start a server on this machine, wait until it is up, and stop it (its whole process group) afterwards.
 
     Args:
-        arguments: other words for `pipelinerl.entrypoints.llm`.
+        arguments: other words for `pipelinerl.inference.main`.
     """
     token = secrets.token_urlsafe(24)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", model, "--port", str(port)]
+    command = [sys.executable, "-m", "pipelinerl.inference.main", "--model", model, "--port", str(port)]
     command += ["--transport", transport, "--vllm-kwargs", json.dumps(dict(vllm_kwargs))]
     command += [*(["--fp32-head"] if fp32_head else []), *arguments]
     paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

@@ -33,7 +33,7 @@ from gpu_measurements_plan import Measurement, Running, chosen, plan, starts
 from gpu_measurements_process import GRACE_S, Job, reap_orphans, wait_any
 from gpu_measurements_results import Record, Summary, collect, status_of
 
-from pipelinerl.supervise.descendants import become_subreaper
+from pipelinerl.run.descendants import become_subreaper
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

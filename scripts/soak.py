@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.rundir.layout import RunDir
 
 END_S = 60.0
 GONE_S = 15.0

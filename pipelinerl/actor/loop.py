@@ -1,6 +1,6 @@
 """The actor's life on one page: wait for weights, evaluate, roll out until training is done, evaluate.
 
-Called by `entrypoints.actor`.
+Called by `main`.
 
 | loop | waits for | who wakes it |
 |---|---|---|
@@ -40,7 +40,7 @@ from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.domains.datasets import ProblemSets
 from pipelinerl.errors import UserError
 from pipelinerl.records import EvaluationResult
-from pipelinerl.supervise.context import RoleContext
+from pipelinerl.role import RoleContext
 
 logger = logging.getLogger(__name__)
 

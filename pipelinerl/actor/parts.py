@@ -31,6 +31,7 @@ from pipelinerl.config.stages import has_stage
 from pipelinerl.domains.datasets import Problem, ProblemSets
 from pipelinerl.records import EvaluationResult, EvaluationRollout, FateRecord, Group, MetricRecord
 from pipelinerl.records.turns import Drained
+from pipelinerl.role import RoleContext
 from pipelinerl.schedules.evaluations import EvaluationSchedule
 from pipelinerl.schedules.rounds import rounds_of, takes_turns
 from pipelinerl.streams.base import (
@@ -42,7 +43,6 @@ from pipelinerl.streams.base import (
     TURNS_TOPIC,
 )
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.context import RoleContext
 
 logger = logging.getLogger(__name__)
 

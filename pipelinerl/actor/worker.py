@@ -1,6 +1,6 @@
 """Inside a rollout worker: runs the user's rollouts, many at once on one event loop, and answers the actor.
 
-Called by `entrypoints.rollout_worker`; waits for the actor's messages and, inside rollouts, for the servers. A worker
+Called by `worker_main`; waits for the actor's messages and, inside rollouts, for the servers. A worker
 is a process of its own, so that user code that blocks or dies holds up its own rollouts only.
 """
 

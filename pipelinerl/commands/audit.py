@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
     from pipelinerl.ledger.audit import audit_run
     from pipelinerl.ledger.text import render
-    from pipelinerl.supervise.open_run import find_run
+    from pipelinerl.run.open_run import find_run
 
     report = audit_run(find_run(args.run_dir))
     if args.json:

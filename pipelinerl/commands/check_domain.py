@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         ).print_help()
         return 0
     from pipelinerl.config.compose import compose
-    from pipelinerl.supervise.preflight import check_task
+    from pipelinerl.run.preflight import check_task
 
     words = argv if argv[0].startswith("-") or "=" in argv[0] else ["--config-name", *argv]
     # The check writes nothing, but a configuration is complete only with a run directory.
@@ -49,7 +49,7 @@ def _check(config: RunConfig) -> None:
     from pipelinerl.commands.dry_rollout import dry_rollout
     from pipelinerl.commands.time_limit import time_limit
     from pipelinerl.domains.check import check_answers, checked_problems
-    from pipelinerl.supervise.preflight import DOMAIN_CHECK_TIMEOUT_S
+    from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S
 
     with time_limit(
         DOMAIN_CHECK_TIMEOUT_S,

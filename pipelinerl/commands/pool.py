@@ -15,8 +15,8 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     # late: `--help` needs none of this
     from pipelinerl.errors import ConfigError
-    from pipelinerl.supervise.open_run import find_run
-    from pipelinerl.supervise.pool_requests import PoolRequest, ask, read_state, wait_serving
+    from pipelinerl.run.open_run import find_run
+    from pipelinerl.run.pool_requests import PoolRequest, ask, read_state, wait_serving
 
     run = find_run(args.run_dir)
     if args.action == "list":
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "token: start launcher and server with the same PIPELINERL_SERVER_TOKEN. It gets the weights between two "
         "updates, its log-probs are compared, then it takes rollouts. `remove` gives it no more rollouts; those that "
         "run there come to their end, or are run again elsewhere if the launcher started the server.",
-        epilog="A server by hand: PIPELINERL_SERVER_TOKEN=... python -m pipelinerl.entrypoints.llm --model PATH "
+        epilog="A server by hand: PIPELINERL_SERVER_TOKEN=... python -m pipelinerl.inference.main --model PATH "
         "--port N [--transport nccl]. Exit code 2: refused, with the reason.",
     )
     actions = parser.add_subparsers(dest="action", required=True)

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     # late: `--help` needs none of this
     from pipelinerl.replay.run import replay_run
-    from pipelinerl.supervise.open_run import find_run
+    from pipelinerl.run.open_run import find_run
 
     def show(step: int, values: dict[str, float]) -> None:
         loss, norm = values.get("finetune/loss", float("nan")), values["finetune/grad_norm"]

@@ -15,11 +15,11 @@ from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.samples.printable import one_line
 
 if TYPE_CHECKING:
+    from pipelinerl.run.open_run import StartedRun
     from pipelinerl.samples.choose import Order, Seen, Wanted
     from pipelinerl.samples.decode import TokenText
     from pipelinerl.samples.view import RolloutView
     from pipelinerl.streams.hub import StreamHub
-    from pipelinerl.supervise.open_run import StartedRun
 
     ViewsWith = Callable[[TokenText | None, int], Iterator[RolloutView]]
 
@@ -59,7 +59,7 @@ def _end_output() -> None:
 def _run(args: argparse.Namespace) -> int:
     # late: `--help` needs none of this
     from pipelinerl.errors import StreamError
-    from pipelinerl.supervise.open_run import find_run, open_streams
+    from pipelinerl.run.open_run import find_run, open_streams
 
     run = find_run(args.run_dir)
     try:

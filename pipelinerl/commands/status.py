@@ -22,9 +22,9 @@ def main(argv: list[str]) -> int:
     import msgspec
     from rich.console import Console
 
-    from pipelinerl.supervise.open_run import find_run
-    from pipelinerl.supervise.status import read_status
-    from pipelinerl.supervise.status_text import print_status
+    from pipelinerl.run.open_run import find_run
+    from pipelinerl.run.status import read_status
+    from pipelinerl.run.status_text import print_status
 
     status = read_status(find_run(args.run_dir))
     if args.json:

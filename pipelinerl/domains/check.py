@@ -1,6 +1,6 @@
 """Checks a run's user code before anything is started: dotted paths, signatures, data sets, gold answers.
 
-Called by the launcher in a child process, through `pipelinerl.entrypoints.check_domain`, and by the command
+Called by the launcher in a child process, through `pipelinerl.domains.check_main`, and by the command
 `check-domain`, which also asks for `check_answers`. Waits for the user's loader.
 
 The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
@@ -19,7 +19,7 @@ from pipelinerl.domains.datasets import Problem, ProblemSets, load_problem_sets
 from pipelinerl.domains.gold_score import gold_score
 from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
 from pipelinerl.errors import DomainError
-from pipelinerl.servers.environment_target import check_environment
+from pipelinerl.sandbox.environment_target import check_environment
 
 MAX_VALIDATED = 200
 _NEARLY = 1 - 1e-6

@@ -18,8 +18,8 @@ from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.llm.answers import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.servers.marking import GraderFunction
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import GraderFunction
+from pipelinerl.sandbox.messages import Grade
 
 
 async def answer_once(

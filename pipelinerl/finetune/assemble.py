@@ -38,6 +38,9 @@ from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, TrainingBatch
 from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.role import RoleContext
+from pipelinerl.run.best_model import best_model_of
+from pipelinerl.run.recorded_streams import recorded_streams
 from pipelinerl.schedules.drain import Drain
 from pipelinerl.schedules.evaluations import EvaluationSchedule
 from pipelinerl.schedules.rounds import takes_turns, update_interval
@@ -53,9 +56,6 @@ from pipelinerl.streams.base import (
     TURNS_TOPIC,
     StreamReader,
 )
-from pipelinerl.supervise.best_model import best_model_of
-from pipelinerl.supervise.context import RoleContext
-from pipelinerl.supervise.recorded_streams import recorded_streams
 from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.weights.publisher import WeightPublisher
 

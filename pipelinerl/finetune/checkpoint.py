@@ -16,7 +16,7 @@ import torch
 from pipelinerl.errors import UserError
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.state import TrainerState
-from pipelinerl.supervise.durable import (
+from pipelinerl.rundir.durable import (
     PARTIAL_PREFIX,
     checksums,
     finish_folder,

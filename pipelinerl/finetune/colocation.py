@@ -17,10 +17,10 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.role import RoleContext
 from pipelinerl.schedules.drain import Drain
 from pipelinerl.schedules.rounds import next_update
 from pipelinerl.schedules.turns import SharedDevice
-from pipelinerl.supervise.context import RoleContext
 from pipelinerl.weights.control import ControlClient, control_session
 from pipelinerl.weights.publisher import WeightPublisher
 

@@ -21,10 +21,10 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import EvaluationResult
+from pipelinerl.run.best_model import KEY, NOTE, BestModel, EvaluatedVersion, note_text, write_note
+from pipelinerl.rundir.durable import finish_folder, partial_folder, remove_folder, start_folder
 from pipelinerl.schedules.evaluations import EvaluationSchedule
 from pipelinerl.streams.base import StreamReader
-from pipelinerl.supervise.best_model import KEY, NOTE, BestModel, EvaluatedVersion, note_text, write_note
-from pipelinerl.supervise.durable import finish_folder, partial_folder, remove_folder, start_folder
 from pipelinerl.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from pipelinerl.records import PassesOver
+from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import PASSES_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
-from pipelinerl.supervise.context import RoleContext
 
 
 def follow_passes(

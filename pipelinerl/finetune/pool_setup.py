@@ -12,9 +12,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.rules_adapter import sends_adapter
 from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.records import PoolAnswer, PoolChange
+from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC
 from pipelinerl.streams.feed import Feed
-from pipelinerl.supervise.context import RoleContext
 from pipelinerl.weights.base_print import base_print
 from pipelinerl.weights.manifest import local_folder
 from pipelinerl.weights.publisher import WeightPublisher

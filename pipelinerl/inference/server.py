@@ -1,4 +1,4 @@
-"""Start vLLM's OpenAI server in this process with everything that weight updates need. Called by `entrypoints.llm`.
+"""Start vLLM's OpenAI server in this process with everything that weight updates need. Called by `main`.
 
 Blocks until the server ends. vLLM is imported only after the environment is set: it reads some variables at import.
 """
@@ -97,7 +97,7 @@ def parser_of_vllm() -> argparse.ArgumentParser:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    bare = FlexibleArgumentParser(prog="pipelinerl.entrypoints.llm", allow_abbrev=False)  # type: ignore[no-untyped-call]
+    bare = FlexibleArgumentParser(prog="pipelinerl.inference.main", allow_abbrev=False)  # type: ignore[no-untyped-call]
     parser: argparse.ArgumentParser = make_arg_parser(bare)  # type: ignore[no-untyped-call]
     return parser
 

@@ -13,7 +13,7 @@ from pipelinerl.errors import StreamError
 from pipelinerl.ledger.evidence import read_evidence
 from pipelinerl.ledger.fold import Ledger, fold
 from pipelinerl.ledger.lengths import LengthComparison, compare
-from pipelinerl.supervise.open_run import StartedRun, open_streams
+from pipelinerl.run.open_run import StartedRun, open_streams
 
 LOST = ("filtered", "stale", "failed")
 

@@ -25,11 +25,11 @@ from pipelinerl.preprocess.last_step import LastStep
 from pipelinerl.preprocess.outputs import Outputs
 from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.records import Group, TrainerMessage
+from pipelinerl.role import RoleContext
+from pipelinerl.run.recorded_streams import recorded_streams
 from pipelinerl.schedules.rounds import rounds_of, update_interval
 from pipelinerl.streams.base import ACTOR_TOPIC, PREPROCESSOR_CONSUMER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
-from pipelinerl.supervise.context import RoleContext
-from pipelinerl.supervise.recorded_streams import recorded_streams
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pipelinerl.replay.batches import BatchReplay
 from pipelinerl.replay.recorded import last_step, recorded_batches, recorded_groups, recorded_numbers
-from pipelinerl.supervise.open_run import StartedRun, open_streams
+from pipelinerl.run.open_run import StartedRun, open_streams
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):

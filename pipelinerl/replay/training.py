@@ -24,7 +24,7 @@ from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.entropy_control import EntropyControl
-from pipelinerl.supervise.open_run import StartedRun
+from pipelinerl.run.open_run import StartedRun
 
 _COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")
 _STATE_FILES = ("model.safetensors", "optimizer.safetensors")

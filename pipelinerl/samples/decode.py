@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.run.open_run import StartedRun
 from pipelinerl.samples.printable import one_line
-from pipelinerl.supervise.open_run import StartedRun
 
 _FILE = "tokenizer.json"
 # Some tokenizers write a word that begins a text in another way than the same word further on.

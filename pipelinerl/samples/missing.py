@@ -6,8 +6,8 @@ import argparse
 from difflib import get_close_matches
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.run.open_run import StartedRun
 from pipelinerl.samples.choose import Seen, Wanted
-from pipelinerl.supervise.open_run import StartedRun
 
 _NAMED = 10
 

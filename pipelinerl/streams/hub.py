@@ -13,6 +13,7 @@ from typing import Any
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import CONSUMERS, StreamReader, StreamSpec, StreamWriter
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
@@ -20,7 +21,6 @@ from pipelinerl.streams.index import places
 from pipelinerl.streams.layout import check_spec, partition_dir
 from pipelinerl.streams.loop_writer import LoopWriter
 from pipelinerl.streams.retention import commit
-from pipelinerl.supervise.run_dir import RunDir
 
 OWNER_FILE = "run_id"
 REDIS_URL_KEY = "PIPELINERL_REDIS_URL"

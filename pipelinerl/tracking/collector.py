@@ -15,6 +15,7 @@ from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import (
     EVALUATION_TOPIC,
     FATES_TOPIC,
@@ -24,7 +25,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.display import Display, make_display
 from pipelinerl.tracking.learning import LearningWatch
 from pipelinerl.tracking.plots import has_learning_curve, plot_learning_curve

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import has_stage
-from pipelinerl.supervise.heartbeat import HeartbeatState, read_heartbeat
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.table import SERVER_BUSY
 from pipelinerl.world import Job

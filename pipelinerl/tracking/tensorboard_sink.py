@@ -17,8 +17,8 @@ import yaml
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import MetricRecord
-from pipelinerl.supervise.identity import read_identity
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.rundir.identity import read_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.redact import redact
 
 #: Every reader of event files finds them by this part of their names.

@@ -17,8 +17,8 @@ from urllib.request import getproxies
 from pipelinerl.config import RunConfig
 from pipelinerl.config.sections import WandbConfig
 from pipelinerl.records import MetricRecord
-from pipelinerl.supervise.identity import RunIdentity, read_identity
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.rundir.identity import RunIdentity, read_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.redact import redact
 
 INIT_TIMEOUT_S = 30.0

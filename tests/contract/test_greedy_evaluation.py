@@ -8,11 +8,11 @@ import pytest
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
+from pipelinerl.actor.worker_main import make_llms
 from pipelinerl.config import RunConfig
-from pipelinerl.entrypoints.rollout_worker import make_llms
 from pipelinerl.llm.answers import Completion
 from pipelinerl.llm.client import complete, open_session
-from pipelinerl.supervise.context import TOKEN_KEY
+from pipelinerl.role import TOKEN_KEY
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
 from pipelinerl.weights.source import ModuleSource

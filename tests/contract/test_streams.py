@@ -15,11 +15,11 @@ import pytest
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord, StepDone, TrainerMessage, TrainingDone
+from pipelinerl.run.redis_server import RedisServer
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import Entry, StreamReader, StreamWriter
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
-from pipelinerl.supervise.redis_server import RedisServer
-from pipelinerl.supervise.run_dir import RunDir
 
 BACKENDS = ["files", "redis"]
 # Nothing here takes long; this only bounds a test that fails.

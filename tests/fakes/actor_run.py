@@ -26,13 +26,13 @@ from pipelinerl.records import (
     TrainingDone,
     WeightUpdateSuccess,
 )
+from pipelinerl.role import TOKEN_KEY
+from pipelinerl.rundir.identity import RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.context import TOKEN_KEY
-from pipelinerl.supervise.identity import RunIdentity, write_identity
-from pipelinerl.supervise.run_dir import RunDir
 
 RUN_ID = "test-run"
-_COMMAND = (sys.executable, "-m", "pipelinerl.entrypoints.actor")
+_COMMAND = (sys.executable, "-m", "pipelinerl.actor.main")
 TASK = """
 import asyncio
 

@@ -41,10 +41,10 @@ from pipelinerl.records import (
     TrainingBatch,
     VersionSpan,
 )
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.heartbeat import Heartbeat
-from pipelinerl.supervise.run_dir import RunDir
 
 ATTEMPTS = 2
 

@@ -15,13 +15,13 @@ from queue import SimpleQueue
 import psutil
 
 from pipelinerl.config import RunConfig
-from pipelinerl.nodes.node_session import supervise_node
 from pipelinerl.records import ServerDropped
-from pipelinerl.supervise.commands import JOB_KEY, Command
-from pipelinerl.supervise.identity import RunIdentity
-from pipelinerl.supervise.last_save import OtherLaunchers
-from pipelinerl.supervise.process import Event, NodeEnded, PoolAnswered
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.run.commands import JOB_KEY, Command
+from pipelinerl.run.last_save import OtherLaunchers
+from pipelinerl.run.node_session import supervise_node
+from pipelinerl.run.process import Event, NodeEnded, PoolAnswered
+from pipelinerl.rundir.identity import RunIdentity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job
 
 #: A job says where servers have their sockets, and leaves one behind, as a server that is killed does.

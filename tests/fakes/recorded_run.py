@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.records import IGNORED_LABEL, Group, RolloutSummary, Sample, VersionSpan
+from pipelinerl.rundir.identity import RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import ACTOR_TOPIC
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.identity import RunIdentity, write_identity
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tiny.tokenizer import build_tokenizer
 from pipelinerl.world import WorldMap
 

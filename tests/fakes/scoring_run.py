@@ -28,12 +28,12 @@ from fakes.random_model import model_logprobs, random_model
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.supervise.commands import build_command
-from pipelinerl.supervise.process import Event
-from pipelinerl.supervise.run_dir import RunDir
-from pipelinerl.supervise.session import RunSession, supervise
-from pipelinerl.supervise.signals import signals_as_events
-from pipelinerl.supervise.workspace import enter, inspect
+from pipelinerl.run.commands import build_command
+from pipelinerl.run.process import Event
+from pipelinerl.run.session import RunSession, supervise
+from pipelinerl.run.signals import signals_as_events
+from pipelinerl.run.workspace import enter, inspect
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap
 
 RUN_ID = "scoring-run"

@@ -15,7 +15,7 @@ import msgspec
 from fakes.actor_run import ActorRun
 from fakes.ports import free_port
 
-from pipelinerl.supervise.context import TOKEN_KEY
+from pipelinerl.role import TOKEN_KEY
 from pipelinerl.world import Job, WorldMap
 
 _START_TIMEOUT_S = 300.0
@@ -29,7 +29,7 @@ def service(run: ActorRun, kind: str) -> Iterator[str]:
     """
     name = f"{kind}_0"
     url = _plan(run, kind, name)
-    argv = [sys.executable, "-m", f"pipelinerl.entrypoints.{kind}", "--run-dir", str(run.files.root), "--job", name]
+    argv = [sys.executable, "-m", f"pipelinerl.sandbox.{kind}_main", "--run-dir", str(run.files.root), "--job", name]
     env = {**os.environ, TOKEN_KEY: run.token, "PYTHONPATH": str(run.task_dir)}
     process = subprocess.Popen(argv, env=env)
     try:

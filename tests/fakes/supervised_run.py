@@ -15,11 +15,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.supervise.commands import JOB_KEY, Command
-from pipelinerl.supervise.process import Event
-from pipelinerl.supervise.session import RunSession, supervise
-from pipelinerl.supervise.signals import signals_as_events
-from pipelinerl.supervise.workspace import enter, inspect
+from pipelinerl.run.commands import JOB_KEY, Command
+from pipelinerl.run.process import Event
+from pipelinerl.run.session import RunSession, supervise
+from pipelinerl.run.signals import signals_as_events
+from pipelinerl.run.workspace import enter, inspect
 from pipelinerl.world import Job, WorldMap
 
 

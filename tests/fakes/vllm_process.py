@@ -48,7 +48,7 @@ class VLLMProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> VLLMProcess:
-        command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", str(self.model)]
+        command = [sys.executable, "-m", "pipelinerl.inference.main", "--model", str(self.model)]
         command += ["--port", str(self.port), "--vllm-kwargs", json.dumps(self._kwargs)]
         command += ["--transport", self._transport, "--fp32-head", *self._arguments]
         python_path = os.pathsep.join(filter(None, [str(REPOSITORY), self._environ.get("PYTHONPATH")]))

@@ -80,7 +80,7 @@ def test_help_and_missing_output_dir(tmp_path: Path) -> None:
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
     done = launch("--config-name", "quickstart", "output_dir=out", "dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for text in ("device cpu", "actor_llm_0", "finetune_0", "cores", "-m pipelinerl.entrypoints.llm"):
+    for text in ("device cpu", "actor_llm_0", "finetune_0", "cores", "-m pipelinerl.inference.main"):
         assert text in done.stdout
     assert "actor_llm_1" not in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -180,7 +180,7 @@ def test_d3_a_directory_of_another_run(tmp_path: Path, task: list[str], model: P
 
 def test_a_dry_run_never_loads_torch_or_vllm(tmp_path: Path) -> None:
     script = (
-        "import sys; from pipelinerl.launch import main; import pipelinerl.supervise.session\n"
+        "import sys; from pipelinerl.launch import main; import pipelinerl.run.session\n"
         "code = main(['--config-name', 'quickstart', 'output_dir=out', 'dry_run=true'])\n"
         "assert code == 0 and not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )

@@ -13,8 +13,8 @@ from fakes.scoring_run import RUN_ID, ScoringServer, end_run, logs_of, start_run
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import StepDone, TrainerMessage
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 
 STEPS = 500
 # Buffers, caches of tokenized prompts and the allocator's arenas have found their size by then.
@@ -30,7 +30,7 @@ def _memory(launcher: int) -> dict[str, int]:
     for process in [parent, *parent.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             words = process.cmdline()
-            name = next((word for word in words if "pipelinerl.entrypoints" in word), "launcher")
+            name = next((word for word in words if word.startswith("pipelinerl.")), "launcher")
             found[f"{name} {process.pid}"] = process.memory_info().rss
     return found
 

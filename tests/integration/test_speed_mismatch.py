@@ -12,8 +12,8 @@ from fakes.scoring_run import RUN_ID, ScoringServer, end_run, logs_of, start_run
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 
 STEPS = 6
 

@@ -15,8 +15,8 @@ from pipelinerl.domains.coding.fusion import Patience, run_remotely
 from pipelinerl.domains.coding.limits import Limits, Run
 from pipelinerl.domains.coding.problems import gold_answer
 from pipelinerl.domains.coding.sandbox import run_program
-from pipelinerl.servers.marking import grader
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import grader
+from pipelinerl.sandbox.messages import Grade
 
 MAX_PROGRAM_CHARACTERS = 100_000
 # Calls the function that the problem asks for with the arguments on stdin, and prints what it returns as JSON.

@@ -6,8 +6,8 @@ from typing import Any
 
 from pipelinerl.domains.answers import tagged_answer, whole_number
 from pipelinerl.domains.counting.problems import gold_answer
-from pipelinerl.servers.marking import grader
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import grader
+from pipelinerl.sandbox.messages import Grade
 
 
 @grader

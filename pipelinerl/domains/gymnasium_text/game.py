@@ -9,7 +9,7 @@ import gymnasium
 
 from pipelinerl.domains.answers import after_thinking, tagged_answer, whole_number
 from pipelinerl.errors import DomainError
-from pipelinerl.servers.game_messages import GameStep, text_game
+from pipelinerl.sandbox.game_messages import GameStep, text_game
 
 _HELP = "Answer with <action>your action</action>."
 

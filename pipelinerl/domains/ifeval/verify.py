@@ -7,8 +7,8 @@ from typing import Any
 from pipelinerl.domains.answers import after_thinking
 from pipelinerl.domains.ifeval.constraints import follows
 from pipelinerl.domains.ifeval.problems import gold_answer
-from pipelinerl.servers.marking import grader
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import grader
+from pipelinerl.sandbox.messages import Grade
 
 
 @grader

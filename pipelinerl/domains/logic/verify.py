@@ -15,8 +15,8 @@ import reasoning_gym  # noqa: F401 - loaded with this module, not within the dea
 from pipelinerl.domains.answers import tagged_answer
 from pipelinerl.domains.logic.problems import gold_answer, make_dataset
 from pipelinerl.domains.logic.screen import is_harmless
-from pipelinerl.servers.marking import grader
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import grader
+from pipelinerl.sandbox.messages import Grade
 
 _KEPT_DATASETS = 64
 _NEARLY = 1 - 1e-6

@@ -13,8 +13,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from pipelinerl.domains.answers import boxed_answer, tagged_answer
 from pipelinerl.domains.math.problems import gold_answer
-from pipelinerl.servers.marking import grader
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import grader
+from pipelinerl.sandbox.messages import Grade
 
 MAX_ANSWER_CHARACTERS = 2000
 _SPACE = re.compile(r"\s+|\\[,;!:]|\\(?:left|right|displaystyle)(?![a-zA-Z])")

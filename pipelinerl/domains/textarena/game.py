@@ -7,7 +7,7 @@ from typing import Any
 import textarena
 
 from pipelinerl.errors import DomainError
-from pipelinerl.servers.game_messages import GameStep, text_game
+from pipelinerl.sandbox.game_messages import GameStep, text_game
 
 
 @text_game

@@ -11,8 +11,8 @@ import msgspec
 from verifiers.types import State
 
 from pipelinerl.domains.verifiers.environment import RewardFunctionError, environment_of
-from pipelinerl.servers.marking import grader
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.marking import grader
+from pipelinerl.sandbox.messages import Grade
 
 # Of this process, or of no use to a rubric.
 _NOT_SENT = ("client", "oai_tools", "sampling_args", "model")

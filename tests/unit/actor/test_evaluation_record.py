@@ -25,9 +25,9 @@ from pipelinerl.llm.recorded import recorded_samples
 from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import TrainingText
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.loop_writer import LoopWriter
-from pipelinerl.supervise.run_dir import RunDir
 
 
 def text(**fields: Any) -> TrainingText:

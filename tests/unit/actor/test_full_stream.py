@@ -52,12 +52,12 @@ from pipelinerl.records import (
     TrainingBatch,
 )
 from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.run.redis_server import RedisServer
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.schedules.drain import Drain
 from pipelinerl.streams.base import PREPROCESSOR_CONSUMER, TRAINER_CONSUMER
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.heartbeat import Heartbeat
-from pipelinerl.supervise.redis_server import RedisServer
-from pipelinerl.supervise.run_dir import RunDir
 
 LIMIT_S = 60.0
 ATTEMPTS, SLOTS, BATCH = 2, 8, 8

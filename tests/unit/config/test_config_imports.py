@@ -16,8 +16,8 @@ LIGHT = (
         "pipelinerl.config.rules",
     ),
     *("pipelinerl.records", "pipelinerl.records.codec", "pipelinerl.errors", "pipelinerl.__main__"),
-    *("pipelinerl.streams.base", "pipelinerl.supervise.context", "pipelinerl.supervise.commands"),
-    *("pipelinerl.actor.loop", "pipelinerl.nodes.following"),
+    *("pipelinerl.streams.base", "pipelinerl.role", "pipelinerl.run.commands"),
+    *("pipelinerl.actor.loop", "pipelinerl.run.node_following"),
 )
 # Measured: well under one second, which is less than twenty starts of an interpreter. The bound leaves room for a busy
 # machine, and on a very busy one it is so many of what a start takes there.

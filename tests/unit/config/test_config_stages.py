@@ -11,9 +11,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import STAGE_KINDS, stage_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingBatch
+from pipelinerl.run.recorded_streams import bounded_by_record, count_batches, recorded_streams
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.recorded_streams import bounded_by_record, count_batches, recorded_streams
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.world import Cluster, build_world_map
 
 
@@ -67,7 +67,7 @@ def test_no_stage_sends_weights_in_mid_run_and_a_whole_run_stays_as_it_is() -> N
 def record_batches(root: Path, steps: int, backend: str = "files") -> Path:
     """The directory of another run with `steps` batches."""
     from pipelinerl.config.load import save_config
-    from pipelinerl.supervise.identity import RunIdentity, write_identity
+    from pipelinerl.rundir.identity import RunIdentity, write_identity
     from pipelinerl.world import WorldMap
 
     files = RunDir(root)

@@ -23,7 +23,7 @@ from pipelinerl.domains.coding.limits import Limits, SandboxUnavailableError
 from pipelinerl.domains.coding.verify import find_program
 from pipelinerl.domains.gold_score import gold_score
 from pipelinerl.errors import ConfigError, RetryableRolloutError
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.messages import Grade
 
 # Programs that end by themselves; on a machine with other work that takes a while.
 LIMITS = Limits(cpu_s=20, wall_s=60.0)

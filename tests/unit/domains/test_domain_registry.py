@@ -152,7 +152,7 @@ def test_the_check_as_a_process(tmp_path: Path) -> None:
         file = save_config(config(module), tmp_path / f"{name}.yaml")
         results.append(
             subprocess.run(
-                [sys.executable, "-m", "pipelinerl.entrypoints.check_domain", "--run-config", str(file)],
+                [sys.executable, "-m", "pipelinerl.domains.check_main", "--run-config", str(file)],
                 env={"PYTHONPATH": str(tmp_path)},
                 capture_output=True,
                 text=True,

@@ -14,8 +14,8 @@ from pipelinerl.domains import gymnasium_text, textarena
 from pipelinerl.domains.gymnasium_text.game import GymnasiumGame
 from pipelinerl.domains.textarena.game import TextArenaGame
 from pipelinerl.errors import DomainError
-from pipelinerl.servers.game_messages import GameOpened, GameStep, OpenGame
-from pipelinerl.servers.game_pool import GamePool
+from pipelinerl.sandbox.game_messages import GameOpened, GameStep, OpenGame
+from pipelinerl.sandbox.game_pool import GamePool
 
 LAKE = {
     "env_id": "FrozenLake-v1",

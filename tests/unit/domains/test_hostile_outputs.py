@@ -10,9 +10,9 @@ import pytest
 from fakes.loop_lag import measured_lag
 
 from pipelinerl.domains import coding, countdown, counting, fn_calling, ifeval, logic, math
-from pipelinerl.servers.grader_pool import LOAD_TIMEOUT_S, GraderPool
-from pipelinerl.servers.marking import grader_path
-from pipelinerl.servers.messages import Grade, GradeFailed, GradeRequest
+from pipelinerl.sandbox.grader_pool import LOAD_TIMEOUT_S, GraderPool
+from pipelinerl.sandbox.marking import grader_path
+from pipelinerl.sandbox.messages import Grade, GradeFailed, GradeRequest
 
 TIMEOUT_S = 2.0
 # Where the time that a grading takes is not looked at.

@@ -14,7 +14,7 @@ from reasoning_gym.factory import DATASETS
 from pipelinerl.domains.logic.problems import load_problems
 from pipelinerl.domains.logic.screen import is_harmless
 from pipelinerl.domains.logic.verify import verify_logic
-from pipelinerl.servers.messages import Grade
+from pipelinerl.sandbox.messages import Grade
 
 # They take seconds to make their examples.
 LONG = ("knight_swap", "quantum_lock", "zebra_puzzles")

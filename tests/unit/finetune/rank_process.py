@@ -24,8 +24,8 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.rl.packing import make_plan
+from pipelinerl.run.best_model import BestModel
 from pipelinerl.schedules.evaluations import EvaluationSchedule
-from pipelinerl.supervise.best_model import BestModel
 
 CHOICES = {
     "plain": {},

@@ -11,8 +11,8 @@ from pipelinerl.errors import WorkerError
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import TrainingBatch
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 
 WAIT_S = 60.0
 

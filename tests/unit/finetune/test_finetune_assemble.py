@@ -11,10 +11,10 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.assemble import run_trainer
 from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainerStarted, TrainingBatch, TrainingDone
+from pipelinerl.role import RoleContext
+from pipelinerl.rundir.heartbeat import Heartbeat, read_heartbeat
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.context import RoleContext
-from pipelinerl.supervise.heartbeat import Heartbeat, read_heartbeat
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.world import Job, WorldMap
 
 

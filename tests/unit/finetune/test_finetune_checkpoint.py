@@ -12,8 +12,8 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, newest_complete
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.state import TrainerState
-from pipelinerl.supervise import durable
-from pipelinerl.supervise.durable import point_link
+from pipelinerl.rundir import durable
+from pipelinerl.rundir.durable import point_link
 
 
 @pytest.fixture

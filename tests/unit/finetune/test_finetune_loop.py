@@ -33,8 +33,8 @@ from pipelinerl.records import (
     VersionSpan,
     WeightUpdateSuccess,
 )
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.recorder import MetricRecorder
 
 

@@ -25,8 +25,8 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import EvaluationResult
+from pipelinerl.run.best_model import BestModel
 from pipelinerl.schedules.evaluations import EvaluationSchedule
-from pipelinerl.supervise.best_model import BestModel
 
 
 def result(due, value, version=None, **fields):

@@ -4,9 +4,8 @@ import pytest
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.rules_adapter import LARGEST_RANK
-from pipelinerl.entrypoints import llm
-from pipelinerl.entrypoints.llm import adapter_room
 from pipelinerl.errors import ConfigError
+from pipelinerl.inference import main as llm
 from pipelinerl.inference.adapter_room import (
     ADAPTER_VARIABLE,
     ROOM_RANKS,
@@ -16,6 +15,7 @@ from pipelinerl.inference.adapter_room import (
     serves_adapter,
 )
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.main import adapter_room
 from pipelinerl.inference.server import prepare_environment
 
 

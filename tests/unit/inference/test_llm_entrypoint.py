@@ -10,7 +10,6 @@ import pytest
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.sections import VLLMConfig
-from pipelinerl.entrypoints.llm import settings_of_job
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.admission import (
     BATCH_FRACTION_VARIABLE,
@@ -19,6 +18,7 @@ from pipelinerl.inference.admission import (
     WAIT_STEPS_VARIABLE,
 )
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.main import settings_of_job
 from pipelinerl.inference.server import prepare_environment
 from pipelinerl.world import Job, WorldMap
 

@@ -219,7 +219,7 @@ def test_no_option_holds_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_module_loads_without_torch_and_vllm() -> None:
     code = (
         "import sys, pipelinerl.inference.arguments, pipelinerl.inference.auth, pipelinerl.inference.cache_salt;"
-        "import pipelinerl.inference.server, pipelinerl.entrypoints.llm;"
+        "import pipelinerl.inference.server, pipelinerl.inference.main;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'vllm', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

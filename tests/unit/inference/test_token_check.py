@@ -85,7 +85,7 @@ def test_a_missing_or_short_token_is_refused_without_quoting_it(environ: dict[st
 
 
 def test_a_server_without_token_ends_with_a_message_and_exit_code_2() -> None:
-    command = [sys.executable, "-m", "pipelinerl.entrypoints.llm", "--model", "/nowhere", "--port", "1"]
+    command = [sys.executable, "-m", "pipelinerl.inference.main", "--model", "/nowhere", "--port", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={"PATH": ""}, check=False)
     assert done.returncode == 2
     assert "PIPELINERL_SERVER_TOKEN" in done.stderr

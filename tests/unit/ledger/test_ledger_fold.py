@@ -14,11 +14,11 @@ from pipelinerl.ledger.evidence import BatchHead, Evidence, GroupHead, SampleHea
 from pipelinerl.ledger.fold import fold
 from pipelinerl.ledger.lengths import compare, describe
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, VersionSpan
+from pipelinerl.run.open_run import StartedRun
+from pipelinerl.run.redis_server import RedisServer
+from pipelinerl.rundir.identity import RunIdentity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
-from pipelinerl.supervise.identity import RunIdentity
-from pipelinerl.supervise.open_run import StartedRun
-from pipelinerl.supervise.redis_server import RedisServer
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.world import WorldMap
 
 

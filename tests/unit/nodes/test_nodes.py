@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 from fakes.ports import free_port
 
-import pipelinerl.nodes.leader as leader_module
+import pipelinerl.run.node_leader as leader_module
 from pipelinerl import __version__
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.nodes.follower import join
-from pipelinerl.nodes.leader import Leader
-from pipelinerl.nodes.link import NodeLink, send
-from pipelinerl.nodes.messages import Ended, Hello, Plan, Saved, Stopping
-from pipelinerl.nodes.secret import node_secret
-from pipelinerl.supervise.process import Interrupted
+from pipelinerl.run.node_follower import join
+from pipelinerl.run.node_leader import Leader
+from pipelinerl.run.node_link import NodeLink, send
+from pipelinerl.run.node_messages import Ended, Hello, Plan, Saved, Stopping
+from pipelinerl.run.node_secret import node_secret
+from pipelinerl.run.process import Interrupted
 from pipelinerl.world import Cluster
 
 SECRET = b"a secret of sixteen bytes or more"

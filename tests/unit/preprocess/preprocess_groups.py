@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import IGNORED_LABEL, Group, RolloutSummary, Sample, VersionSpan
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.heartbeat import Heartbeat
-from pipelinerl.supervise.run_dir import RunDir
 
 
 def sample(sample_id, reward=1.0, version=0, prompt=2, output=3, **changes):

@@ -12,13 +12,13 @@ from fakes.recorded_run import RecordedRun
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, ScoredSample, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
+from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.samples import scan
 from pipelinerl.samples.choose import Chooser, Seen, Wanted
 from pipelinerl.samples.scan import choose, fates_of, load, samples_of_step
 from pipelinerl.streams import index
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
-from pipelinerl.supervise.redis_server import RedisServer
 
 GROUPS = 40
 

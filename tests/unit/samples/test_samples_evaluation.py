@@ -17,8 +17,8 @@ from pipelinerl.records import (
     RolloutSummary,
     VersionSpan,
 )
+from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.streams.hub import REDIS_URL_KEY
-from pipelinerl.supervise.redis_server import RedisServer
 
 
 def result(due: int, is_final: bool = False, incarnation: int = 0) -> EvaluationResult:

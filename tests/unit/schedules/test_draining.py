@@ -21,11 +21,11 @@ from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import StreamError, WorkerError
 from pipelinerl.records import RolloutSummary, WeightUpdateSuccess
 from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.schedules.drain import Drain
 from pipelinerl.schedules.turns import DrainedUpdates, SharedDevice
 from pipelinerl.streams.base import TURNS_TOPIC
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 
 PROBLEM = Problem(id="p", dataset_name="train", data={})
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.config import RunConfig
-from pipelinerl.supervise.plan_text import plan_of
+from pipelinerl.run.plan_text import plan_of
 from pipelinerl.world import Cluster, build_world_map
 
 

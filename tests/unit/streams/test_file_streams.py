@@ -17,13 +17,13 @@ from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams import file_writer
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.layout import list_shards, shard_of
 from pipelinerl.streams.repair import repair_shard
-from pipelinerl.supervise.run_dir import RunDir
 
 
 def record(n: int) -> MetricRecord:

@@ -14,13 +14,13 @@ from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
+from pipelinerl.run.redis_server import RedisServer
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, PREPROCESSOR_CONSUMER, StreamSpec
 from pipelinerl.streams.hub import ARCHIVE_FOLDER, LARGE_SHARE, REDIS_URL_KEY, SMALL_SHARE, StreamHub
 from pipelinerl.streams.layout import list_shards, partition_dir
 from pipelinerl.streams.redis_budget import FIELD, OVERHEAD_BYTES
 from pipelinerl.streams.redis_client import connect, stream_keys
-from pipelinerl.supervise.redis_server import RedisServer
-from pipelinerl.supervise.run_dir import RunDir
 
 BUDGET = 8 * 2**20
 RECORD_BYTES = 100_000

@@ -12,13 +12,13 @@ import pytest
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import Group, MetricRecord, Sample, VersionSpan
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams import index
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.file_writer import FileWriter
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.layout import list_shards, shard_path
 from pipelinerl.streams.retention import commit, strip_old_shards
-from pipelinerl.supervise.run_dir import RunDir
 
 
 class GroupHead(msgspec.Struct, kw_only=True):

@@ -24,8 +24,8 @@ from pipelinerl.records import (
     TrainingDone,
     WeightUpdateSuccess,
 )
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.collector import Collector, make_sinks
 from pipelinerl.tracking.display import PlainDisplay
 from pipelinerl.tracking.recorder import MetricRecorder

@@ -20,8 +20,8 @@ from pipelinerl.preprocess.outputs import Outputs
 from pipelinerl.records import EvaluationResult, MetricRecord, Sample, WeightUpdateSuccess
 from pipelinerl.rl.diagnostics import StepDiagnostics
 from pipelinerl.rl.losses import LossInputs
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.weights.report import UpdateReport
 

@@ -12,9 +12,9 @@ import msgspec
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, TrainingDone, WeightUpdateSuccess
+from pipelinerl.rundir.heartbeat import HeartbeatState
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.heartbeat import HeartbeatState
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.display import PlainDisplay
 from pipelinerl.tracking.quiet import quiet_line, read_beats

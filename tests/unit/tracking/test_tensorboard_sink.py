@@ -12,9 +12,9 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.rundir.identity import RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.supervise.identity import RunIdentity, write_identity
-from pipelinerl.supervise.run_dir import RunDir
 from pipelinerl.tracking import tensorboard_sink
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.tensorboard_sink import TensorBoardSink, events_folder

@@ -15,8 +15,8 @@ from pipelinerl.config.compose import compose
 from pipelinerl.config.sections import WandbConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MetricRecord
-from pipelinerl.supervise.identity import RunIdentity, write_identity
-from pipelinerl.supervise.run_dir import RunDir
+from pipelinerl.rundir.identity import RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
 
 

@@ -1,0 +1,129 @@
+"""What a run and each of its processes are doing now, read from the run directory. Called by the command `status`.
+
+Looks at heartbeats, process ids and the trainer's last messages; sends nothing to any process and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.records import StepDone, TrainerMessage
+from pipelinerl.run.open_run import StartedRun, open_streams
+from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
+from pipelinerl.rundir.layout import RunDir, newest_training_state
+from pipelinerl.streams.base import TRAINER_TOPIC
+from pipelinerl.tracking.lineage import Lineage
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One process. Ages are seconds before now; None where the process left no heartbeat."""
+
+    name: str
+    pid: int | None = None
+    is_alive: bool = False
+    waiting_for: str | None = None
+    waiting_s: float | None = None
+    deadline_s: float | None = None
+    progress: int | None = None
+    progress_age_s: float | None = None
+    heartbeat_age_s: float | None = None
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The run: `state` is running, completed, failed, interrupted, or ended (its launcher was killed)."""
+
+    run_id: str
+    run_dir: str
+    starts: int
+    state: str
+    reason: str | None
+    step: int | None
+    max_steps: int | None
+    step_age_s: float | None
+    checkpoint: int | None
+    jobs: list[JobStatus]
+
+
+def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
+    """Gather the status of `run` at `now` (epoch seconds)."""
+    moment = time.time() if now is None else now
+    state, reason = _state(run)
+    step, step_time = _last_step(run)
+    return RunStatus(
+        run_id=run.identity.run_id,
+        run_dir=str(run.run_dir.root),
+        starts=run.identity.incarnation + 1,
+        state=state,
+        reason=reason,
+        step=step,
+        max_steps=run.config.finetune.last_step if run.config.finetune.known_steps else None,
+        step_age_s=None if step_time is None else max(0.0, moment - step_time),
+        checkpoint=newest_training_state(run.run_dir),
+        jobs=[_job_status(run.run_dir, job.name, moment) for job in run.world.jobs],
+    )
+
+
+def _state(run: StartedRun) -> tuple[str, str | None]:
+    if run.is_running:
+        return "running", None
+    try:
+        summary: dict[str, Any] = msgspec.json.decode(run.run_dir.summary_file.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return "ended", "the launcher was killed before it could write summary.json; start it again to continue"
+    except msgspec.MsgspecError as error:
+        return "ended", f"summary.json cannot be read: {error}"
+    return str(summary.get("status")), summary.get("reason")
+
+
+def _last_step(run: StartedRun) -> tuple[int | None, float | None]:
+    """(last step of the present lineage, when it was done); None where it cannot be read."""
+    lineage, times = Lineage(), dict[int, float]()
+    try:
+        with open_streams(run) as streams:
+            reader = streams.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage)
+            try:
+                while entries := reader.read(timeout_s=0):
+                    for entry in entries:
+                        lineage.fold(entry.record)
+                        if isinstance(entry.record, StepDone):
+                            times[entry.record.step] = entry.record.time
+            finally:
+                reader.close()
+    except (StreamError, ConfigError):
+        return None, None
+    return lineage.last_step, times.get(lineage.last_step)
+
+
+def _job_status(run_dir: RunDir, name: str, now: float) -> JobStatus:
+    beat = read_heartbeat(run_dir.heartbeat_file(name))
+    if beat is None:
+        return JobStatus(name=name)
+    alive = _is_alive(beat, run_dir.root, name)
+    waiting = beat.waiting_since is not None and alive
+    return JobStatus(
+        name=name,
+        pid=beat.pid,
+        is_alive=alive,
+        waiting_for=beat.waiting_for if waiting else None,
+        waiting_s=now - beat.waiting_since if waiting and beat.waiting_since is not None else None,
+        deadline_s=beat.deadline_s if waiting else None,
+        progress=beat.progress,
+        progress_age_s=now - beat.progress_time,
+        heartbeat_age_s=now - beat.time,
+    )
+
+
+def _is_alive(beat: HeartbeatState, root: Path, name: str) -> bool:
+    """Whether the process that wrote the heartbeat still runs; its id may belong to another one by now."""
+    try:
+        process = psutil.Process(beat.pid)
+        words = process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and str(root) in words and name in words
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False

@@ -1,0 +1,49 @@
+"""A disk that is full when a run ends does not change how it ended (line O1)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.run import session as session_module
+from pipelinerl.run.best_model import EvaluatedVersion, note_text
+from pipelinerl.run.session import RunSession, supervise
+from pipelinerl.run.supervisor import Outcome
+from pipelinerl.rundir.identity import RunIdentity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.tracking import collector as collector_module
+from pipelinerl.world import WorldMap
+
+
+@pytest.mark.parametrize("restarts", [(), ("finetune_0 ended",)])
+def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restarts: tuple[str, ...]
+) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = run_dir.finetune / "evaluated" / "4"
+    folder.mkdir(parents=True)
+    note = EvaluatedVersion(version=4, due_version=4, incarnation=0, metric="success_rate", value=0.5, max_version=4)
+    (folder / "evaluation.json").write_bytes(note_text(note))
+    run_dir.best_model.symlink_to("evaluated/4")
+    config = RunConfig.model_validate(
+        {"output_dir": str(tmp_path), "finetune": {"keep_best": "success_rate"}, "wandb": {"use_wandb": False}}
+    )
+    outcome = Outcome("completed", None, 0)
+
+    def refuse(path: Path, content: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(session_module, "_supervise", lambda session, hub: outcome)
+    for module in (session_module, collector_module):
+        monkeypatch.setattr(module, "write_json", refuse)
+    world = WorldMap([], "cpu", 1, 0, 0, "127.0.0.1", 29500)
+    identity = RunIdentity(run_id="run-test", incarnation=0, config_hash="")
+    session = RunSession(config, world, run_dir, identity, [], {}, "token-of-test", SimpleQueue(), restarts)
+    assert supervise(session) is outcome
+    assert "summary.json cannot be written" in caplog.text

@@ -1,0 +1,57 @@
+"""A run goes on with the Redis server that holds its records, whichever way that was named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.run.session import _stream_server
+from pipelinerl.run.stream_place import check_place, remember_place
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.hub import REDIS_URL_KEY
+
+URL = "redis://:secret@h:6379/0"
+
+
+def test_the_place_is_kept_without_its_password(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for url in (None, URL):
+        check_place(run_dir, url)
+    remember_place(run_dir, URL)
+    check_place(run_dir, "redis://:another-secret@h:6379/0")
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and "secret" in file.read_text()]
+    with pytest.raises(ConfigError, match=r"the run's own server.*redis://h:6379/0, which.*PIPELINERL_REDIS_URL"):
+        check_place(run_dir, None)
+    with pytest.raises(ConfigError, match="redis://i:6379/0"):
+        check_place(run_dir, "redis://i:6379/0")
+
+
+def test_another_data_base_of_the_same_server_is_another_place(tmp_path: Path) -> None:
+    remember_place(RunDir(tmp_path), "redis://h:6379?db=1&password=secret")
+    check_place(RunDir(tmp_path), "redis://h:6379?password=another&db=1")
+    for url in ("redis://h:6379?db=2", "redis://h:6379"):
+        with pytest.raises(ConfigError, match="db=1, which holds the records"):
+            check_place(RunDir(tmp_path), url)
+
+
+def test_a_run_with_a_server_of_its_own_keeps_it(tmp_path: Path) -> None:
+    remember_place(RunDir(tmp_path), None)
+    check_place(RunDir(tmp_path), None)
+    with pytest.raises(ConfigError, match="Unset PIPELINERL_REDIS_URL"):
+        check_place(RunDir(tmp_path), URL)
+
+
+def test_a_start_uses_the_named_server_and_refuses_another_one_later(tmp_path: Path) -> None:
+    def session(environ: dict[str, str]) -> Any:
+        config = RunConfig.model_validate({"output_dir": str(tmp_path), "streams": {"backend": "redis"}})
+        return SimpleNamespace(config=config, environ=environ, run_dir=RunDir(tmp_path))
+
+    with _stream_server(session({REDIS_URL_KEY: URL})) as environ:
+        assert environ == {REDIS_URL_KEY: URL}
+    with pytest.raises(ConfigError, match="holds the records"), _stream_server(session({})):
+        pass
