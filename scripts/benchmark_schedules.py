@@ -2,8 +2,7 @@
 
     python scripts/benchmark_schedules.py --output results/schedules.json              # CPU, a tiny random model
     python scripts/benchmark_schedules.py --device cuda --model MODEL --repeats 3 -- finetune.learning_rate=1e-5
-    python scripts/benchmark_schedules.py --device cuda --model MODEL --graphs piecewise -- \
-        vllm_config.admission_wait_steps=8
+    python scripts/benchmark_schedules.py --device cuda --model MODEL --graphs piecewise
 
 Each schedule runs with answers of one length (low variance) and with one in ten eleven times as long (high variance).
 For each it reports samples per second, how busy trainer and servers were and the seconds in which they were not, lag,

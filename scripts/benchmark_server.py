@@ -4,13 +4,13 @@
     python scripts/benchmark_server.py --model FOLDER --device cuda --flags '{}' '{"stream-interval": 16}'
     python scripts/benchmark_server.py --model FOLDER --url URL --token TOKEN --output FILE
     python scripts/benchmark_server.py --random-model 0.001 --concurrency 64 --max-tokens 128
-    python scripts/benchmark_server.py --model FOLDER --device cuda --graphs decode --admission-wait-steps 0 8 16 \
+    python scripts/benchmark_server.py --model FOLDER --device cuda --graphs decode \
         --lengths varied --turns 8 --route lean
     python scripts/benchmark_server.py --random-model 1.5 --device cuda --graphs decode --adapter-rank 0 16 --route lean
 
 Routes: `vllm` is JSON with one object a token, `lean` the compact answer of our own servers. They take turns, round by
 round, on the same server. Each flag set and each number of held tokens gets a server of its own, one after the other on
-the same card; so does each setting of `vllm_config.admission_*` and each rank of an adapter. A server with a rank holds
+the same card; so does each rank of an adapter. A server with a rank holds
 what `finetune.lora.sync=adapter` gives it: every request goes through the adapter, here through the zeros that are
 there before the first update, which cost what others do. Rank 0 is a server without, as with merged matrices. Several
 client processes send the load, so that the clients are not what is measured. The first round warms up and is not
@@ -52,8 +52,6 @@ from benchmark_common import (
     write_result,
 )
 from benchmark_schedules_task import answer_tokens
-
-from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE
 
 #: What is asked for: `logprobs` by the option's word.
 LOGPROBS = {"with": 0, "without": None}
@@ -135,8 +133,6 @@ def arguments() -> argparse.Namespace:
         "--held", nargs="*", default=["64"], help="tokens held back at most; 0: each is shipped at once"
     )
     parser.add_argument("--graphs", choices=sorted(GRAPHS), help="which CUDA graphs; default: what vLLM does")
-    parser.add_argument("--admission-wait-steps", nargs="*", default=["0"], help="steps that a request may wait")
-    parser.add_argument("--admission-batch-fraction", nargs="*", default=["0.0625"])
     parser.add_argument(
         "--adapter-rank", nargs="*", type=int, default=[0], help="of the server's adapter; 0: it has none"
     )
@@ -187,19 +183,16 @@ def main() -> None:
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         model = args.model or str(random_model(args.random_model, scratch / "model", dtype))
         transport = "nccl" if args.device == "cuda" else "gloo"
-        lists = (args.flags, args.held, args.admission_wait_steps, args.admission_batch_fraction, args.adapter_rank)
-        for flags, held, steps, fraction, rank in itertools.product(*lists):
+        for flags, held, rank in itertools.product(args.flags, args.held, args.adapter_rank):
             environ = {"PIPELINERL_HELD_TOKENS": held}
             if args.device == "cuda":
                 environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            environ |= {WAIT_STEPS_VARIABLE: steps, BATCH_FRACTION_VARIABLE: fraction}
             kwargs, words = {**options_of(args), **json.loads(flags)}, ["--adapter-rank", str(rank)] if rank else []
             log = scratch / "server.log"
             with running_server(model, transport, kwargs, log, True, environ, arguments=words) as server:
-                starts = f"wait {steps} steps, fraction {fraction}" if steps != "0" else "no batches"
-                name = f"flags {flags}, held {held}, {starts}{f', adapter of rank {rank}' if rank else ''}"
+                name = f"flags {flags}, held {held}{f', adapter of rank {rank}' if rank else ''}"
                 name += f" (start {server.start_s:.0f} s)"
-                settings[name] = {"flags": flags, "held": held, "wait": steps, "fraction": fraction, "rank": rank}
+                settings[name] = {"flags": flags, "held": held, "rank": rank}
                 results[name] = measure(server, args)
                 write_result(args.output, {**load, "settings": settings, "results": results})
 

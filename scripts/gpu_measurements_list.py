@@ -80,14 +80,12 @@ def _tests() -> tuple[Measurement, ...]:
 def _levers(device: str) -> tuple[Measurement, ...]:
     """The schedule in flight at high variance of output length, with what may make its server faster."""
     words = _schedule_words(device, "pipeline", steps=32, samples_per_step=256, max_lag=1024)
-    batches = ("--", "vllm_config.admission_wait_steps=8", "vllm_config.admission_batch_fraction=0.125")
 
     def lever(name: str, what: str, *own: str) -> Measurement:
         return Measurement(name, "levers", what, 2, 170, 300, "schedules", (*words, *own))
 
     return (
         lever("lever-none", "in flight at high variance, as it is"),
-        lever("lever-admission", "the same; requests start in batches of 1/8, and wait 8 steps at most", *batches),
         lever(
             "lever-piecewise", "the same; CUDA graphs of steps that mix prompts with decoding", "--graphs", "piecewise"
         ),

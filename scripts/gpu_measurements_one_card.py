@@ -80,20 +80,16 @@ def servers(device: str) -> tuple[Measurement, ...]:
     def graphs(kind: str) -> tuple[str, ...]:
         return ("--graphs", kind) if device == "cuda" else ()
 
-    def batched(kind: str, what: str, expected_s: float) -> Measurement:
+    def varied(kind: str, what: str, expected_s: float) -> Measurement:
         # The prompts are token ids, of which the rehearsal's own model has too few.
         model = ("--model", "{model}") if device == "cuda" else ("--random-model", "0.001")
         load = (*model, "--lengths", "varied", "--turns", "12", "--max-tokens", "64", "--repeats", "2")
-        batches = ("--admission-wait-steps", "0", "8", "--admission-batch-fraction", "0.125")
-        name = "admission" if kind == "decode" else kind
-        return one(
-            name, f"requests that start in batches, or at once; {what}", expected_s, *graphs(kind), *load, *batches
-        )
+        return one(f"varied-{kind}", f"answers of varied length; {what}", expected_s, *graphs(kind), *load)
 
     size = "1.5" if device == "cuda" else "0.001"
     adapter = (*graphs("decode"), "--random-model", size, "--adapter-rank", "0", "16")
     return (
         one("adapter", f"with a LoRA adapter of rank 16 and without, {size} B at random", 220, *adapter),
-        batched("decode", "CUDA graphs of steps that decode", 260),
-        batched("piecewise", "CUDA graphs of mixed steps too", 280),
+        varied("decode", "CUDA graphs of steps that decode", 260),
+        varied("piecewise", "CUDA graphs of mixed steps too", 280),
     )

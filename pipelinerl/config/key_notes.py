@@ -222,8 +222,6 @@ HONOURED: dict[str, str] = {
     "vllm_config.kv_cache": "keep or recompute the key-value cache at an update",
     "vllm_config.start_timeout_s": "deadline for a server to be ready",
     "vllm_config.cpu_kv_cache_gib": "cache of a server without a GPU",
-    "vllm_config.admission_wait_steps": "engine steps that a request may wait so that several start together; 0: off",
-    "vllm_config.admission_batch_fraction": "they start at once when so many wait, as a part of those that run",
     "world.actor_fraction": "share of the GPUs that samples",
     "world.preprocessor_fraction": "share that serves the reference model",
     "world.finetune_fraction": "share that trains",

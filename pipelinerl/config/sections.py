@@ -36,8 +36,6 @@ class VLLMConfig(Section):
     kv_cache: Literal["keep", "recompute"] = "keep"
     start_timeout_s: float = Field(default=900, gt=0)
     cpu_kv_cache_gib: float = Field(default=1, gt=0)
-    admission_wait_steps: int = Field(default=0, ge=0, le=64, strict=True)
-    admission_batch_fraction: float = Field(default=0.0625, gt=0, le=1)
 
 
 class Example(Section):

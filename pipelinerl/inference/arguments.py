@@ -12,7 +12,6 @@ from typing import Literal
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.adapter_room import AdapterRoom, check_options_beside
-from pipelinerl.inference.admission import DEFAULT_BATCH_FRACTION
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -74,9 +73,6 @@ class ServerSettings:
         quantization: `--quantization`, if any.
         can_sleep: it shares its GPU and has to be able to leave it.
         trust_remote_code: run code of the model's folder.
-        admission_wait_steps: steps that a request waits at most so that several start together; `None`: as the
-            environment says, see `inference.admission`.
-        admission_batch_fraction: they start when so many wait, as a part of those that run.
         adapter: the base model stays as it is, and updates bring an adapter; None: they bring the whole model.
     """
 
@@ -91,8 +87,6 @@ class ServerSettings:
     quantization: str | None = None
     can_sleep: bool = False
     trust_remote_code: bool = False
-    admission_wait_steps: int | None = None
-    admission_batch_fraction: float = DEFAULT_BATCH_FRACTION
     adapter: AdapterRoom | None = None
 
 

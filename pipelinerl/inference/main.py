@@ -56,9 +56,6 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         quantization=config.vllm_config.quantization,
         can_sleep=not on_cpu and config.world.placement == "colocated",
         trust_remote_code=config.finetune.trust_remote_code,
-        # Servers of a reference model compute prompts only: there is no quick step to wait for.
-        admission_wait_steps=config.vllm_config.admission_wait_steps if job.kind == "actor_llm" else 0,
-        admission_batch_fraction=config.vllm_config.admission_batch_fraction,
         # Servers of a reference model serve the frozen model alone.
         adapter=adapter_room(config.finetune.lora) if job.kind == "actor_llm" else None,
     )

@@ -4,8 +4,6 @@ Cache entries are found by a hash of the tokens and a salt. The salt is set here
 scheduled, and names the epoch of the weights: a request that was queued before an update and starts after it gets the
 new epoch, so it cannot hit blocks of the old weights. The epoch counts resumes (weights change only while the
 scheduler is paused), so a version number that is used twice does no harm.
-
-Requests start as soon as they can, or several at once (`inference.batched_start`).
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from pipelinerl.inference.adapter_room import serves_adapter
-from pipelinerl.inference.batched_start import BatchedStartScheduler
 from pipelinerl.inference.cache_salt import salt_for_epoch
 from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
 from pipelinerl.inference.executor import read_every_answer
@@ -67,11 +64,11 @@ class EpochSaltMixin:
             request.update_block_hashes()
 
 
-class EpochScheduler(EpochSaltMixin, BatchedStartScheduler):
+class EpochScheduler(EpochSaltMixin, Scheduler):
     """For engines without asynchronous scheduling."""
 
 
-class EpochAsyncScheduler(EpochSaltMixin, BatchedStartScheduler, AsyncScheduler):
+class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
     """For engines with asynchronous scheduling. Tokens leave in batches (see `inference.coalesce`).
 
     While requests run, a step is always in flight, so a pause ends only after one more call of `update_from_output`:

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.adapter_room import ADAPTER_VARIABLE, AdapterRoom, layers_of
-from pipelinerl.inference.admission import BATCH_FRACTION_VARIABLE, WAIT_STEPS_VARIABLE, batcher_from
 from pipelinerl.inference.arguments import ServerSettings, check_options, server_arguments
 from pipelinerl.inference.auth import read_token
 from pipelinerl.weights.manifest import local_folder, read_manifest
@@ -28,22 +27,13 @@ _GRACE_S = 5
 
 
 def prepare_environment(environ: MutableMapping[str, str], settings: ServerSettings, cpu_kv_cache_gib: float) -> None:
-    """Set the variables that vLLM and our scheduler read. Those that a user may want to choose keep their value.
-
-    Raises:
-        ConfigError: a variable of our scheduler has a value that cannot be used.
-    """
+    """Set the variables that vLLM and our scheduler read. Those that a user may want to choose keep their value."""
     # Opens the control routes (pause, weight transfer); our token guards them.
     environ["VLLM_SERVER_DEV_MODE"] = "1"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if settings.admission_wait_steps is not None:
-        environ[WAIT_STEPS_VARIABLE] = str(settings.admission_wait_steps)
-        environ[BATCH_FRACTION_VARIABLE] = str(settings.admission_batch_fraction)
     environ.pop(ADAPTER_VARIABLE, None)
     if settings.adapter is not None:
         environ[ADAPTER_VARIABLE] = "1"
-    # The engine's process would say it in the middle of a traceback.
-    batcher_from(environ)
     if settings.transport == "gloo":
         # vLLM takes whole GiB only.
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))

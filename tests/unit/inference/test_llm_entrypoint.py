@@ -8,18 +8,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.compose import compose
-from pipelinerl.config.sections import VLLMConfig
-from pipelinerl.errors import ConfigError
-from pipelinerl.inference.admission import (
-    BATCH_FRACTION_VARIABLE,
-    DEFAULT_BATCH_FRACTION,
-    MAX_WAIT_STEPS,
-    WAIT_STEPS_VARIABLE,
-)
-from pipelinerl.inference.arguments import ServerSettings, server_arguments
+from pipelinerl.inference.arguments import server_arguments
 from pipelinerl.inference.main import settings_of_job
-from pipelinerl.inference.server import prepare_environment
 from pipelinerl.world import Job, WorldMap
 
 
@@ -57,49 +47,3 @@ def test_code_of_the_model_is_trusted_by_servers_as_by_the_trainer(trusted: bool
 def test_a_job_without_port_is_an_error_of_the_plan() -> None:
     with pytest.raises(ValueError, match="actor_llm_1: got no port"):
         settings_of_job(context("cpu", port=None))
-
-
-@pytest.mark.parametrize(("kind", "steps"), [("actor_llm", "8"), ("preprocessor_llm", "0")])
-def test_servers_that_sample_start_requests_in_batches_if_told(kind: str, steps: str) -> None:
-    told = {"admission_wait_steps": 8, "admission_batch_fraction": 0.25}
-    environ = {WAIT_STEPS_VARIABLE: "5"}
-    prepare_environment(environ, settings_of_job(context("cpu", kind=kind, vllm_config=told)), cpu_kv_cache_gib=1)
-    assert (environ[WAIT_STEPS_VARIABLE], environ[BATCH_FRACTION_VARIABLE]) == (steps, "0.25")
-
-
-def test_a_run_that_says_nothing_has_no_batches() -> None:
-    environ = {WAIT_STEPS_VARIABLE: "5"}
-    prepare_environment(environ, settings_of_job(context("cpu")), cpu_kv_cache_gib=1)
-    assert environ[WAIT_STEPS_VARIABLE] == "0"
-    assert VLLMConfig().admission_batch_fraction == DEFAULT_BATCH_FRACTION
-
-
-def test_a_server_on_its_own_does_what_the_environment_says() -> None:
-    settings = ServerSettings("/m", "127.0.0.1", 1, "gloo")
-    environ = {WAIT_STEPS_VARIABLE: "5"}
-    prepare_environment(environ, settings, cpu_kv_cache_gib=1)
-    assert environ[WAIT_STEPS_VARIABLE] == "5" and BATCH_FRACTION_VARIABLE not in environ
-    with pytest.raises(ConfigError, match=f"{WAIT_STEPS_VARIABLE}: got 'many'"):
-        prepare_environment({WAIT_STEPS_VARIABLE: "many"}, settings, cpu_kv_cache_gib=1)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "admission_wait_steps=-1",
-        f"admission_wait_steps={MAX_WAIT_STEPS + 1}",
-        "admission_wait_steps=1.5",
-        "admission_wait_steps=true",
-        "admission_wait_steps=many",
-        "admission_batch_fraction=0",
-        "admission_batch_fraction=1.1",
-        "admission_batch_fraction=.nan",
-    ],
-)
-def test_settings_of_batches_that_make_no_sense_are_refused_by_name(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"vllm_config.{word.partition('=')[0]}: got "):
-        compose(["--config-name", "quickstart", "output_dir=/run", "model_path=x", f"vllm_config.{word}"])
-
-
-def test_the_largest_number_of_steps_is_allowed() -> None:
-    assert VLLMConfig(admission_wait_steps=MAX_WAIT_STEPS).admission_wait_steps == MAX_WAIT_STEPS

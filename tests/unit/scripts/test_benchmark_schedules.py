@@ -92,7 +92,7 @@ def test_graphs_and_settings_of_servers_reach_the_runs(
 
     monkeypatch.setattr(benchmark, "run_once", run_once)
     words = ["--device", "cuda", "--graphs", graphs, "--schedules", "pipeline", "--variances", "high", "--model", "x"]
-    words += ["--", "vllm_config.admission_wait_steps=8", "vllm_config.admission_batch_fraction=0.25"]
+    words += ["--", "vllm_config.kv_cache=recompute"]
     monkeypatch.setattr(sys, "argv", ["benchmark_schedules.py", *words])
     with pytest.raises(SystemExit, match="False"):
         benchmark.main()
@@ -100,4 +100,4 @@ def test_graphs_and_settings_of_servers_reach_the_runs(
     words = ["--config-dir", str(tmp_path), "--config-name", "schedules", f"output_dir={tmp_path}", "model_path=x"]
     servers = compose([*words, *given[0]]).config.vllm_config
     assert servers.vllm_kwargs["compilation-config"]["cudagraph_mode"] == mode
-    assert (servers.admission_wait_steps, servers.admission_batch_fraction) == (8, 0.25)
+    assert servers.kv_cache == "recompute"
