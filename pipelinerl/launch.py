@@ -18,19 +18,18 @@ from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, compose
-from pipelinerl.config.epochs import epoch_notes
 from pipelinerl.config.load import save_config
-from pipelinerl.config.stages import has_stage, stage_config
+from pipelinerl.config.stages import stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
-from pipelinerl.run import preflight, workspace
+from pipelinerl.run import workspace
 from pipelinerl.run.commands import Command, build_command
 from pipelinerl.run.machine import usable_cores
-from pipelinerl.run.model_folder import notes_on_model
 from pipelinerl.run.node_following import follow
 from pipelinerl.run.node_leading import OtherNodes, other_nodes
 from pipelinerl.run.node_messages import Plan
 from pipelinerl.run.ports import FreePorts, chosen_port_keys, default_lock_dir
+from pipelinerl.run.preflight import Start, check_dry_run, check_start
 from pipelinerl.run.process import Event
 from pipelinerl.run.recorded_streams import bounded_by_record
 from pipelinerl.run.restarts import can_resume
@@ -72,18 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
     """Print what `launch` would start, and on stderr what can be said about such a start without one."""
-    from pipelinerl.run.dry_checks import look_around
     from pipelinerl.run.plan_text import plan_of, print_plan
 
-    preflight.check_servers(config)
-    preflight.check_adapter_servers(config, cluster)
-    preflight.check_tracking(config)
+    checked = check_dry_run(Start(config, cluster, os.environ, composed.search_dirs, is_dry_run=True))
     with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
         world = build_world_map(config, cluster, ports)
     commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))
     print_plan(plan_of(config, world, commands, composed.notes))
     sys.stdout.flush()
-    sys.stderr.write(f"{look_around(config, composed.search_dirs).text()}\n")
+    sys.stderr.write(f"{checked}\n")
     return 0
 
 
@@ -118,32 +114,19 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
         cluster: where.
         restarts: why this launcher had to start the run again so far.
     """
-    preflight.check_task(config)
+    lines = check_start(Start(config, cluster, os.environ, composed.search_dirs))
     decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
-    preflight.check_supported(config, cluster, os.environ)
-    preflight.check_vllm(config)
-    preflight.check_device(config, cluster, nvml_gpu_lister)
-    preflight.check_streams(config, os.environ)
-    preflight.check_model(config)
-    preflight.check_servers(config)
-    preflight.check_adapter_servers(config, cluster)
-    preflight.check_tracking(config)
-    problems = "no rollouts"
-    if has_stage(config, "actor"):
-        problems = preflight.check_domain(config, os.environ, composed.search_dirs)
     config = bounded_by_record(config)
     with (
         other_nodes(config, cluster) as nodes,
         FreePorts(cluster.rank, chosen_port_keys(config), default_lock_dir(), busy_elsewhere=nodes.busy_ports) as ports,
     ):
         world = build_world_map(config, cluster, ports)
-        preflight.check_entrypoints(world)
         events: SimpleQueue[Event] = SimpleQueue()
         with signals_as_events(events) as signals:
             entered = workspace.enter(decision)
-            sys.stderr.write(f"{problems}\n")
-            for note in notes_on_problems(config, problems):
-                sys.stderr.write(f"note: {note}\n")
+            for line in lines:
+                sys.stderr.write(f"{line}\n")
             for change in decision.changes:
                 sys.stderr.write(f"changed since the last start: {change}\n")
             if decision.changes and decision.kind == "move_aside":
@@ -153,12 +136,6 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
             finally:
                 entered.close()
     return replace(outcome, signum=signals[0]) if signals else outcome
-
-
-def notes_on_problems(config: RunConfig, problems: str) -> list[str]:
-    """Remarks that need the number of training problems, with which `problems` begins if there are any."""
-    number = problems.partition(" ")[0]
-    return epoch_notes(config, int(number)) if number.isdecimal() else []
 
 
 def plan_commands(composed: ComposedConfig, world: WorldMap, run_dir: RunDir) -> list[Command]:
@@ -179,7 +156,7 @@ def _run(
     _log_to(run_dir.launch_log)
     save_config(config, run_dir.config_file)
     run_dir.world_file.write_text(world.to_json(), encoding="utf-8")
-    for note in (*composed.notes, *notes_on_model(Path(config.model_path).expanduser(), config.model_path)):
+    for note in composed.notes:
         sys.stderr.write(f"note: {note}\n")
     session = RunSession(
         config=config,

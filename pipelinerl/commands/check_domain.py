@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
         ).print_help()
         return 0
     from pipelinerl.config.compose import compose
-    from pipelinerl.run.preflight import check_task
+    from pipelinerl.config.rules_run import missing_task
 
     words = argv if argv[0].startswith("-") or "=" in argv[0] else ["--config-name", *argv]
     # The check writes nothing, but a configuration is complete only with a run directory.
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     if composed.config is None:
         print(composed.help_text)
         return 0
-    check_task(composed.config)
+    if (fault := missing_task(composed.config)) is not None:
+        raise fault
     sys.path[:0] = [str(folder) for folder in composed.search_dirs]
     from pipelinerl.commands.time_limit import heeded_interrupts
 

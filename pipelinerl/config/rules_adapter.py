@@ -1,7 +1,7 @@
 """Rules of updates that send the adapter alone (`finetune.lora.sync=adapter`). Called through `rules.validate`.
 
 The servers then hold the frozen model themselves, so it has to be the trainer's in every digit, and all that is trained
-has to be A and B. What depends on the model or the devices is in `supervise.adapter_checks`.
+has to be A and B. What depends on the model or the devices is in `run.model_folder`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,27 @@
-"""Looks whether a model folder is whole: configuration, tokenizer, weights. Called by the checks before a run.
+"""What the launcher checks about `model_path` before anything starts: whether the model is complete, and whether the
+servers can run it as configured.
 
-Reads small files and the heads of the weight files, never the weights. Waits for nothing else. Whether a chat template
-is needed depends on the prompts of the task, so a missing one is a note (`notes_on_model`), not a fault.
+Reads small files and the headers of the weight files, never the weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.config import RunConfig
+from pipelinerl.config.rules_adapter import sends_adapter
+from pipelinerl.config.rules_sampling import vllm_number, vllm_option
+from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
+from pipelinerl.inference.adapter_room import check_options_beside
+from pipelinerl.inference.arguments import check_options
 
-#: Any of them makes a tokenizer; which ones a model needs is its family's matter.
+#: Any of these is a tokenizer; which ones a model needs depends on its family.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -25,58 +33,189 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "tokenization_*.py",
 )
+_CHAT_TEMPLATES = (
+    *("chat_template*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("tokenization_*.py", "tekken.json"),  # may format chats in code
+)
 _JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_ADAPTER = "adapter_"
 _LFS_POINTER = b"version https://git-lfs"
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # what the format allows
-_COPY_AGAIN = "Copy or download the model again."
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _MAX_NAMED = 3
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+_HUB_TIMEOUT_S = 10.0
+_LONGER_IS_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_COPY_AGAIN = "Copy or download the model again."
+_MODEL_HELP = (
+    "Correct model_path. `python -m pipelinerl tiny-model` builds a tiny model for CPUs, for configurations based on "
+    "base_cpu (or quickstart)."
+)
 
 
-def check_model_folder(folder: Path, model_path: str, weight_readers: str) -> None:
-    """Refuse a folder in which something that every run loads is missing or was cut off.
+def check_model(config: RunConfig, may_ask_hub: bool = True) -> list[str]:
+    """Refuse a model that is neither a complete Hugging Face folder nor on the hub (or in its cache).
 
-    Args:
-        folder: where the files are; it has a `config.json`.
-        model_path: how the user calls it.
-        weight_readers: who loads the weights, in words; empty: nobody, and they may be missing.
+    Returns:
+        Remarks on what may be wrong with it. The `config.json` of a hub model is in the cache afterwards, if possible.
 
     Raises:
         ConfigError: names the file and what is wrong with it.
     """
+    model_path, folder = config.model_path, Path(config.model_path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise _refusal(model_path, f"a folder with a model; {folder / 'config.json'} is missing", _MODEL_HELP)
+        _check_folder(folder, config)
+        return _notes(folder, model_path)
+    expected = "a folder with a Hugging Face model, or the name of one on the hub"
+    if folder.exists() or not _HUB_NAME.fullmatch(model_path):
+        raise _refusal(model_path, f"{expected}; there is no such folder", _MODEL_HELP)
+    if not may_ask_hub:
+        return [f"whether the hub has {model_path} was not checked (there is no such folder here)"]
+    if (reason := _missing_on_hub(config)) is not None:
+        raise _refusal(model_path, f"{expected}; no such folder, and the hub says: {reason}", _MODEL_HELP)
+    return []
+
+
+def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Refuse `max-model-len` above the model's context length: vLLM would only say so once it has started.
+
+    `environ`: vLLM's own switch for longer contexts counts.
+    """
+    key, _ = vllm_option(config, "max-model-len")
+    asked, longest = vllm_number(config, "max-model-len"), _context_length(_model_config(config.model_path))
+    is_changed = vllm_option(config, "hf-overrides")[1] is not None or environ.get(_LONGER_IS_ALLOWED) == "1"
+    if asked is not None and longest is not None and asked > longest and not is_changed:
+        raise ConfigError(
+            key,
+            asked,
+            f"at most {longest}, the context length of {config.model_path} (see its config.json)",
+            f"Set {key} to {longest} or less, and llm.parameters.max_tokens below that. For a small model without a "
+            "GPU, base your configuration on base_cpu instead of base: its sizes fit.",
+        )
+
+
+def check_parallel_size(config: RunConfig) -> None:
+    """Refuse a tensor parallel size that does not divide the model's attention heads."""
+    size = vllm_number(config, "tensor-parallel-size") or 1
+    model = _model_config(config.model_path)
+    heads = model.get("num_attention_heads")
+    if size == 1 or not isinstance(heads, int):
+        return
+    shared = model.get("num_key_value_heads") or heads
+    # With more workers than key-value heads, several workers hold the same head.
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(n, shared) % min(n, shared) == 0]
+    if size not in fitting:
+        also = "" if shared == heads else f", that fits its {shared} key-value heads"
+        raise ConfigError(
+            "vllm_config.vllm_kwargs.tensor-parallel-size",
+            size,
+            f"a divisor of {heads}, the number of attention heads of {config.model_path}{also}",
+            f"Use one of {', '.join(map(str, fitting))}, or more servers (world.num_actor_llms).",
+        )
+
+
+def check_adapter(config: RunConfig, has_gpus: bool) -> None:
+    """Refuse models and options with which `finetune.lora.sync=adapter` cannot be served exactly."""
+    if not sends_adapter(config):
+        return
+    check_options_beside(check_options(config.vllm_config.vllm_kwargs)[0])
+    key, dtype = vllm_option(config, "dtype")
+    if has_gpus and str(dtype).lower() in ("float32", "float"):
+        expected = "a 16-bit type with finetune.lora.sync=adapter: vLLM's adapter kernels on GPUs support nothing else"
+        raise ConfigError(key, dtype, expected, "Use bfloat16, or set finetune.lora.sync=merged.")
+    model, trouble = _model_config(config.model_path), ""
+    experts = [name for name, value in model.items() if "expert" in name and type(value) is int and value > 1]
+    if "quantization_config" in model:
+        trouble = "quantized: trainer and servers would dequantize it differently"
+    elif experts:
+        trouble = f"a mixture of experts ({experts[0]}={model[experts[0]]})"
+    if trouble:
+        raise ConfigError(
+            "finetune.lora.sync",
+            "adapter",
+            f"merged for {config.model_path}, which is {trouble}",
+            "Set finetune.lora.sync=merged.",
+        )
+
+
+def _model_config(model_path: str) -> dict[str, Any]:
+    """The text model's `config.json`; empty if it is not on this machine or unreadable (whoever loads it complains)."""
+    file = Path(model_path).expanduser() / "config.json"
+    if not file.is_file() and _HUB_NAME.fullmatch(model_path):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model_path, "config.json")
+        file = Path(cached) if isinstance(cached, str) else file
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    text = content.get("text_config")
+    return {**content, **text} if isinstance(text, dict) else content
+
+
+def _context_length(model: dict[str, Any]) -> int | None:
+    """Number of positions of a model; None if unknown, or if its rotary embedding is scaled."""
+    rope = model.get("rope_parameters") or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    is_scaled = model.get("rope_scaling") or any(part.get("rope_type", "default") != "default" for part in parts)
+    if is_scaled or "model_max_length" in model:
+        return None
+    lengths = [model.get(name) for name in ("max_position_embeddings", "n_positions")]
+    return min((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def _weight_readers(config: RunConfig) -> str:
+    """Who loads the weights of the model folder, in words; empty: nobody (servers with `load-format: dummy`)."""
+    is_dummy = vllm_option(config, "load-format")[1] == "dummy"
+    servers = has_stage(config, "actor_llm") or (has_stage(config, "preprocessor_llm") and config.has_reference_pool)
+    readers = ["servers"] if servers and not is_dummy else []
+    if has_stage(config, "finetune"):
+        readers.append("a trainer whatever their load-format" if servers and is_dummy else "a trainer")
+    return " and ".join(readers)
+
+
+def _check_folder(folder: Path, config: RunConfig) -> None:
+    """Refuse a folder in which something that the run loads is missing or truncated."""
+    model_path = config.model_path
     for name in _JSON_FILES:
         _check_json(folder / name, model_path)
     if not _found(folder, _TOKENIZER_FILES):
-        raise ConfigError(
-            "model_path",
+        raise _refusal(
             model_path,
             f"a folder with model and tokenizer; {folder} has no tokenizer (no tokenizer.json, tokenizer_config.json, "
             "tokenizer.model or vocabulary)",
-            "Copy the tokenizer's files of the model there (tokenizer.save_pretrained(folder) writes them).",
+            "Copy the model's tokenizer files there (tokenizer.save_pretrained(folder) writes them).",
         )
-    if not weight_readers:
+    readers = _weight_readers(config)
+    if not readers:
         return
     weights = _weight_files(folder, model_path)
     if not weights:
-        adapter = " It holds a LoRA adapter: merge it into its base model first." if _adapters(folder) else ""
-        raise ConfigError(
-            "model_path",
+        is_adapter = bool(_found(folder, ("adapter_model*",)))
+        adapter = " It holds a LoRA adapter: merge it into its base model first." if is_adapter else ""
+        raise _refusal(
             model_path,
-            f"a folder with the weights of the model; {folder} has no *.safetensors and no pytorch_model*.bin; they "
-            f"are loaded by {weight_readers}",
+            f"a folder with the model's weights; {folder} has no *.safetensors and no pytorch_model*.bin; they are "
+            f"loaded by {readers}",
             f"{_COPY_AGAIN}{adapter}",
         )
     for file in weights:
-        trouble = _pointer_trouble(file) or (_cut_off(file) if file.suffix == ".safetensors" else None)
+        trouble = _pointer_trouble(file) or (_truncated(file) if file.suffix == ".safetensors" else None)
         if trouble is not None:
             raise _broken(file, model_path, trouble)
 
 
-def notes_on_model(folder: Path, model_path: str) -> list[str]:
-    """What may be wrong with a model folder, depending on the task."""
-    if not folder.is_dir() or not _found(folder, _TOKENIZER_FILES) or _has_chat_template(folder):
+def _notes(folder: Path, model_path: str) -> list[str]:
+    """Whether a chat template is needed depends on the task's prompts, so a missing one is only worth a remark."""
+    settings = folder / "tokenizer_config.json"
+    in_settings = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
+    if in_settings or _found(folder, _CHAT_TEMPLATES):
         return []
     return [
         f"the tokenizer of {model_path} has no chat template: prompts that are lists of messages will be refused. For "
@@ -84,29 +223,15 @@ def notes_on_model(folder: Path, model_path: str) -> list[str]:
     ]
 
 
-def _has_chat_template(folder: Path) -> bool:
-    if _found(folder, ("chat_template*.jinja", "chat_template.json", "additional_chat_templates/*.jinja")):
-        return True
-    if _found(folder, ("tokenization_*.py", "tekken.json")):
-        return True  # it may write chats in code of its own
-    settings = folder / "tokenizer_config.json"
-    return settings.is_file() and bool(_read_json(settings).get("chat_template"))
-
-
 def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return [file for pattern in patterns for file in sorted(folder.glob(pattern))]
 
 
-def _adapters(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{_ADAPTER}model*"))
-
-
 def _weight_files(folder: Path, model_path: str) -> list[Path]:
-    """The files of the weights: those that an index names, or else all; an index whose files are not all there is
-    refused."""
-    for index in _found(folder, ("model.safetensors.index.json", "pytorch_model.bin.index.json")):
+    """The weight files that an index names, or else all of them."""
+    for index in _found(folder, _INDEXES):
         _check_json(index, model_path)
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(json.loads(index.read_bytes()).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             named = ", ".join(missing[:_MAX_NAMED]) + (", ..." if len(missing) > _MAX_NAMED else "")
@@ -114,7 +239,7 @@ def _weight_files(folder: Path, model_path: str) -> list[Path]:
             raise _broken(index, model_path, trouble)
         if names:
             return [folder / name for name in names]
-    return [file for file in _found(folder, _WEIGHT_FILES) if not file.name.startswith(_ADAPTER)]
+    return [file for file in _found(folder, _WEIGHT_FILES) if not file.name.startswith("adapter_")]
 
 
 def _check_json(file: Path, model_path: str) -> None:
@@ -124,43 +249,65 @@ def _check_json(file: Path, model_path: str) -> None:
     if trouble is None:
         try:
             if not isinstance(json.loads(file.read_bytes()), dict):
-                trouble = "it holds no JSON object"
+                trouble = "it is not a JSON object"
         except ValueError as error:
-            trouble = f"it is no JSON text, perhaps cut off ({error})"
+            trouble = f"it is not valid JSON, perhaps truncated ({error})"
     if trouble is not None:
         raise _broken(file, model_path, trouble)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    content = json.loads(file.read_bytes())
-    return content if isinstance(content, dict) else {}
-
-
 def _pointer_trouble(file: Path) -> str | None:
-    """Why the file is no content at all: it is empty, or stands for one that was never fetched."""
     with file.open("rb") as content:
         head = content.read(len(_LFS_POINTER))
     if head == _LFS_POINTER:
-        return "it is a pointer of Git LFS, not the file itself (`git lfs pull` fetches it)"
+        return "it is a Git LFS pointer, not the file itself (`git lfs pull` fetches it)"
     return None if head else "it is empty"
 
 
-def _cut_off(file: Path) -> str | None:
-    """Why the length of a safetensors file does not fit its head: 8 bytes with the length of a JSON text, that text
-    with the end of each tensor, the tensors without gaps."""
+def _truncated(file: Path) -> str | None:
+    """Why the size of a safetensors file does not fit its header: 8 bytes with the length of a JSON text, that text
+    with the end of each tensor, then the tensors without gaps."""
     size = file.stat().st_size
     with file.open("rb") as content:
         length = int.from_bytes(content.read(_LENGTH_BYTES), "little")
         if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            return f"its head is cut off or it is no safetensors file ({size} bytes)"
+            return f"its header is truncated or it is not a safetensors file ({size} bytes)"
         try:
             header = json.loads(content.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            return f"its head cannot be read ({type(error).__name__}: {error})"
+            return f"its header cannot be read ({type(error).__name__}: {error})"
     expected = _LENGTH_BYTES + length + max(ends, default=0)
-    return None if size == expected else f"it has {size} bytes and its head says {expected}: it was cut off"
+    return None if size == expected else f"it has {size} bytes, its header says {expected}: it is truncated"
+
+
+def _missing_on_hub(config: RunConfig) -> str | None:
+    """Why the model cannot be had from the hub; None if it can."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    name = config.model_path
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str):
+        if HF_HUB_OFFLINE:  # what is missing in the cache stays missing
+            _check_folder(Path(cached).parent, config)
+        return None
+    if HF_HUB_OFFLINE:
+        return "not in the local cache, and HF_HUB_OFFLINE is set"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - any failure to reach the hub answers the question
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return lines[0] if lines else type(error).__name__
+    # For the checks that read it. Without it, the servers themselves say what is wrong.
+    with contextlib.suppress(Exception):
+        hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+    return None
 
 
 def _broken(file: Path, model_path: str, trouble: str) -> ConfigError:
-    return ConfigError("model_path", model_path, f"a folder with a whole model; {file}: {trouble}", _COPY_AGAIN)
+    return _refusal(model_path, f"a folder with a complete model; {file}: {trouble}", _COPY_AGAIN)
+
+
+def _refusal(model_path: str, expected: str, next_step: str) -> ConfigError:
+    return ConfigError("model_path", model_path, expected, next_step)

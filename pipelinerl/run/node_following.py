@@ -20,7 +20,6 @@ from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT
 from pipelinerl.role import LOG_FORMAT
-from pipelinerl.run import preflight
 from pipelinerl.run.commands import build_command
 from pipelinerl.run.last_save import OtherLaunchers
 from pipelinerl.run.node_follower import join
@@ -30,12 +29,13 @@ from pipelinerl.run.node_messages import Ended, Hello, Plan, Saved, Stopping
 from pipelinerl.run.node_secret import node_secret
 from pipelinerl.run.node_session import supervise_node
 from pipelinerl.run.ports import busy_ports
+from pipelinerl.run.preflight import Start, check_node
 from pipelinerl.run.process import Event, NodeEnded, NodeSaved
 from pipelinerl.run.signals import signals_as_events
 from pipelinerl.run.supervisor import Outcome
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.world import Cluster, WorldMap, nvml_gpu_lister
+from pipelinerl.world import Cluster, WorldMap
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +109,7 @@ def _supervise(
     identity = _shared_identity(run_dir, plan)
     config = load_config(run_dir.config_file)
     world = msgspec.structs.replace(WorldMap.from_json(run_dir.world_file.read_bytes()), rank=cluster.rank)
-    preflight.check_supported(config, cluster, os.environ)
-    preflight.check_vllm(config)
-    preflight.check_device(config, cluster, nvml_gpu_lister)
-    preflight.check_streams(config, os.environ)
-    preflight.check_model(config)
-    preflight.check_servers(config)
+    check_node(Start(config, cluster, os.environ))
     logging.basicConfig(
         level=logging.INFO, format=LOG_FORMAT, filename=run_dir.root / f"launch_node_{cluster.rank}.log"
     )

@@ -1,50 +1,136 @@
-"""Checks of what a run needs before any file is written or process started. Called by the launcher.
+"""What a start needs, checked before any file is written or process started: one list, `CHECKS`, at the end.
 
-Waits for the hub, where the model is neither a folder nor in the hub's cache, and for the check of the user's code,
-which is imported in a child process only: the launcher stays free of it (and of torch).
+The user's code is imported in a child process only: the launcher stays free of it (and of torch).
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import difflib
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.epochs import epoch_notes
 from pipelinerl.config.load import save_config
 from pipelinerl.config.rules_run import missing_task
-from pipelinerl.config.rules_sampling import vllm_number, vllm_option
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
 from pipelinerl.inference.arguments import check_options
 from pipelinerl.inference.option_names import check_names
 from pipelinerl.role import NODE_SECRET_KEY
-from pipelinerl.run.adapter_checks import check_adapter
-from pipelinerl.run.commands import entrypoint_of
 from pipelinerl.run.last_error import LogPart, last_error, user_error
-from pipelinerl.run.model_folder import check_model_folder
-from pipelinerl.run.model_limits import check_context
+from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size
+from pipelinerl.run.workspace import inspect
 from pipelinerl.streams.hub import REDIS_URL_KEY
-from pipelinerl.world import Cluster, WorldMap
+from pipelinerl.world import Cluster, nvml_gpu_lister
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
-# What the check of the user's code prints when it is through.
-_PROBLEMS_FOUND = re.compile(r"\d+ training problems, \d+ test problems")
+#: What the check of the user's code prints when it succeeds.
+_PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
-_HUB_TIMEOUT_S = 10.0
 
 
-def check_supported(config: RunConfig, cluster: Cluster, environ: Mapping[str, str]) -> None:
-    """Refuse what can be planned (`dry_run=true`) but not run, instead of running something else."""
-    is_named = bool(config.streams.url or environ.get(REDIS_URL_KEY))
-    if cluster.world_size > 1 and config.streams.backend == "redis" and not is_named:
+@dataclass(frozen=True)
+class Start:
+    """What is about to be started. `search_dirs` are folders with the user's own modules."""
+
+    config: RunConfig
+    cluster: Cluster
+    environ: Mapping[str, str]
+    search_dirs: Sequence[Path] = ()
+    is_dry_run: bool = False
+
+    @property
+    def has_servers(self) -> bool:
+        return has_stage(self.config, "actor_llm") or has_stage(self.config, "preprocessor_llm")
+
+
+class Check(NamedTuple):
+    """One check: raises `UserError`, or returns lines to show.
+
+    `dry_run`: whether a dry run makes it too, and then refuses as a start would, or only reports it.
+    `every_node`: whether the nodes above 0 make it too, with the config that node 0 saved.
+    """
+
+    run: Callable[[Start], list[str]]
+    dry_run: Literal["skip", "refuse", "report"] = "skip"
+    at_start: bool = True
+    every_node: bool = False
+
+
+def check_start(start: Start) -> list[str]:
+    """Refuse a start that cannot work.
+
+    Returns:
+        Lines for the user: number of problems, remarks.
+
+    Raises:
+        UserError: the first fault.
+    """
+    return [line for check in CHECKS if check.at_start for line in check.run(start)]
+
+
+def check_node(start: Start) -> None:
+    """The checks of a node above 0. Raises UserError."""
+    for check in CHECKS:
+        if check.every_node:
+            check.run(start)
+
+
+def check_dry_run(start: Start) -> str:
+    """All that can be said about a start without running user code, asking the network or loading torch.
+
+    Raises:
+        UserError: the plan itself makes no sense.
+    """
+    for check in CHECKS:
+        if check.dry_run == "refuse":
+            check.run(start)
+    lines, faults = list[str](), list[str]()
+    for check in CHECKS:
+        if check.dry_run == "report":
+            try:
+                lines += check.run(start)
+            except UserError as error:
+                faults.append(f"- {error}")
+    if faults:
+        lines += ["a start here would be refused:", *faults]
+    else:
+        lines.append("output_dir, model and task were checked; nothing was found against a start")
+    lines.append(
+        "not checked: free devices and ports, the task's code (`check-domain` with the same arguments runs it)"
+    )
+    return "\n".join(lines)
+
+
+def check_task(start: Start) -> list[str]:
+    """Refuse a template for other configurations: a dry run plans it, but there is nothing to roll out."""
+    if (fault := missing_task(start.config)) is not None:
+        raise fault
+    return []
+
+
+def check_output_dir(start: Start) -> list[str]:
+    inspect(start.config, "unused")
+    return []
+
+
+def check_supported(start: Start) -> list[str]:
+    """Refuse what can be planned but not run."""
+    config, several = start.config, start.cluster.world_size > 1
+    if config.debug.use_existing_llms:
+        raise ConfigError("debug.use_existing_llms", True, "false: a run starts its own servers", "Remove the key.")
+    if several and config.streams.backend == "redis" and not (config.streams.url or start.environ.get(REDIS_URL_KEY)):
         raise ConfigError(
             "streams.url",
             None,
@@ -52,188 +138,55 @@ def check_supported(config: RunConfig, cluster: Cluster, environ: Mapping[str, s
             f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the environment of every node), "
             "or use streams=files with output_dir on a shared file system.",
         )
-    if config.debug.use_existing_llms:
-        raise ConfigError("debug.use_existing_llms", True, "false: a run starts its own servers", "Remove the key.")
-    if config.debug.mode and cluster.world_size > 1:
+    if several and config.debug.mode:
         raise ConfigError(
             "debug.mode", config.debug.mode, "'' with several nodes (WORLD_SIZE)", "Run the stage on one node."
         )
-    if config.supervise.max_restarts and cluster.world_size > 1:
+    if several and config.supervise.max_restarts:
         raise ConfigError(
             "supervise.max_restarts",
             config.supervise.max_restarts,
             "0 with several nodes (WORLD_SIZE)",
-            "Start the command again on all nodes: the run goes on.",
+            "Start the command again on all nodes: the run continues.",
         )
+    return []
 
 
-def check_entrypoints(world: WorldMap) -> None:
-    """Refuse a plan with a kind of job that has no program."""
-    for job in world.jobs:
-        if importlib.util.find_spec(entrypoint_of(job.kind)) is None:
-            raise ConfigError(
-                f"world ({job.kind} jobs)",
-                job.name,
-                f"kinds of jobs that this installation can run, {entrypoint_of(job.kind)} is missing",
-                "Set world.env_replicas=0 and world.verifier_replicas=0: your code then runs inside the rollouts.",
-            )
-
-
-def check_task(config: RunConfig) -> None:
-    """Refuse a configuration that others start from: a dry run plans it, but there is nothing to roll out."""
-    if (fault := missing_task(config)) is not None:
-        raise fault
-
-
-def check_device(config: RunConfig, cluster: Cluster, gpu_lister: Callable[[], Sequence[str]]) -> None:
-    """Refuse GPUs that are named in the environment but not there."""
-    if config.world.device == "cpu" or not cluster.gpus:
-        return
-    found = len(gpu_lister())
-    if found == 0:
-        raise ConfigError(
-            "CUDA_VISIBLE_DEVICES",
-            ",".join(cluster.gpus),
-            "GPUs of this machine; it has no NVIDIA driver or no GPU",
-            "Unset CUDA_VISIBLE_DEVICES, or use world.device=cpu.",
-        )
-    too_high = [gpu for gpu in cluster.gpus if gpu.isdecimal() and int(gpu) >= found]
-    if too_high:
-        raise ConfigError(
-            "CUDA_VISIBLE_DEVICES",
-            ",".join(cluster.gpus),
-            f"indices below {found}, the number of GPUs of this machine",
-            f"Remove {', '.join(too_high)}.",
-        )
-
-
-def check_model(config: RunConfig) -> None:
-    """Refuse a model that is neither a Hugging Face folder nor a model on the hub (or in its cache).
-
-    Weights are asked for where a process loads them: not for servers with `load-format: dummy` and no trainer beside.
-    """
-    model_path, readers = config.model_path, weight_readers(config)
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                "model_path", model_path, f"a folder with a model; {folder / 'config.json'} is missing", _model_help()
-            )
-        check_model_folder(folder, model_path, readers)
-        return
-    expected = "a folder with a Hugging Face model, or the name of one on the hub"
-    if folder.exists() or not _HUB_NAME.fullmatch(model_path):
-        raise ConfigError("model_path", model_path, f"{expected}; there is no such folder", _model_help())
-    reason = _missing_on_hub(model_path, readers)
-    if reason is not None:
-        raise ConfigError(
-            "model_path", model_path, f"{expected}; no such folder, and the hub says: {reason}", _model_help()
-        )
-
-
-def weight_readers(config: RunConfig) -> str:
-    """Who loads the weights of the model folder, in words; empty: nobody."""
-    load_format = vllm_option(config, "load-format")[1]
-    servers = has_stage(config, "actor_llm") or (has_stage(config, "preprocessor_llm") and config.has_reference_pool)
-    readers = ["servers"] if servers and load_format != "dummy" else []
-    if has_stage(config, "finetune"):
-        readers.append("a trainer whatever their load-format" if servers and load_format == "dummy" else "a trainer")
-    return " and ".join(readers)
-
-
-def is_hub_name(model_path: str) -> bool:
-    """Whether this may name a model on the hub; it may name a folder, too."""
-    return _HUB_NAME.fullmatch(model_path) is not None
-
-
-def check_vllm(config: RunConfig) -> None:
+def check_vllm(start: Start) -> list[str]:
     """Refuse to start servers where vLLM is not installed. It is looked for, not imported."""
-    if not (has_stage(config, "actor_llm") or has_stage(config, "preprocessor_llm")):
-        return
-    spec = importlib.util.find_spec("vllm")
-    # A folder of that name in the working directory is no installation; it has no origin.
-    if spec is None or spec.origin is None:
+    spec = importlib.util.find_spec("vllm") if start.has_servers else None
+    # A folder of that name in the working directory is not an installation; it has no origin.
+    if start.has_servers and (spec is None or spec.origin is None):
         raise UserError(
             f"vLLM is not installed in the Python environment {sys.prefix}, and the servers of a run are vLLM servers. "
-            "Install pipelinerl with the extra that brings it: pip install -e '.[gpu]' where there are NVIDIA GPUs, "
+            "Install pipelinerl with its extra: pip install -e '.[gpu]' where there are NVIDIA GPUs, "
             "pip install -e '.[cpu]' where there are none."
         )
+    return []
 
 
-def check_servers(config: RunConfig) -> None:
-    """Refuse options of the servers that they would refuse themselves, half a minute after their start.
-
-    A run without servers (`debug.mode=finetune`) may have those of the run that it reads.
-    """
-    if not (has_stage(config, "actor_llm") or has_stage(config, "preprocessor_llm")):
-        return
-    check_names(check_options(config.vllm_config.vllm_kwargs)[0])
-    check_parallel_size(config)
-    check_context(config, _config_file(config.model_path), os.environ)
-
-
-def check_adapter_servers(config: RunConfig, cluster: Cluster) -> None:
-    """Refuse servers that cannot serve the adapter that the trainer would send."""
-    if has_stage(config, "actor_llm"):
-        has_gpus = config.world.device != "cpu" and bool(cluster.gpus)
-        check_adapter(config, has_gpus, _config_file(config.model_path))
+def check_device(start: Start) -> list[str]:
+    """Refuse GPUs that are named in the environment but do not exist."""
+    gpus = start.cluster.gpus
+    if start.config.world.device == "cpu" or not gpus:
+        return []
+    found = len(nvml_gpu_lister())
+    too_high = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= found]
+    expected, next_step = f"indices below {found}, the number of GPUs here", f"Remove {', '.join(too_high)}."
+    if found == 0:
+        expected = "GPUs of this machine; it has no NVIDIA driver or no GPU"
+        next_step = "Unset CUDA_VISIBLE_DEVICES, or use world.device=cpu."
+    elif not too_high:
+        return []
+    raise ConfigError("CUDA_VISIBLE_DEVICES", ",".join(gpus), expected, next_step)
 
 
-def check_tracking(config: RunConfig) -> None:
-    """Refuse a tracker whose package is not installed: in mid run it would only be a warning."""
-    # A mere folder of that name beside the user's files counts as a package, but has no file of its own.
-    if config.tensorboard.enabled and getattr(importlib.util.find_spec("tensorboard"), "origin", None) is None:
-        raise ConfigError(
-            "tensorboard.enabled", True, "the package tensorboard", "Install it: pip install pipelinerl[tensorboard]."
-        )
-
-
-def check_parallel_size(config: RunConfig) -> None:
-    """Refuse servers whose workers cannot share the model's attention heads evenly: vLLM would say so a minute later.
-
-    Of a model that is neither a local folder nor in the hub's cache (`check_model` puts it there) nothing is known.
-    """
-    size = vllm_number(config, "tensor-parallel-size") or 1
-    file = _config_file(config.model_path)
-    if size == 1 or file is None:
-        return
-    try:
-        model = json.loads(file.read_text())
-    except json.JSONDecodeError:
-        return  # vLLM and transformers say what is wrong with it
-    model = model.get("text_config") or model
-    heads = model.get("num_attention_heads")
-    if not isinstance(heads, int):
-        return
-    shared = model.get("num_key_value_heads") or heads
-    # With more workers than heads of keys and values, several workers hold the same one.
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(n, shared) % min(n, shared) == 0]
-    if size not in fitting:
-        also = "" if shared == heads else f", that fits its {shared} heads of keys and values"
-        raise ConfigError(
-            "vllm_config.vllm_kwargs.tensor-parallel-size",
-            size,
-            f"a divisor of {heads}, the number of attention heads of {config.model_path}{also}",
-            f"Use one of {', '.join(map(str, fitting))}, or more servers (world.num_actor_llms).",
-        )
-
-
-def _config_file(model_path: str) -> Path | None:
-    """The model's `config.json`, if it is on this machine."""
-    file = Path(model_path).expanduser() / "config.json"
-    if file.is_file() or not _HUB_NAME.fullmatch(model_path):
-        return file if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model_path, "config.json")
-    return Path(cached) if isinstance(cached, str) else None
-
-
-def check_streams(config: RunConfig, environ: Mapping[str, str]) -> None:
+def check_streams(start: Start) -> list[str]:
     """Refuse a Redis server of the user's that cannot be reached or would lose records."""
-    url = environ.get(REDIS_URL_KEY) or config.streams.url
-    if config.streams.backend != "redis" or not url:
-        return
+    streams = start.config.streams
+    url = start.environ.get(REDIS_URL_KEY) or streams.url
+    if streams.backend != "redis" or not url:
+        return []
     from pipelinerl.streams.redis_client import check_server, connect
 
     try:
@@ -241,23 +194,72 @@ def check_streams(config: RunConfig, environ: Mapping[str, str]) -> None:
             check_server(client, url)
     except StreamError as error:
         raise UserError(str(error)) from error
+    return []
 
 
-def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Sequence[Path]) -> str:
-    """Import and try the user's dataset loader and rollout function in a child process; return what it found.
+def check_model_path(start: Start) -> list[str]:
+    return [f"note: {note}" for note in check_model(start.config, may_ask_hub=not start.is_dry_run)]
+
+
+def check_servers(start: Start) -> list[str]:
+    """Refuse server options that vLLM would refuse itself, half a minute after its start."""
+    if start.has_servers:  # a stage without servers may have the configuration of the run that it reads
+        check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
+        check_parallel_size(start.config)
+        check_context(start.config, start.environ)
+    return []
+
+
+def check_adapter_servers(start: Start) -> list[str]:
+    """Refuse servers that cannot serve the adapter that the trainer sends."""
+    if has_stage(start.config, "actor_llm"):
+        check_adapter(start.config, start.config.world.device != "cpu" and bool(start.cluster.gpus))
+    return []
+
+
+def check_tracking(start: Start) -> list[str]:
+    """Refuse a tracker whose package is not installed: later it would only be a warning."""
+    # A mere folder of that name next to the user's files counts as a package, but has no file of its own.
+    is_missing = getattr(importlib.util.find_spec("tensorboard"), "origin", None) is None
+    if start.config.tensorboard.enabled and is_missing:
+        raise ConfigError(
+            "tensorboard.enabled", True, "the package tensorboard", "Install it: pip install pipelinerl[tensorboard]."
+        )
+    return []
+
+
+def check_dataset_loader(start: Start) -> list[str]:
+    """Find `dataset_loader` in the text of its file, without importing it."""
+    _check_function("dataset_loader", start.config.dataset_loader, False, start)
+    return []
+
+
+def check_rollout_policy(start: Start) -> list[str]:
+    """Find `actor.rollout_policy` in the text of its file, without importing it."""
+    _check_function("actor.rollout_policy", start.config.actor.rollout_policy, True, start)
+    return []
+
+
+def check_domain(start: Start) -> list[str]:
+    """Import and try the user's dataset loader and rollout function in a child process, and count the problems.
 
     Raises:
         UserError: with the message of the child.
     """
+    config = start.config
+    if not has_stage(config, "actor"):
+        return []
+    what = f"dataset_loader {config.dataset_loader} and actor.rollout_policy {config.actor.rollout_policy}"
     with tempfile.TemporaryDirectory(prefix="pipelinerl-check-") as folder:
         file = save_config(config, Path(folder) / "exp_config.yaml")
-        log = Path(folder) / "stderr.log"
-        paths = [str(path) for path in search_dirs] + ([environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else [])
-        env = {**environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        env.pop(NODE_SECRET_KEY, None)  # nothing for the user's code
+        log = LogPart(Path(folder) / "stderr.log")
+        paths = [*map(str, start.search_dirs), start.environ.get("PYTHONPATH", "")]
+        env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env.pop(NODE_SECRET_KEY, None)  # not for the user's code
         argv = [sys.executable, "-m", "pipelinerl.domains.check_main", "--run-config", str(file)]
         try:
-            with log.open("wb") as stderr:
+            with log.file.open("wb") as stderr:
                 done = subprocess.run(
                     argv,
                     env=env,
@@ -269,52 +271,109 @@ def check_domain(config: RunConfig, environ: Mapping[str, str], search_dirs: Seq
                 )
         except subprocess.TimeoutExpired as error:
             raise DomainError(
-                f"dataset_loader {config.dataset_loader} or actor.rollout_policy {config.actor.rollout_policy} took "
-                f"over {DOMAIN_CHECK_TIMEOUT_S:.0f} s to import and load its problems. Make the module quick to import."
+                f"importing {what} and loading the problems took over {DOMAIN_CHECK_TIMEOUT_S:.0f} s. Make the module "
+                "quick to import."
             ) from error
         if done.returncode == EXIT_USER_ERROR:
-            raise UserError(user_error(LogPart(log)) or last_error(LogPart(log)))
+            raise UserError(user_error(log) or last_error(log))
         if done.returncode != 0:
-            raise DomainError(
-                f"the check of dataset_loader {config.dataset_loader} and actor.rollout_policy "
-                f"{config.actor.rollout_policy} failed: {last_error(LogPart(log))}"
-            )
-        printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
-        found = [line for line in printed if _PROBLEMS_FOUND.fullmatch(line)]
-        if not found:
-            raise DomainError(
-                f"the process that checked dataset_loader {config.dataset_loader} and actor.rollout_policy "
-                f"{config.actor.rollout_policy} was ended by the code that it loaded, with exit code 0 and without a "
-                "result. Look there for a call of sys.exit() or os._exit()."
-            )
-        return found[-1]
+            raise DomainError(f"the check of {what} failed: {last_error(log)}")
+    printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
+    found = [match for line in printed if (match := _PROBLEMS_FOUND.fullmatch(line))]
+    if not found:
+        raise DomainError(
+            f"the process that checked {what} was ended by the code that it loaded, with exit code 0 and without a "
+            "result. Look there for a call of sys.exit() or os._exit()."
+        )
+    return [found[-1][0], *(f"note: {note}" for note in epoch_notes(config, int(found[-1][1])))]
 
 
-def _model_help() -> str:
-    return (
-        "Correct model_path; `python -m pipelinerl tiny-model` makes a tiny one for CPUs, which needs a configuration "
-        "that starts from base_cpu (or quickstart)."
-    )
+def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> None:
+    if not has_stage(start.config, "actor"):
+        return
+    if not path:
+        raise UserError(f"{key} is not set: a run has no task without it.")
+    if (fault := function_fault(path, is_async, start.search_dirs)) is not None:
+        raise UserError(f"{key}: got {path!r}: {fault}")
 
 
-def _missing_on_hub(name: str, readers: str) -> str | None:
-    """Why the model cannot be had from the hub; None if it can. Its `config.json` is in the cache then, if possible."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    cached = try_to_load_from_cache(name, "config.json")
-    if isinstance(cached, str):
-        if HF_HUB_OFFLINE:  # what is missing in the cache stays missing
-            check_model_folder(Path(cached).parent, name, readers)
+def function_fault(path: str, is_async: bool, search_dirs: Sequence[Path]) -> str | None:
+    """Why the dotted `path` is no function of this kind, going by the text of its file; None if nothing is known."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        return "expected module and function with a dot between them"
+    file = _module_file(module_name, search_dirs)
+    if isinstance(file, str):
+        return f"there is no module {file!r} in the folder of --config-dir, an installed package or on PYTHONPATH"
+    if file is None:
         return None
-    if HF_HUB_OFFLINE:
-        return "not in the local cache, and HF_HUB_OFFLINE is set"
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - any failure to reach the hub is the answer to the question
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return lines[0] if lines else type(error).__name__
-    # The checks behind this one read it; the servers would fetch it next. Without it they say themselves what is wrong.
-    with contextlib.suppress(Exception):
-        hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
-    return None
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        return f"{file} is not valid Python: {error}"
+    names = dict(_bound_names(tree.body))
+    if name in names:
+        node = names[name]
+        if is_async and isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            return f"{file} defines it with `def`, expected `async def`"
+        if not is_async and isinstance(node, ast.AsyncFunctionDef):
+            return f"{file} defines it with `async def`, expected `def`"
+        return None
+    if "*" in names or "__getattr__" in names:
+        return None
+    wanted = ast.AsyncFunctionDef if is_async else ast.FunctionDef
+    near = difflib.get_close_matches(name, [each for each, node in names.items() if isinstance(node, wanted)], n=1)
+    return f"{file} has no {name!r}. " + (f"Did you mean {module_name}.{near[0]}?" if near else "Define it there.")
+
+
+def _module_file(module_name: str, search_dirs: Sequence[Path]) -> Path | str | None:
+    """The file of a module, found without importing its packages; the name of what is missing; None for a module
+    without a text."""
+    first, *rest = module_name.split(".")
+    spec: ModuleSpec | None = PathFinder.find_spec(first, [*map(str, search_dirs), *sys.path])
+    if spec is None:
+        spec = importlib.util.find_spec(first)  # an installed package may have a finder of its own
+    name = first
+    for part in rest:
+        if spec is None:
+            break
+        name = f"{name}.{part}"
+        locations = spec.submodule_search_locations
+        spec = None if locations is None else PathFinder.find_spec(name, list(locations))
+    if spec is None:
+        return name
+    return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
+
+
+def _bound_names(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """What a module binds at its top level, branches included; `*` for a star import."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
+        else:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id, part
+            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+                for inner in getattr(node, block, []):
+                    yield from _bound_names(inner.body if not isinstance(inner, ast.stmt) else [inner])
+
+
+#: Cheap checks first.
+CHECKS = (
+    Check(check_task),
+    Check(check_output_dir, dry_run="report"),
+    Check(check_supported, every_node=True),
+    Check(check_vllm, every_node=True),
+    Check(check_device, every_node=True),
+    Check(check_streams, every_node=True),
+    Check(check_model_path, dry_run="report", every_node=True),
+    Check(check_servers, dry_run="refuse", every_node=True),
+    Check(check_adapter_servers, dry_run="refuse"),
+    Check(check_tracking, dry_run="refuse"),
+    Check(check_dataset_loader, dry_run="report", at_start=False),  # `check_domain` calls it
+    Check(check_rollout_policy, dry_run="report", at_start=False),
+    Check(check_domain),
+)

@@ -111,13 +111,12 @@ def test_a_signal_while_a_run_fails_is_in_its_outcome(
             os.kill(os.getpid(), signum)
         return died("finetune_0")
 
-    for name in ("preflight", "workspace", "build_world_map"):
+    for name in ("check_start", "workspace", "build_world_map"):
         monkeypatch.setattr(launch_module, name, MagicMock())
     for name in ("other_nodes", "FreePorts"):
         monkeypatch.setattr(launch_module, name, lambda *arguments, **_: nullcontext(MagicMock()))
     monkeypatch.setattr(launch_module, "_run", fails)
     monkeypatch.setattr(launch_module, "bounded_by_record", lambda config: config)
-    monkeypatch.setattr(launch_module, "notes_on_problems", lambda config, problems: [])
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     outcome = launch_module.launch_once(MagicMock(), config, MagicMock(), [])
     assert outcome == replace(died("finetune_0"), signum=signums[0] if signums else None)
