@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.trainer_state import TRAINER_INSTANCE
-from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.records import PauseRequest, RolloutsPaused
 from pipelinerl.streams.base import TURNS_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
@@ -24,7 +24,7 @@ from pipelinerl.streams.loop_writer import LoopWriter
 class DrainAnswers:
     """Answers on their way to the stream. Owns `writer`."""
 
-    def __init__(self, writer: LoopWriter[Drained], incarnation: int) -> None:
+    def __init__(self, writer: LoopWriter[RolloutsPaused], incarnation: int) -> None:
         self._writer = writer
         self._incarnation = incarnation
         self._versions: asyncio.Queue[int] = asyncio.Queue()
@@ -37,7 +37,7 @@ class DrainAnswers:
         """Write every answer, until cancelled."""
         while True:
             version = await self._versions.get()
-            await self._writer.write(Drained(version=version, time=time.time(), incarnation=self._incarnation))
+            await self._writer.write(RolloutsPaused(version=version, time=time.time(), incarnation=self._incarnation))
             await self._writer.flush()
 
     async def close(self) -> None:
@@ -61,14 +61,14 @@ def follow_drain_requests(
         except Exception as error:  # noqa: BLE001 - a callback's error would only be logged; it ends the run
             on_failure(error)
 
-    def listen(entry: Entry[DrainRequest]) -> None:
+    def listen(entry: Entry[PauseRequest]) -> None:
         if entry.record.incarnation == incarnation:
             loop.call_soon_threadsafe(take, entry.record.version)
 
     def fail(error: BaseException) -> None:
         loop.call_soon_threadsafe(on_failure, error)
 
-    feed = Feed(hub.reader(TURNS_TOPIC, TRAINER_INSTANCE, DrainRequest), listen, "turns", fail).start()
+    feed = Feed(hub.reader(TURNS_TOPIC, TRAINER_INSTANCE, PauseRequest), listen, "turns", fail).start()
     try:
         yield
     finally:

@@ -27,13 +27,11 @@ from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.config import RunConfig
+from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts, rounds_of
 from pipelinerl.config.stages import has_stage
 from pipelinerl.domains.datasets import Problem, ProblemSets
-from pipelinerl.records import EvaluationResult, EvaluationRollout, FateRecord, Group, MetricRecord
-from pipelinerl.records.turns import Drained
+from pipelinerl.records import EvaluationResult, EvaluationRollout, FateRecord, Group, MetricRecord, RolloutsPaused
 from pipelinerl.role import RoleContext
-from pipelinerl.schedules.evaluations import EvaluationSchedule
-from pipelinerl.schedules.rounds import rounds_of, takes_turns
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
     EVALUATION_ROLLOUTS_TOPIC,
@@ -102,7 +100,11 @@ def assemble(context: RoleContext, problems: ProblemSets, pool: WorkerPool) -> A
     urls = {job.name: job.url for job in context.world.jobs_of("actor_llm") if job.url is not None}
     hub = context.streams
     budget = _budget_of(config)
-    answers = DrainAnswers(hub.loop_writer(TURNS_TOPIC, name, Drained), incarnation) if takes_turns(config) else None
+    answers = (
+        DrainAnswers(hub.loop_writer(TURNS_TOPIC, name, RolloutsPaused), incarnation)
+        if pauses_rollouts(config)
+        else None
+    )
     gate = None if answers is None else RolloutGate(answers.put)
     trainer = TrainerState(budget, incarnation, gate)
     slots = ServerSlots(len(urls), config.actor.llm_max_rollouts, on_idle=trainer.notify)

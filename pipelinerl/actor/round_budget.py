@@ -7,7 +7,7 @@ by the same count (`preprocess.batcher`): samples in batches plus samples on the
 from __future__ import annotations
 
 from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.schedules.rounds import Rounds
+from pipelinerl.config.schedule import Rounds
 
 
 class RoundBudget(SampleBudget):

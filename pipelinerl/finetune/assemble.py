@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from pipelinerl.config.schedule import EvaluationSchedule, update_interval
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.base import Backend, create_backend
 from pipelinerl.finetune.checkpoint import CheckpointStore
-from pipelinerl.finetune.colocation import take_turns, wait_for_servers
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.device_memory import peak_memory
 from pipelinerl.finetune.keep_best import BestKeeper
@@ -26,6 +26,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.on_policy_check import samples_everything
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.passes_over import follow_passes
+from pipelinerl.finetune.pauses import open_pauses, wait_for_servers
 from pipelinerl.finetune.pool_setup import open_pool
 from pipelinerl.finetune.probe_tokens import text_tokens
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
@@ -37,14 +38,9 @@ from pipelinerl.finetune.stop_request import StopRequest, stop_on_sigterm
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.llm.tokenizer import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, TrainingBatch
-from pipelinerl.records.turns import Drained, DrainRequest
 from pipelinerl.role import RoleContext
 from pipelinerl.run.best_model import best_model_of
 from pipelinerl.run.recorded_streams import recorded_streams
-from pipelinerl.schedules.drain import Drain
-from pipelinerl.schedules.evaluations import EvaluationSchedule
-from pipelinerl.schedules.rounds import takes_turns, update_interval
-from pipelinerl.schedules.turns import DrainedUpdates, Turns
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
     EVALUATION_TOPIC,
@@ -53,11 +49,9 @@ from pipelinerl.streams.base import (
     TRAINER_CONSUMER,
     TRAINER_TOPIC,
     TRAINING_DATA_TOPIC,
-    TURNS_TOPIC,
     StreamReader,
 )
 from pipelinerl.tracking.recorder import MetricRecorder
-from pipelinerl.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +113,12 @@ def build_loop(
         reporter = _open_reporter(context, stack)
         if has_servers:
             publisher, pool = open_pool(context, stack, reader.wake)
-    drain = drain_of(context, stop, stack) if ranks.is_first and takes_turns(config) else None
-    turns = turns_of(context, ranks, backend, drain, publisher) if takes_turns(config) else None
+    pauses, pause = open_pauses(context, ranks, backend, publisher, stop, stack)
 
     def wake() -> None:
         reader.wake()
-        if drain is not None:
-            drain.wake()
+        if pause is not None:
+            pause.wake()
 
     stack.enter_context(stop_on_sigterm(stop, wake))
     first_tokens = text_tokens(tokenizer, backend.policy.language_model.config.get_text_config().vocab_size)
@@ -167,7 +160,7 @@ def build_loop(
         first_probe_tokens=first_tokens,
         delivery_deadline_s=3 * config.supervise.weight_sync_timeout_s,
         stop=stop,
-        turns=turns,
+        pauses=pauses,
         best=best_keeper(context, ranks, exporter, stack) if has_servers else None,
         updates_servers=finetune.send_weight_updates,
         probe_every_n_updates=config.supervise.probe_every_n_updates,
@@ -201,35 +194,6 @@ def _open_reporter(context: RoleContext, stack: ExitStack) -> Reporter:
     for writer in (messages, fates, metrics):
         stack.callback(writer.close)
     return Reporter(messages, fates, metrics, context.incarnation)
-
-
-def drain_of(context: RoleContext, stop: StopRequest, stack: ExitStack) -> Drain:
-    """Rank 0's way to have the actor let its rollouts end."""
-    supervise = context.config.supervise
-    requests = context.streams.writer(TURNS_TOPIC, context.job.name, DrainRequest)
-    answers = context.streams.reader(TURNS_TOPIC, ACTOR, Drained)
-    stack.callback(requests.close)
-    stack.callback(answers.close)
-    timeout_s = context.config.actor.rollout_timeout_s + supervise.weight_sync_timeout_s
-    if context.config.world.placement == "colocated":
-        # An evaluation is waited for as well.
-        timeout_s = max(timeout_s, supervise.progress_timeout_s)
-    return Drain(
-        requests, answers, context.incarnation, context.heartbeat, timeout_s, should_stop=lambda: stop.requested
-    )
-
-
-def turns_of(
-    context: RoleContext, ranks: Ranks, backend: Backend, drain: Drain | None, publisher: WeightPublisher | None
-) -> Turns:
-    """How this rank keeps out of the way of generation."""
-
-    def agree(answer: bool) -> bool:
-        return bool(ranks.broadcast(int(answer)))
-
-    if context.config.world.placement == "colocated":
-        return take_turns(context, ranks, backend, drain, publisher, agree)
-    return DrainedUpdates(drain, agree)
 
 
 def best_keeper(context: RoleContext, ranks: Ranks, exporter: ModelExporter, stack: ExitStack) -> BestKeeper | None:

@@ -6,7 +6,7 @@ Called by the entry point, which builds the parts. Waits only inside its parts:
 |-------------|------------------------------------|-----------------------------------------|
 | feed        | the next `TrainingBatch`           | the preprocessor's write to the stream  |
 | steps       | the other ranks                    | their last backward                     |
-| turns       | running rollouts (not `pipeline`)  | the actor's answer on stream `turns`    |
+| pauses      | running rollouts (not `pipeline`)  | the actor's answer on stream `turns`    |
 | weights     | the servers                        | their answers, or the sync time-out     |
 | checkpoints | the other ranks, the disk          | their shards                            |
 """
@@ -29,6 +29,7 @@ from pipelinerl.finetune.data_feed import DataFeed, Waiter
 from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.on_policy_check import check_on_policy
+from pipelinerl.finetune.pauses import PausedUpdates
 from pipelinerl.finetune.probe_tokens import batch_tokens
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
@@ -37,7 +38,6 @@ from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
 from pipelinerl.finetune.stop_request import StopRequest
 from pipelinerl.finetune.weights_feed import Delivery, WeightsFeed
 from pipelinerl.records import TrainingBatch
-from pipelinerl.schedules.turns import Turns
 from pipelinerl.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TrainingLoop:
     first_probe_tokens: list[list[int]]
     delivery_deadline_s: float | None = None
     stop: StopRequest | None = None
-    turns: Turns | None = None
+    pauses: PausedUpdates | None = None
     #: None: the best model by evaluation is not kept.
     best: BestKeeper | None = None
     #: False: the servers keep the weights that they got at the start.
@@ -167,10 +167,10 @@ class TrainingLoop:
         return state
 
     def _may_train(self, steps_done: int) -> bool:
-        return self.turns is None or self.turns.before_training(steps_done)
+        return self.pauses is None or self.pauses.before_training(steps_done)
 
     def _may_update(self, version: int) -> bool:
-        return self.turns is None or self.turns.before_update(version)
+        return self.pauses is None or self.pauses.before_update(version)
 
     def _deliver(self, version: int, probe_tokens: list[list[int]], is_last: bool = False) -> Delivery | None:
         if self.weights is None:

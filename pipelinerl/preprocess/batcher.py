@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pipelinerl.config.schedule import Rounds
 from pipelinerl.preprocess.filters import Rejection, reject_stale
 from pipelinerl.records import ScoredSample
-from pipelinerl.schedules.rounds import Rounds
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+from pipelinerl.config.schedule import rounds_of, update_interval
 from pipelinerl.errors import NoRoom
 from pipelinerl.preprocess.batcher import Batcher, ClosedStep
 from pipelinerl.preprocess.dispatch import TrainerView
@@ -27,7 +28,6 @@ from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.records import Group, TrainerMessage
 from pipelinerl.role import RoleContext
 from pipelinerl.run.recorded_streams import recorded_streams
-from pipelinerl.schedules.rounds import rounds_of, update_interval
 from pipelinerl.streams.base import ACTOR_TOPIC, PREPROCESSOR_CONSUMER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.feed import Feed
 

@@ -79,6 +79,28 @@ class PassesOver(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
+class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Trainer rank 0 to the actor: start no rollout until the servers have `version`, and say when none runs.
+
+    Stream `turns`, one instance per process; for every schedule but `pipeline`. Rollouts start again when the update
+    of that version, or a later one, is on the stream `trainer`.
+    """
+
+    version: int
+    time: float
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+class RolloutsPaused(msgspec.Struct, frozen=True, kw_only=True):
+    """The actor's answer: no rollout runs, and none starts before the servers have `version`."""
+
+    version: int
+    time: float
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
 class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
 

@@ -35,6 +35,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import NoRoom
+from pipelinerl.finetune.pauses import RolloutPause
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.weights_feed import Delivery
@@ -47,15 +48,15 @@ from pipelinerl.records import (
     FateRecord,
     Group,
     MetricRecord,
+    PauseRequest,
+    RolloutsPaused,
     RolloutSummary,
     TrainerMessage,
     TrainingBatch,
 )
-from pipelinerl.records.turns import Drained, DrainRequest
 from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.schedules.drain import Drain
 from pipelinerl.streams.base import PREPROCESSOR_CONSUMER, TRAINER_CONSUMER
 from pipelinerl.streams.hub import StreamHub
 
@@ -115,7 +116,7 @@ class Actor:
 
     def __init__(self, hub: StreamHub) -> None:
         self.budget = SampleBudget(BATCH, None, ATTEMPTS)
-        self.answers = DrainAnswers(hub.loop_writer("turns", "actor_0", Drained), 0)
+        self.answers = DrainAnswers(hub.loop_writer("turns", "actor_0", RolloutsPaused), 0)
         self.gate = RolloutGate(self.answers.put)
         self.trainer = ActorView(self.budget, 0, self.gate)
         slots = ServerSlots(1, SLOTS, self.trainer.notify)
@@ -285,9 +286,9 @@ class Trainer(threading.Thread):
     def _train(self) -> None:
         hub, state, heartbeat = self.hub, TrainerState(), Heartbeat(self.hub._root.parent / "beat.json", 60)
         batches = hub.reader("training_data", "preprocessor_0", TrainingBatch, consumer=TRAINER_CONSUMER)
-        drain = Drain(
-            hub.writer("turns", "finetune_0", DrainRequest),
-            hub.reader("turns", "actor_0", Drained),
+        drain = RolloutPause(
+            hub.writer("turns", "finetune_0", PauseRequest),
+            hub.reader("turns", "actor_0", RolloutsPaused),
             0,
             heartbeat,
             LIMIT_S,

@@ -15,9 +15,9 @@ from pipelinerl.actor.groups import run_group
 from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.records import EvaluationResult, RolloutSummary, Sample, VersionSpan
-from pipelinerl.schedules.evaluations import EvaluationSchedule
 
 PROBLEM = Problem(id="p", dataset_name="train", data={"question": 1})
 Answer = RolloutEnded | RolloutFailed

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore
@@ -25,7 +26,6 @@ from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.run.best_model import BestModel
-from pipelinerl.schedules.evaluations import EvaluationSchedule
 
 CHOICES = {
     "plain": {},

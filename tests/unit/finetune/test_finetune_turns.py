@@ -61,7 +61,7 @@ def run(kit, tmp_path):
             heartbeat=kit.heartbeat(),
             export_dtype=torch.float32,
             first_probe_tokens=[],
-            turns=turns,
+            pauses=turns,
             **more,
         )
         state = loop.run(TrainerState())

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune import keep_best
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore
@@ -26,7 +27,6 @@ from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import EvaluationResult
 from pipelinerl.run.best_model import BestModel
-from pipelinerl.schedules.evaluations import EvaluationSchedule
 
 
 def result(due, value, version=None, **fields):

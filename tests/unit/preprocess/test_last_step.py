@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from preprocess_groups import sample
 
+from pipelinerl.config.schedule import Rounds
 from pipelinerl.preprocess.batcher import Batcher, ReadyGroup
 from pipelinerl.preprocess.last_step import LastStep
 from pipelinerl.records import ScoredSample
-from pipelinerl.schedules.rounds import Rounds
 
 
 @pytest.mark.parametrize(

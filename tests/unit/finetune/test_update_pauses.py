@@ -1,7 +1,8 @@
-"""A trainer that shares its devices: level of sleep, optimizer state, and who leaves when."""
+"""What the trainer does around updates unless `schedule=pipeline`: rollouts pause, devices change hands."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,11 +10,16 @@ import pytest
 import torch
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import WorkerError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.colocation import level_of, sleep_level, take_turns
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.pauses import PausedUpdates, RolloutPause, SharedDevices, sleep_level, sleep_level_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.records import PauseRequest, RolloutsPaused
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.hub import StreamHub
 
 GIB = 2**30
 
@@ -76,16 +82,9 @@ def test_on_a_cpu_servers_pause_once_in_a_round(kit):
         finetune=kit.config(max_train_steps=3),
     )
     log: list[str] = []
-    drain = SimpleNamespace(wait=lambda version: log.append(f"drain for {version}") or True)
+    pause = SimpleNamespace(wait=lambda version: log.append(f"pause for {version}") or True)
     backend = PlainBackend(kit.policy(), config.finetune, Ranks())
-    turns = take_turns(
-        SimpleNamespace(config=config),
-        LoggingRanks(log=log),
-        backend,
-        drain,
-        FakeServers(log),
-        agree=lambda answer: answer,
-    )
+    turns = SharedDevices(config, pause, LoggingRanks(log=log), backend, FakeServers(log))
     for step in (1, 2, 3):
         assert turns.before_training(step - 1)
         log.append(f"step {step}")
@@ -93,6 +92,54 @@ def test_on_a_cpu_servers_pause_once_in_a_round(kit):
             assert turns.before_update(step)
     # Behind the last step of a round no rank goes on before all have left the devices: the servers wake then.
     end_of_round = "all ranks are here"
-    first = ["drain for 2", "sleep at level 0", "step 1", "step 2", end_of_round]
-    assert log == [*first, "drain for 3", "sleep at level 0", "step 3", end_of_round]
-    assert level_of(config, backend, 1) == 1
+    first = ["pause for 2", "sleep at level 0", "step 1", "step 2", end_of_round]
+    assert log == [*first, "pause for 3", "sleep at level 0", "step 3", end_of_round]
+    assert sleep_level_of(config, backend, 1) == 1
+
+
+def test_devices_stay_with_the_servers_if_the_trainer_is_asked_to_stop(kit):
+    log: list[str] = []
+    pause = SimpleNamespace(wait=lambda version: log.append(f"pause for {version}") or False)
+    config = RunConfig(output_dir="x", schedule="conventional", world={"placement": "colocated", "device": "cpu"})
+    turns = SharedDevices(config, pause, LoggingRanks(log=log), None, FakeServers(log))
+    assert not turns.before_training(0) and turns.before_update(0)
+    assert log == ["pause for 1"]
+
+
+def test_updates_are_paused_for_on_the_first_rank_and_agreed_on_by_all():
+    log: list[int] = []
+    first = PausedUpdates(SimpleNamespace(wait=lambda version: log.append(version) or True), Ranks())
+    assert first.before_training(0) and first.before_update(3) and log == [3]
+    other = PausedUpdates(None, SimpleNamespace(broadcast=lambda own: 0))
+    assert not other.before_update(3), "the first rank was asked to stop"
+
+
+@pytest.fixture
+def make_pause(kit, tmp_path):
+    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run-a")
+    requests, answers = hub.writer("turns", "finetune_0", PauseRequest), hub.reader("turns", "actor_0", RolloutsPaused)
+    yield lambda **options: RolloutPause(requests, answers, 1, kit.heartbeat(), **options)
+    requests.close()
+    answers.close()
+
+
+def test_rollouts_that_never_end_are_an_error_with_the_version(make_pause):
+    with pytest.raises(WorkerError, match=r"version 5 \(actor.rollout_timeout_s\)"):
+        make_pause(timeout_s=0.0).wait(5)
+
+
+def test_a_stop_ends_the_wait(make_pause):
+    asked, stop, results = threading.Event(), threading.Event(), []
+
+    def should_stop() -> bool:
+        asked.set()
+        return stop.is_set()
+
+    pause = make_pause(timeout_s=60.0, should_stop=should_stop)
+    thread = threading.Thread(target=lambda: results.append(pause.wait(5)))
+    thread.start()
+    assert asked.wait(60)
+    stop.set()
+    pause.wake()
+    thread.join(60)
+    assert results == [False]

@@ -12,9 +12,9 @@ from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.round_budget import RoundBudget
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config import RunConfig
+from pipelinerl.config.schedule import Rounds, next_update, pauses_rollouts, rounds_of, update_interval
 from pipelinerl.preprocess.batcher import Batcher, ClosedStep, ReadyGroup
 from pipelinerl.records import ScoredSample, StepDone, TrainerStarted, WeightUpdateSuccess
-from pipelinerl.schedules.rounds import Rounds, next_update, rounds_of, takes_turns, update_interval
 
 
 def test_rounds_of_three_steps_that_end_in_the_middle_of_one() -> None:
@@ -28,11 +28,11 @@ def test_what_the_configuration_asks_for() -> None:
     finetune = {"train_batch_size": 2, "gradient_accumulation_passes": 8, "max_train_steps": 10}
     config = RunConfig(output_dir="x", schedule="conventional", steps_per_generation=4, finetune=finetune)
     assert rounds_of(config) == Rounds(4, 16, 10)
-    assert update_interval(config) == 4 and takes_turns(config)
+    assert update_interval(config) == 4 and pauses_rollouts(config)
     assert [next_update(config, done) for done in (0, 3, 4, 8, 9)] == [4, 4, 8, 10, 10]
     config = RunConfig(output_dir="x", schedule="concurrent", finetune={**finetune, "weight_update_interval": 2})
-    assert rounds_of(config) is None and update_interval(config) == 2 and takes_turns(config)
-    assert not takes_turns(RunConfig(output_dir="x"))
+    assert rounds_of(config) is None and update_interval(config) == 2 and pauses_rollouts(config)
+    assert not pauses_rollouts(RunConfig(output_dir="x"))
 
 
 def scored(sample_id: str, version: int) -> ScoredSample:

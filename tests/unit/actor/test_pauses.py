@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,12 +17,10 @@ from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.datasets import Problem
-from pipelinerl.errors import StreamError, WorkerError
-from pipelinerl.records import RolloutSummary, WeightUpdateSuccess
-from pipelinerl.records.turns import Drained, DrainRequest
+from pipelinerl.errors import StreamError
+from pipelinerl.finetune.pauses import RolloutPause
+from pipelinerl.records import PauseRequest, RolloutsPaused, RolloutSummary, WeightUpdateSuccess
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.schedules.drain import Drain
-from pipelinerl.schedules.turns import DrainedUpdates, SharedDevice
 from pipelinerl.streams.base import TURNS_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
@@ -156,21 +153,21 @@ def hub(tmp_path: Path) -> StreamHub:
     return StreamHub(StreamsConfig(), RunDir(tmp_path), "run-a")
 
 
-def make_drain(hub: StreamHub, incarnation: int = 1, timeout_s: float = 60, **options: object) -> Drain:
-    requests = hub.writer(TURNS_TOPIC, "finetune_0", DrainRequest)
-    answers = hub.reader(TURNS_TOPIC, "actor_0", Drained)
-    return Drain(requests, answers, incarnation, FakeHeartbeat(), timeout_s, **options)  # type: ignore[arg-type]
+def make_drain(hub: StreamHub, incarnation: int = 1, timeout_s: float = 60, **options: object) -> RolloutPause:
+    requests = hub.writer(TURNS_TOPIC, "finetune_0", PauseRequest)
+    answers = hub.reader(TURNS_TOPIC, "actor_0", RolloutsPaused)
+    return RolloutPause(requests, answers, incarnation, FakeHeartbeat(), timeout_s, **options)  # type: ignore[arg-type]
 
 
 async def test_request_and_answer_over_the_streams(hub: StreamHub) -> None:
     """The trainer waits in a thread while a rollout runs; old incarnations' records mean nothing on either side."""
-    writer = hub.loop_writer(TURNS_TOPIC, "actor_0", Drained)
-    await writer.write(Drained(version=9, time=0, incarnation=0))
+    writer = hub.loop_writer(TURNS_TOPIC, "actor_0", RolloutsPaused)
+    await writer.write(RolloutsPaused(version=9, time=0, incarnation=0))
     answers = DrainAnswers(writer, incarnation=1)
     gate = RolloutGate(answers.put)
     answering = asyncio.create_task(answers.write())
     drain = make_drain(hub)
-    drain.requests.write(DrainRequest(version=99, time=0, incarnation=0))
+    drain.requests.write(PauseRequest(version=99, time=0, incarnation=0))
     closed = asyncio.Event()
     close = gate.close
 
@@ -192,86 +189,10 @@ async def test_request_and_answer_over_the_streams(hub: StreamHub) -> None:
 
 
 async def test_an_answer_that_cannot_be_written_ends_the_actor(hub: StreamHub) -> None:
-    answers = DrainAnswers(hub.loop_writer(TURNS_TOPIC, "actor_0", Drained), incarnation=1)
+    answers = DrainAnswers(hub.loop_writer(TURNS_TOPIC, "actor_0", RolloutsPaused), incarnation=1)
     await answers.close()
     RolloutGate(answers.put).close(1)
     with pytest.raises(StreamError, match="is closed"):
         await asyncio.wait_for(answers.write(), 60)
 
 
-def test_a_drain_that_never_ends_is_named(hub: StreamHub) -> None:
-    now = iter([0.0, 0.0, 61.0, 61.0])
-    drain = make_drain(hub, clock=lambda: next(now))
-    drain.answers.wake()
-    with pytest.raises(WorkerError, match=r"rollouts still ran 60 s .* version 5 \(actor.rollout_timeout_s\)"):
-        drain.wait(5)
-
-
-def test_a_stop_ends_the_wait(hub: StreamHub) -> None:
-    asked, stop = threading.Event(), threading.Event()
-
-    def should_stop() -> bool:
-        asked.set()
-        return stop.is_set()
-
-    drain = make_drain(hub, should_stop=should_stop)
-    results: list[bool] = []
-    thread = threading.Thread(target=lambda: results.append(drain.wait(5)))
-    thread.start()
-    assert asked.wait(60)
-    stop.set()
-    drain.wake()
-    thread.join(60)
-    assert results == [False]
-
-
-class FakeDrain:
-    def __init__(self, log: list[str], answer: bool = True) -> None:
-        self.log, self.answer = log, answer
-
-    def wait(self, version: int) -> bool:
-        self.log.append(f"drain for {version}")
-        return self.answer
-
-
-def test_updates_are_drained_on_the_first_rank_and_agreed_on_all() -> None:
-    log: list[str] = []
-    first = DrainedUpdates(FakeDrain(log), agree=lambda answer: answer)  # type: ignore[arg-type]
-    assert first.before_training(0) and first.before_update(3) and log == ["drain for 3"]
-    other = DrainedUpdates(None, agree=lambda answer: False)
-    assert not other.before_update(3), "the first rank was asked to stop"
-
-
-def shared(log: list[str], answer: bool = True) -> SharedDevice:
-    return SharedDevice(
-        FakeDrain(log, answer),  # type: ignore[arg-type]
-        agree=lambda answer: answer,
-        next_update=lambda done: (done // 2 + 1) * 2,
-        free_devices=lambda: log.append("servers sleep"),
-        take_state=lambda: log.append("state comes"),
-        put_state_away=lambda: log.append("state goes"),
-        all_away=lambda: log.append("all are away"),
-    )
-
-
-def test_shared_devices_change_hands_once_a_round() -> None:
-    log: list[str] = []
-    turns = shared(log)
-    assert turns.before_training(0) and turns.before_training(1) and turns.before_update(2) and turns.before_training(2)
-    assert log == [
-        "drain for 2",
-        "servers sleep",
-        "state comes",
-        "state goes",
-        "all are away",
-        "drain for 4",
-        "servers sleep",
-        "state comes",
-    ]
-
-
-def test_shared_devices_stay_with_the_servers_when_asked_to_stop() -> None:
-    log: list[str] = []
-    turns = shared(log, answer=False)
-    assert not turns.before_training(0) and turns.before_update(0)
-    assert log == ["drain for 2"]

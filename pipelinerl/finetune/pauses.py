@@ -1,0 +1,236 @@
+"""Keeps generation out of the way of training and updates, for every schedule but `pipeline`.
+
+| schedule, placement       | before training a round                     | before an update               |
+|---------------------------|---------------------------------------------|--------------------------------|
+| concurrent, conventional  |                                             | running rollouts end           |
+| conventional, colocated   | rollouts and evaluations end, servers sleep | optimizer state leaves the GPU |
+
+Rank 0 asks the actor on the stream `turns` and waits for its answer, at most `timeout_s`; the other ranks wait for
+rank 0. The actor needs nothing from the trainer to end its rollouts, so the two never wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.schedule import next_update, pauses_rollouts
+from pipelinerl.errors import WeightSyncError, WorkerError
+from pipelinerl.finetune.backends.base import Backend
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.stop_request import StopRequest
+from pipelinerl.records import PauseRequest, RolloutsPaused
+from pipelinerl.role import RoleContext
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.streams.base import TURNS_TOPIC, StreamReader, StreamWriter
+from pipelinerl.weights.control import ControlClient, control_session
+from pipelinerl.weights.publisher import WeightPublisher
+
+_ACTOR = "actor_0"
+#: Share of the free host memory that copies of the servers' weights may occupy.
+_MAX_HOST_SHARE = 0.5
+
+
+@dataclass
+class RolloutPause:
+    """Rank 0's request that the actor let running rollouts end.
+
+    Attributes:
+        requests: stream `turns` of the trainer.
+        answers: stream `turns` of the actor.
+        timeout_s: longest wait; rollouts have a shorter time-out of their own.
+        should_stop: checked before the wait and after every wake-up; True ends it.
+    """
+
+    requests: StreamWriter[PauseRequest]
+    answers: StreamReader[RolloutsPaused]
+    incarnation: int
+    heartbeat: Heartbeat
+    timeout_s: float
+    should_stop: Callable[[], bool] = lambda: False
+
+    def wait(self, version: int) -> bool:
+        """Return True once no rollout runs and none starts before `version` is served; False if asked to stop.
+
+        Raises:
+            WorkerError: rollouts still run after `timeout_s`.
+        """
+        self.requests.write(PauseRequest(version=version, time=time.time(), incarnation=self.incarnation))
+        self.requests.flush()
+        deadline = time.monotonic() + self.timeout_s
+        with self.heartbeat.waiting("running rollouts to end", deadline_s=self.timeout_s):
+            while not self.should_stop():
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WorkerError(
+                        f"rollouts still ran {self.timeout_s:g} s after the trainer asked for the update to version "
+                        f"{version} (actor.rollout_timeout_s): the actor made no progress"
+                    )
+                for entry in self.answers.read(left_s):
+                    answer = entry.record
+                    if answer.incarnation == self.incarnation and answer.version >= version:
+                        return True
+        return False
+
+    def wake(self) -> None:
+        """Make a running `wait` check `should_stop` again. Thread-safe."""
+        self.answers.wake()
+
+
+class PausedUpdates:
+    """Rollouts end before each update. Every rank has one; `pause` is None on all ranks but the first."""
+
+    def __init__(self, pause: RolloutPause | None, ranks: Ranks) -> None:
+        self._pause = pause
+        self._ranks = ranks
+
+    def before_training(self, steps_done: int) -> bool:
+        """Wait until the next step may be trained; False if the trainer was asked to stop meanwhile."""
+        return True
+
+    def before_update(self, version: int) -> bool:
+        """Wait until the servers may get `version`; False if the trainer was asked to stop meanwhile."""
+        return self._wait(version)
+
+    def _wait(self, version: int) -> bool:
+        return bool(self._ranks.broadcast(int(self._pause is None or self._pause.wait(version))))
+
+
+class SharedDevices(PausedUpdates):
+    """Servers and trainer alternate on the same devices; servers sleep from the pause to the next update.
+
+    Args:
+        publisher: controls the servers; None on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pause: RolloutPause | None,
+        ranks: Ranks,
+        backend: Backend,
+        publisher: WeightPublisher | None,
+    ) -> None:
+        super().__init__(pause, ranks)
+        self._config = config
+        self._backend = backend
+        self._publisher = publisher
+        self._is_gpu = ranks.device.type == "cuda"
+        self._is_training = False
+
+    def before_training(self, steps_done: int) -> bool:
+        if self._is_training:
+            return True
+        if not self._wait(next_update(self._config, steps_done)):
+            return False
+        if self._publisher is not None:
+            level = sleep_level_of(self._config, self._backend, len(self._publisher.servers)) if self._is_gpu else 0
+            self._publisher.sleep(level)
+        # No rank allocates before the servers have freed their memory.
+        self._ranks.broadcast(1)
+        if self._is_gpu:
+            torch.cuda.ipc_collect()
+        self._move_optimizer(self._ranks.device)
+        self._is_training = True
+        return True
+
+    def before_update(self, version: int) -> bool:
+        if self._is_training:
+            self._move_optimizer(torch.device("cpu"))
+            if self._is_gpu:
+                # The allocator's cache is memory that the servers need now.
+                torch.cuda.empty_cache()
+            # Rank 0 wakes the servers of all GPUs, including those of slower ranks.
+            self._ranks.barrier()
+            self._is_training = False
+        return True
+
+    def _move_optimizer(self, device: torch.device) -> None:
+        if self._is_gpu and self._config.world.offload_optimizer and isinstance(self._backend, PlainBackend):
+            self._backend.move_optimizer(device)
+
+
+def open_pauses(
+    context: RoleContext,
+    ranks: Ranks,
+    backend: Backend,
+    publisher: WeightPublisher | None,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> tuple[PausedUpdates | None, RolloutPause | None]:
+    """Return what this rank does around updates, and rank 0's pause. None: the run has none.
+
+    `stack` closes the streams.
+    """
+    if not pauses_rollouts(context.config):
+        return None, None
+    pause = _open_pause(context, stop, stack) if ranks.is_first else None
+    if context.config.world.placement == "colocated":
+        return SharedDevices(context.config, pause, ranks, backend, publisher), pause
+    return PausedUpdates(pause, ranks), pause
+
+
+def _open_pause(context: RoleContext, stop: StopRequest, stack: ExitStack) -> RolloutPause:
+    supervise = context.config.supervise
+    requests = context.streams.writer(TURNS_TOPIC, context.job.name, PauseRequest)
+    answers = context.streams.reader(TURNS_TOPIC, _ACTOR, RolloutsPaused)
+    stack.callback(requests.close)
+    stack.callback(answers.close)
+    timeout_s = context.config.actor.rollout_timeout_s + supervise.weight_sync_timeout_s
+    if context.config.world.placement == "colocated":
+        # The wait includes a running evaluation.
+        timeout_s = max(timeout_s, supervise.progress_timeout_s)
+    return RolloutPause(
+        requests, answers, context.incarnation, context.heartbeat, timeout_s, should_stop=lambda: stop.requested
+    )
+
+
+def sleep_level(choice: str, weight_bytes: int, available_bytes: int) -> int:
+    """vLLM's level of sleep: 1 keeps a copy of the weights in host memory, 2 drops them.
+
+    Args:
+        choice: `world.sleep_level`; `auto` is 1 if the copies fit, because only level 1 restores everything that a
+            model holds besides its checkpoint's tensors.
+        weight_bytes: of all servers on this machine.
+        available_bytes: free memory of this machine.
+    """
+    if choice != "auto":
+        return int(choice)
+    return 1 if weight_bytes <= _MAX_HOST_SHARE * available_bytes else 2
+
+
+def sleep_level_of(config: RunConfig, backend: Backend, num_servers: int) -> int:
+    """The level at which the servers of this run sleep now."""
+    metas = backend.weight_source(backend.policy.served_dtype).metadata()
+    weight_bytes = num_servers * sum(meta.num_bytes for meta in metas)
+    return sleep_level(config.world.sleep_level, weight_bytes, psutil.virtual_memory().available)
+
+
+def wait_for_servers(context: RoleContext) -> None:
+    """Return when all servers are up. They measure their GPU's memory as they start and fail if it changes meanwhile.
+
+    Raises:
+        WeightSyncError: a server did not come up in time.
+    """
+    timeout_s = context.config.vllm_config.start_timeout_s
+
+    async def wait() -> None:
+        async with control_session(context.token) as session:
+            for job in context.world.jobs_of("actor_llm"):
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await ControlClient(session, job.name, str(job.url)).wait_healthy()
+                except TimeoutError as error:
+                    message = f"{job.url}/health did not answer within {timeout_s:g} s"
+                    raise WeightSyncError(job.name, message) from error
+
+    with context.heartbeat.waiting("servers to start", deadline_s=timeout_s):
+        asyncio.run(wait())
