@@ -51,7 +51,7 @@ from benchmark_common import (
     visible_gpus,
     write_result,
 )
-from benchmark_schedules_task import answer_tokens
+from benchmark_task import answer_tokens
 
 #: What is asked for: `logprobs` by the option's word.
 LOGPROBS = {"with": 0, "without": None}

@@ -1,4 +1,4 @@
-"""The task of `benchmark_schedules.py`: begin the answer with an even token. Lengths are drawn, so they can vary.
+"""The task of `benchmark_runs.py`: begin the answer with an even token. Lengths are drawn, so they can vary.
 
 Easy to learn for any model and vocabulary, and the length of an answer has nothing to do with its reward: what differs
 between two runs is the schedule alone.
