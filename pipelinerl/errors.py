@@ -7,6 +7,7 @@ prints the message without a traceback and exits with `EXIT_USER_ERROR`. Everyth
 * `DomainError`     user code (dataset loader, rollout function) cannot be imported or has the wrong shape
 * `StreamError`     a stream holds a record that cannot be read, or cannot be written
 * `RolloutError`    one rollout failed; `RetryableRolloutError` may succeed if tried again
+* `EndRunError`     no rollout can ever succeed
 * `WeightSyncError` a server could not be given the weights
 * `WorkerError`     a process of the run died or got stuck
 """
@@ -65,6 +66,10 @@ class RolloutError(PipelineRLError):
 
 class RetryableRolloutError(RolloutError):
     """One attempt failed (timeout, 5xx, refused connection, abort); another attempt may succeed."""
+
+
+class EndRunError(PipelineRLError):
+    """A server's answer shows that no rollout can ever succeed (wrong token, unknown model or route)."""
 
 
 class WeightSyncError(PipelineRLError):

@@ -18,7 +18,7 @@ from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.domains.datasets import Problem
-from pipelinerl.llm.retry import Fault, retry_delay_s
+from pipelinerl.llm.client import Fault, retry_delay_s
 
 #: How long a server may refuse all connections without costing rollouts a try, and how long one rollout may be refused.
 #: A server whose engine died takes no more connections some seconds before its process ends, which is what the launcher

@@ -36,15 +36,19 @@ from pipelinerl.actor.frames import (
     sendable,
 )
 from pipelinerl.domains.registry import RolloutFunction
-from pipelinerl.errors import RetryableRolloutError, RolloutError, UserError, WorkerError
+from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError, UserError, WorkerError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
-from pipelinerl.llm.connections import Connections
-from pipelinerl.llm.plain_data import encodable, said
-from pipelinerl.llm.recorded import recorded_samples
-from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize, version_range
-from pipelinerl.llm.retry import EndRunError
-from pipelinerl.llm.sample_builder import build_samples
+from pipelinerl.llm.sample_builder import (
+    build_samples,
+    check_result,
+    complete_texts,
+    encodable,
+    recorded_samples,
+    safe_text,
+    summarize,
+    version_range,
+)
 from pipelinerl.records import EvaluationSample
 from pipelinerl.rollouts import RolloutResult
 
@@ -87,7 +91,6 @@ class RolloutWorker:
         self._writer = FrameWriter(writer)
         self._block_limit_s = block_limit_s
         self._make_llms = make_llms
-        self._connections: Connections | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seen: Counter[str] = Counter()
 
@@ -98,10 +101,7 @@ class RolloutWorker:
             BaseException: whatever went wrong in this class (a rollout's own errors are answers, not errors).
         """
         frames = FrameReader(self._reader, msgspec.msgpack.Decoder(ToWorker))
-        async with open_session() as session, Connections() as connections:
-            self._connections = connections
-            for llm in (*self._llms[False], *self._llms[True]):
-                llm.connections = connections
+        async with open_session() as session:
             self._send(Ready(pid=os.getpid()))
             try:
                 async with asyncio.TaskGroup() as rollouts, _watched_loop(self._block_limit_s):
@@ -136,7 +136,6 @@ class RolloutWorker:
             if self._make_llms is None:
                 raise WorkerError(f"a server joined ({url}), and this worker cannot make a handle of it")
             for llms, llm in zip((self._llms[False], self._llms[True]), self._make_llms(url), strict=True):
-                llm.connections = self._connections
                 if llms:
                     llm.share_renderer(llms[0])
                 llms.append(llm)
@@ -176,7 +175,7 @@ class RolloutWorker:
         return RolloutEnded(
             ticket=start.ticket,
             samples=samples,
-            summary=summarize(result, start.rollout_id, num_output_tokens(result.training_texts)),
+            summary=summarize(result, start.rollout_id),
             dataset_name=result.dataset_name,
             min_version=versions[0] if versions else None,
             max_version=versions[1] if versions else None,
@@ -201,11 +200,11 @@ class RolloutWorker:
 
     def _failed(self, start: StartRollout, llm: TrainableLLM, error: BaseException) -> RolloutFailed | Fatal:
         if isinstance(error, UserError):
-            return Fatal(user_error=True, message=said(error))
+            return Fatal(user_error=True, message=safe_text(error))
         if isinstance(error, EndRunError):
-            return Fatal(user_error=False, message=said(error))
+            return Fatal(user_error=False, message=safe_text(error))
         if isinstance(error, RolloutError):
-            reason, message = said(error.reason), said(error)
+            reason, message = safe_text(error.reason), safe_text(error)
         else:
             reason = encodable(f"exception_{type(error).__name__}")
             message = encodable("".join(traceback.format_exception(error)))

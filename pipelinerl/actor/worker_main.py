@@ -83,7 +83,7 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
     from pipelinerl.actor.worker import RolloutWorker
     from pipelinerl.config.load import load_config, to_dictconfig
     from pipelinerl.domains.registry import load_rollout_function
-    from pipelinerl.llm.tokenizer import load_tokenizer
+    from pipelinerl.llm.tokens import load_tokenizer
     from pipelinerl.role import TOKEN_KEY
     from pipelinerl.rundir.identity import read_identity
     from pipelinerl.rundir.layout import RunDir
@@ -126,7 +126,7 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
 def make_llms(config: RunConfig, urls: Sequence[str], tokenizer: Any, *, evaluation: bool) -> list[TrainableLLM]:
     """Return one handle per server. Evaluations do not train, so they ask for no log-probs, which cost the server."""
     from pipelinerl.llm import TrainableLLM
-    from pipelinerl.llm.parameters import sampling_parameters
+    from pipelinerl.llm.trainable import sampling_parameters
     from pipelinerl.role import TOKEN_KEY
 
     section = config.test_llm if evaluation else config.llm

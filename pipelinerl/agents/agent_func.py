@@ -18,10 +18,9 @@ from pipelinerl.agents.agent_file import AGENT_KEY, AgentFile, Step, agent_file
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import Prompt, TrainableLLM
-from pipelinerl.llm.continuation import continue_ids, without_sampled_stop
-from pipelinerl.llm.generate import answer_of
 from pipelinerl.llm.sample_builder import checked_reward
-from pipelinerl.llm.transcript import Transcript
+from pipelinerl.llm.trainable import generate
+from pipelinerl.llm.transcript import Transcript, continue_ids, without_sampled_stop
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 _RESERVED = frozenset(("reward", "success", "no_error", "no_answer", "num_steps", "context_full"))
@@ -85,11 +84,10 @@ async def _play(
     renderer = llm.renderer
     state, label = str(problem["state"]), problem.get("label")
     ids = renderer.encode(state)
-    temperature = float(llm.parameters.get("temperature", 1.0))
-    played = _Played([Transcript(temperature)])
+    played = _Played([Transcript(llm.temperature)])
     for _ in range(cfg.agent.max_steps):
         try:
-            call = await answer_of(llm, Prompt(token_ids=ids), state, ids, session)
+            call = await generate(llm, Prompt(token_ids=ids), state, ids, session)
         except RolloutError as error:
             if error.reason != "context_overflow" or not played.rewards:
                 raise
@@ -110,10 +108,11 @@ async def _play(
             if cfg.agent.action_special_tokens:  # the action is all that was sampled
                 more_ids = renderer.encode_after(action, rest)
             else:
-                more_ids = continue_ids(renderer, call, action, without_sampled_stop(llm, call, rest))
+                rest = without_sampled_stop(renderer, call, llm.parameters.get("stop"), rest)
+                more_ids = continue_ids(renderer, call, action, rest)
             ids = [*played.transcripts[-1].ids, *more_ids]
         else:
-            played.transcripts.append(Transcript(temperature))
+            played.transcripts.append(Transcript(llm.temperature))
             ids = renderer.encode(next_state)
         state = next_state
     return played

@@ -18,9 +18,8 @@ import aiohttp
 from pipelinerl.agents.proxy import Proxy
 from pipelinerl.agents.recording import Recording
 from pipelinerl.agents.threads import start_thread
-from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
+from pipelinerl.errors import DomainError, EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.retry import EndRunError
 from pipelinerl.llm.sample_builder import checked_reward
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.llm import LLMCall
-from pipelinerl.llm.messages import Message
+from pipelinerl.llm.chat_messages import Message
 
 _MAX_STOP_STRINGS = 16
 

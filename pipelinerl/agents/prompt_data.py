@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import DomainError, RolloutError
-from pipelinerl.llm.chat import ChatRenderer
-from pipelinerl.llm.messages import for_template
-from pipelinerl.llm.tokenizer import load_tokenizer
+from pipelinerl.llm.chat_messages import for_template
+from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ from aiohttp import web
 from pipelinerl.agents.openai_format import BadRequestError, chunks, completion, error, read_request
 from pipelinerl.agents.recording import Recording
 from pipelinerl.agents.responses_format import read_responses_request, response_events, response_object
-from pipelinerl.errors import RetryableRolloutError, RolloutError
+from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.messages import assistant_message
-from pipelinerl.llm.retry import EndRunError
+from pipelinerl.llm.chat_messages import assistant_message
 
 _MAX_BODY_BYTES = 64 * 2**20
 

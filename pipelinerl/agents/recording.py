@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 
 from pipelinerl.llm import LLMCall, TrainableLLM
-from pipelinerl.llm.conversation import Chat
-from pipelinerl.llm.messages import Message, identity
+from pipelinerl.llm.chat_messages import Message, identity
+from pipelinerl.llm.trainable import Chat
 from pipelinerl.rollouts import TrainingText
 
 

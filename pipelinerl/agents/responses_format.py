@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.agents.openai_format import BadRequestError
 from pipelinerl.llm import LLMCall
-from pipelinerl.llm.messages import Message
+from pipelinerl.llm.chat_messages import Message
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 # What models of other makers put between their items; nothing of it is in our prompts.

@@ -48,8 +48,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
     from pipelinerl.config.load import to_dictconfig
     from pipelinerl.grading import open_verifier
     from pipelinerl.llm.client import open_session
-    from pipelinerl.llm.results import check_result, complete_texts, num_output_tokens, summarize
-    from pipelinerl.llm.sample_builder import build_samples
+    from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
     from pipelinerl.tiny.tokenizer import build_tokenizer
 
     function = load_rollout_function(config)
@@ -75,7 +74,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
                 )
             complete_texts(result, llm)
             samples = build_samples(result.training_texts, group_id="dry", rollout_id="dry/r0")
-            summary = summarize(result, "dry/r0", num_output_tokens(result.training_texts))
+            summary = summarize(result, "dry/r0")
         except UserError:
             raise
         except Exception as error:
@@ -110,7 +109,7 @@ def _place_of(error: BaseException) -> str:
 
 def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
     from pipelinerl.llm import TrainableLLM
-    from pipelinerl.llm.parameters import sampling_parameters
+    from pipelinerl.llm.trainable import sampling_parameters
 
     parameters = sampling_parameters(config.llm.parameters)
     return TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN).for_rollout(seed=0)

@@ -16,7 +16,7 @@ from pipelinerl.config.sections import RewardsConfig
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
 from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
-from pipelinerl.llm.answers import is_finished
+from pipelinerl.llm.completions import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.sandbox.marking import GraderFunction
 from pipelinerl.sandbox.messages import Grade

@@ -36,7 +36,7 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.stop_request import StopRequest, stop_on_sigterm
 from pipelinerl.finetune.weights_feed import WeightsFeed
-from pipelinerl.llm.tokenizer import load_tokenizer
+from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, TrainingBatch
 from pipelinerl.role import RoleContext
 from pipelinerl.run.best_model import best_model_of

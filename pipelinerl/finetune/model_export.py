@@ -21,7 +21,7 @@ from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.shard_files import MAX_SHARD_BYTES, ShardWriter
 from pipelinerl.finetune.weight_names import export_name
-from pipelinerl.llm.tokenizer import load_tokenizer
+from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.rundir.durable import finish_folder, partial_folder, point_link, remove_folder, start_folder
 from pipelinerl.weights.source import CollectiveSource, WeightSource
 

@@ -2,6 +2,6 @@
 
 from pipelinerl.llm.tool_calls import ParsedToolCalls, parse_tool_calls
 from pipelinerl.llm.trainable import TrainableLLM
-from pipelinerl.llm.types import LLMCall, LLMOutput, Prompt
+from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt
 
 __all__ = ["LLMCall", "LLMOutput", "ParsedToolCalls", "Prompt", "TrainableLLM", "parse_tool_calls"]

@@ -1,151 +1,160 @@
-"""Token ids in, token ids out: one completion from a server, checked and retried.
-
-Called by `llm_async_generate` (and by the log-prob probe of evaluation tools); waits for the server, at most
-`request_timeout_s` per attempt and `max_retries` + 1 attempts.
-"""
+"""HTTP requests to the run's own servers, and one table: retry a failed one, fail the rollout, or end the run."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+import enum
+import errno
+import socket
+from typing import NamedTuple
 
 import aiohttp
-import msgspec
-
-from pipelinerl.errors import RetryableRolloutError, RolloutError
-from pipelinerl.llm.answers import Completion, read_completion
-from pipelinerl.llm.connections import BrokenResponseError, Connections
-from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, connect_fault, reason_of, retry_delay_s
-from pipelinerl.llm.trainable import TrainableLLM
-from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
-
-_QUOTED_CHARACTERS = 300
-# Our servers answer with arrays of numbers then; any other takes no notice and answers with JSON.
-_ACCEPT = f"{MEDIA_TYPE}, application/json"
-_ACCEPT_LINE = f"Accept: {_ACCEPT}\r\n".encode()
 
 
-_encode_request = msgspec.json.Encoder().encode
+class Verdict(enum.Enum):
+    """What to do about a failed request."""
+
+    RETRY = "retry"
+    FAIL_ROLLOUT = "fail_rollout"
+    END_RUN = "end_run"
+
+
+class Fault(enum.Enum):
+    """Ways for a request to fail without an HTTP error status."""
+
+    #: Nobody listens at the address, or the machine does not answer: the server may be restarting.
+    REFUSED = "refused"
+    #: No connection was attempted: the name does not resolve, or this process is out of descriptors or ports.
+    CANNOT_CONNECT = "cannot_connect"
+    DISCONNECTED = "disconnected"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+    EMPTY = "empty"
+
+
+VERDICTS: dict[int | Fault, Verdict] = {
+    400: Verdict.FAIL_ROLLOUT,  # this request cannot be served, the next one may
+    401: Verdict.END_RUN,  # wrong token: every request will be refused
+    403: Verdict.END_RUN,
+    404: Verdict.END_RUN,  # unknown model or route
+    405: Verdict.END_RUN,
+    408: Verdict.RETRY,
+    409: Verdict.RETRY,
+    413: Verdict.FAIL_ROLLOUT,
+    422: Verdict.FAIL_ROLLOUT,
+    425: Verdict.RETRY,
+    429: Verdict.RETRY,
+    500: Verdict.RETRY,
+    502: Verdict.RETRY,
+    503: Verdict.RETRY,
+    504: Verdict.RETRY,
+    Fault.REFUSED: Verdict.RETRY,
+    Fault.CANNOT_CONNECT: Verdict.RETRY,  # a name server may be down, and descriptors are returned
+    Fault.DISCONNECTED: Verdict.RETRY,
+    Fault.TIMEOUT: Verdict.RETRY,
+    Fault.ABORTED: Verdict.RETRY,  # an aborted completion has not ended: never a training row
+    Fault.EMPTY: Verdict.RETRY,
+}
+
+# Errors of connect(2) and socket(2) that this machine raises without asking the other one.
+_LOCAL_ERRORS = frozenset(
+    {errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT}
+)
+# Below vLLM's VLLM_HTTP_TIMEOUT_KEEP_ALIVE (5 s), so that a kept connection is never used while the server closes it.
+_KEEP_ALIVE_S = 4.0
+_FIRST_DELAY_S = 0.25
+_MAX_DELAY_S = 10.0
+
+
+class Reply(NamedTuple):
+    """Answer to one POST. `problem` is None for status 200, else the status or fault, with its text in `content`."""
+
+    problem: int | Fault | None
+    content: bytes
+    retry_after_s: float | None = None
+
+
+def classify(problem: int | Fault) -> Verdict:
+    """Return the verdict on an HTTP status or a fault. Unlisted 5xx are retried, other statuses fail the rollout."""
+    if problem in VERDICTS:
+        return VERDICTS[problem]
+    return Verdict.RETRY if isinstance(problem, int) and problem >= 500 else Verdict.FAIL_ROLLOUT
+
+
+def reason_of(problem: int | Fault) -> str:
+    """Return the word under which this problem is counted, for instance `http_500` or `timeout`."""
+    return problem.value if isinstance(problem, Fault) else f"http_{problem}"
+
+
+def connect_fault(error: OSError) -> tuple[Fault, str]:
+    """Return what a failed connection attempt means, and its cause in words."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, socket.gaierror):
+        return Fault.CANNOT_CONNECT, f"cannot resolve the host name: {text}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return Fault.CANNOT_CONNECT, f"{text} (raise the limit of open files, `ulimit -n`, where the run is launched)"
+    # Several addresses that failed in different ways come as one error without errno: the other machine was asked.
+    return (Fault.CANNOT_CONNECT if error.errno in _LOCAL_ERRORS else Fault.REFUSED), text
+
+
+def retry_delay_s(attempt: int, jitter: float, retry_after_s: float | None = None) -> float:
+    """Return seconds to wait before retry number `attempt` (from 0): 0.25, 0.5, 1 ... 10, each scaled by 0.5 to 1.
+
+    Args:
+        attempt: retries already made.
+        jitter: number in [0, 1) that spreads callers that failed together.
+        retry_after_s: the server's `Retry-After`, honored up to 10 s.
+    """
+    delay_s: float = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt) * (0.5 + 0.5 * jitter)
+    if retry_after_s is not None:
+        delay_s = max(delay_s, min(retry_after_s, _MAX_DELAY_S))
+    return delay_s
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Return a session for internal servers: no limit on connections, no proxy from the environment, no cookies.
+    """Return a session for internal servers: connections are kept and unlimited, and proxies of the environment unused.
 
-    Limits on what is in flight are the scheduler's; a second one here would only hide queueing from it.
+    The scheduler limits what is in flight; a second limit here would hide queueing from it.
     """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, ttl_dns_cache=300, keepalive_timeout=60),
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, ttl_dns_cache=300, keepalive_timeout=_KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None),
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )
 
 
-async def complete(llm: TrainableLLM, prompt_ids: list[int], session: aiohttp.ClientSession) -> Completion:
-    """Return one completion of `prompt_ids`.
+async def post(
+    session: aiohttp.ClientSession, url: str, body: bytes, *, timeout_s: float, token: str = "", accept: str = "*/*"
+) -> Reply:
+    """Send one JSON request and read the whole answer. Does not raise for what goes wrong on the way.
 
-    Raises:
-        RolloutError: the context is full (before any request is sent), the server refuses this request, or its answer
-            cannot be trained on.
-        RetryableRolloutError: every attempt failed for a passing reason.
-        EndRunError: the server's answer means that no request can ever succeed.
+    Args:
+        session: from `open_session`.
+        url: where to.
+        body: JSON.
+        timeout_s: for all of it, connecting included.
+        token: sent as bearer token if not empty.
+        accept: media types that the caller reads.
     """
-    body = _encode_request(request_body(llm, prompt_ids))
-    url = llm.get_base_url() + GENERATE_PATH
-    attempt = 0
-    while True:
-        problem, detail, retry_after_s = await _post(llm, session, url, body)
-        if problem is None:
-            completion = read_completion(detail, llm.collect_logprobs, llm.unlabelled_version)
-            if isinstance(completion, Completion):
-                llm.counters.versions.update(span.version for span in completion.version_spans)
-                return completion
-            problem, detail = completion, b"no complete answer"
-        text = f"{url}: {reason_of(problem)}: {detail[:_QUOTED_CHARACTERS].decode(errors='replace')}"
-        verdict = classify(problem)
-        if verdict is Verdict.END_RUN:
-            llm.counters.fatal = text
-            raise EndRunError(text)
-        if verdict is Verdict.FAIL_ROLLOUT:
-            raise RolloutError(reason_of(problem), text)
-        if attempt >= llm.max_retries:
-            raise RetryableRolloutError(reason_of(problem), f"{text} ({attempt + 1} attempts)")
-        jitter = ((llm.seed or 0) >> 7) % 1024 / 1024
-        llm.counters.retries += 1
-        await asyncio.sleep(retry_delay_s(attempt, jitter, retry_after_s))
-        attempt += 1
-
-
-def request_body(llm: TrainableLLM, prompt_ids: list[int]) -> dict[str, Any]:
-    """Return the request for one completion of `prompt_ids`.
-
-    Raises:
-        RolloutError: `context_overflow` or `empty_prompt`, which the server would have to refuse.
-    """
-    if not prompt_ids:
-        raise RolloutError("empty_prompt", "the prompt has no token")
-    sampling = dict(llm.parameters)
-    if llm.max_model_len is not None:
-        room = llm.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise RolloutError(
-                "context_overflow", f"prompt of {len(prompt_ids)} tokens, but the context has {llm.max_model_len}"
-            )
-        sampling["max_tokens"] = min(int(sampling.get("max_tokens", room)), room)
-    if sampling.get("top_k") == -1:
-        sampling["top_k"] = 0
-    if llm.collect_logprobs:
-        sampling["logprobs"] = 0
-    seed = llm.next_request_seed()
-    if seed is not None:
-        sampling["seed"] = seed
-    return {"model": llm.model_name, "token_ids": prompt_ids, "sampling_params": sampling}
-
-
-async def _post(
-    llm: TrainableLLM, session: aiohttp.ClientSession, url: str, body: bytes
-) -> tuple[int | Fault | None, bytes, float | None]:
-    """Send one request. Return (None, body, None), or the problem with its text and the server's `Retry-After`."""
-    if llm.connections is not None and url.startswith("http://"):
-        return await _post_plainly(llm, llm.connections, url, body)
-    headers = {"Content-Type": "application/json", "Accept": _ACCEPT}
-    if llm.token:
-        headers["Authorization"] = f"Bearer {llm.token}"
-    timeout = aiohttp.ClientTimeout(total=llm.request_timeout_s)
+    headers = {"Content-Type": "application/json", "Accept": accept}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     try:
-        async with session.post(url, data=body, headers=headers, timeout=timeout) as response:
+        # A redirect would carry prompts and token elsewhere; our servers send none.
+        async with session.post(
+            url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False
+        ) as response:
             content = await response.read()
             if response.status == 200:
-                return None, content, None
-            return response.status, content, _seconds(response.headers.get("Retry-After"))
+                return Reply(None, content)
+            return Reply(response.status, content, _seconds(response.headers.get("Retry-After")))
     except TimeoutError:
-        return Fault.TIMEOUT, b"no answer in time", None
+        return Reply(Fault.TIMEOUT, f"no answer within {timeout_s:g} s".encode())
     except aiohttp.ClientConnectorError as error:
         fault, text = connect_fault(error.os_error)
-        return fault, text.encode(), None
+        return Reply(fault, text.encode())
     except (aiohttp.ClientError, ConnectionError) as error:
-        return Fault.DISCONNECTED, (str(error) or type(error).__name__).encode(), None
-
-
-async def _post_plainly(
-    llm: TrainableLLM, connections: Connections, url: str, body: bytes
-) -> tuple[int | Fault | None, bytes, float | None]:
-    """The same over the worker's own connections."""
-    headers = _ACCEPT_LINE
-    if llm.token:
-        headers += b"Authorization: Bearer %b\r\n" % llm.token.encode()
-    try:
-        response = await connections.post(url, body, headers, llm.request_timeout_s)
-    except TimeoutError:
-        return Fault.TIMEOUT, b"no answer in time", None
-    except BrokenResponseError as error:
-        return Fault.DISCONNECTED, str(error).encode(), None
-    except OSError as error:
-        fault, text = connect_fault(error)
-        return fault, text.encode(), None
-    if response.status == 200:
-        return None, response.body, None
-    return response.status, response.body, _seconds(response.retry_after)
+        return Reply(Fault.DISCONNECTED, (str(error) or type(error).__name__).encode())
 
 
 def _seconds(value: str | None) -> float | None:

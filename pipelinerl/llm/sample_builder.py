@@ -1,50 +1,93 @@
-"""From answered requests to trainable samples: `make_training_text` for user code, `build_samples` for the wire.
-
-`make_training_text` is called in rollouts; `build_samples` by the rollout worker when a rollout has ended. Pure.
-"""
+"""From what a user's rollout function returned to records: the one check of its samples, rewards and metrics."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
-from pipelinerl.errors import RolloutError
-from pipelinerl.llm.answers import is_finished
-from pipelinerl.llm.plain_data import plain_metadata
+import msgspec
+
+from pipelinerl.errors import DomainError, RolloutError
+from pipelinerl.llm.completions import check_spans
 from pipelinerl.llm.trainable import TrainableLLM
-from pipelinerl.llm.types import LLMCall
-from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
+from pipelinerl.records import IGNORED_LABEL, EvaluationSample, RolloutSummary, Sample, VersionSpan
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
-if TYPE_CHECKING:
-    from pipelinerl.rollouts import TrainingText
+_INT64_LIMIT = 1 << 63
 
 
-def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
-    """Return the trainable text of one call: prompt ids, then output ids, of which the output is trained.
+def check_result(result: Any, function: Any) -> RolloutResult:
+    """Return `result` if it is a `RolloutResult` with texts and metrics.
 
-    The end token and the tokens of a stop string are part of the output and trained, as they were sampled; a token is
-    masked by its place, never by its id. `finished` is true when the model ended the sequence itself.
+    Raises:
+        DomainError: it is something else: the user has to change `function`, and the run ends.
     """
-    from pipelinerl.rollouts import TrainingText
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    name = f"actor.rollout_policy: {getattr(function, '__name__', type(function).__name__)}{where}"
+    if not isinstance(result, RolloutResult):
+        missing = " Is a `return` missing?" if result is None else ""
+        raise DomainError(
+            f"{name} returned {_shown(result)}, expected a RolloutResult (from pipelinerl.rollouts).{missing} "
+            "Return RolloutResult(training_texts=[...], metrics=BaseMetrics(...))."
+        )
+    if not isinstance(result.metrics, BaseMetrics):
+        raise DomainError(
+            f"{name} returned metrics of type {type(result.metrics).__name__}, expected BaseMetrics (from "
+            "pipelinerl.rollouts) or a subclass."
+        )
+    texts = result.training_texts
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, TrainingText) for text in texts):
+        raise DomainError(
+            f"{name} returned training_texts {_shown(texts)}, expected a list of TrainingText. "
+            "Make them with make_training_text(llm, llm_call)."
+        )
+    return result
 
-    prompt_ids, output_ids = llm_call.prompt_token_ids, llm_call.output_token_ids
-    prompt_text = llm_call.prompt_text
-    if prompt_text is None:
-        prompt_text = llm.renderer.decode(prompt_ids, skip_special_tokens=False)
-    return TrainingText(
-        text=prompt_text + llm_call.output_text,
-        n_predicted=len(llm_call.output_text),
-        input_ids=[*prompt_ids, *output_ids],
-        labels=[*([IGNORED_LABEL] * len(prompt_ids)), *output_ids],
-        logprobs=list(llm_call.logprobs),
-        finished=is_finished(llm_call.finish_reason),
-        finish_reason=llm_call.finish_reason,
-        prompt_tokens=len(prompt_ids),
-        output_tokens=len(output_ids),
-        version_spans=list(llm_call.version_spans),
-        temperature=float(llm.parameters.get("temperature", 1.0)),
-    )
+
+def complete_texts(result: RolloutResult, llm: TrainableLLM) -> None:
+    """Fill in what a hand-made text may leave out: its version and its temperature.
+
+    Raises:
+        RolloutError: `unversioned`, if it could be any of several versions.
+    """
+    unversioned = []
+    for text in result.training_texts:
+        if text.temperature is None:
+            text.temperature = llm.temperature
+        if not text.version_spans:
+            unversioned.append(text)
+    if not unversioned:
+        return
+    version = _version_of(result.model_version, llm.counters.versions)
+    for text in unversioned:
+        labels = list(text.labels)
+        trained = len(labels) - labels.count(IGNORED_LABEL)
+        if version is not None and trained:
+            text.version_spans = [VersionSpan(version, 0, trained)]
+
+
+def _version_of(stated: Any, seen: Collection[int]) -> int | None:
+    """Return the version of texts without spans: the stated one, else the only one seen, None if none is known."""
+    versions = ", ".join(map(str, sorted(seen)))
+    if stated is None:
+        if len(seen) > 1:
+            raise RolloutError(
+                "unversioned",
+                f"no version spans, and versions {versions} answered the rollout's requests; use make_training_text, "
+                "or set version_spans (LLMCall has them) or RolloutResult.model_version",
+            )
+        return next(iter(seen), None)
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 0:
+        raise RolloutError("unversioned", f"model_version is {stated!r}, expected the number of a policy version")
+    if seen and stated not in seen:
+        raise RolloutError(
+            "unversioned", f"model_version is {stated}, but version {versions} answered the rollout's requests; omit it"
+        )
+    return stated
 
 
 def build_samples(
@@ -55,113 +98,138 @@ def build_samples(
     incarnation: int = 0,
     temperature: float | None = None,
 ) -> list[Sample]:
-    """Turn a rollout's texts into wire samples with ids `{rollout_id}/s{k}`.
+    """Return a rollout's texts as samples with ids `{rollout_id}/s{k}`.
 
     Args:
-        temperature: at which the trainer computes log-probs; texts of another one (greedy ones too) are refused. None:
-            any is taken.
+        texts: of one rollout.
+        group_id: of its group.
+        rollout_id: of the rollout.
+        incarnation: of the run.
+        temperature: at which the trainer computes log-probs; texts sampled at another one are rejected. None accepts
+            any.
 
     Raises:
-        RolloutError: a text cannot be trained on; its reason says why. The whole rollout is then failed.
+        RolloutError: a text cannot be trained on; its reason says why. The whole rollout has failed then.
     """
-    samples = [
-        _build_sample(text, f"{rollout_id}/s{index}", group_id, rollout_id, incarnation)
-        for index, text in enumerate(texts)
-    ]
-    for sample in samples:
+    samples = []
+    for index, text in enumerate(texts):
+        trained = _check_lengths(text)
+        spans = _spans_of(text)
+        if not spans:
+            raise RolloutError(
+                "unversioned",
+                "no version spans, and this handle's server answered no request; use make_training_text, or set "
+                "version_spans or RolloutResult.model_version",
+            )
+        check_spans(spans, trained)
+        sample = Sample(
+            id=f"{rollout_id}/s{index}",
+            group_id=group_id,
+            rollout_id=rollout_id,
+            input_ids=list(text.input_ids),
+            labels=list(text.labels),
+            logprobs=list(map(float, text.logprobs)),
+            reward=_reward_of(text),
+            finished=bool(text.finished),
+            finish_reason=_finish_reason_of(text),
+            prompt_tokens=text.prompt_tokens,
+            output_tokens=text.output_tokens,
+            version_spans=spans,
+            temperature=1.0 if text.temperature is None else float(text.temperature),
+            ref_logprobs=list(text.ref_logprobs),
+            incarnation=incarnation,
+            metadata=plain_metadata(text.metadata),
+        )
         if temperature is not None and sample.temperature != temperature:
             raise RolloutError(
                 "other_temperature",
                 f"sampled at temperature {sample.temperature:g}, trained at {temperature:g}: old and new log-probs "
-                "would be of different policies. Leave llm.parameters['temperature'] as it is",
+                "would belong to different policies. Leave llm.parameters['temperature'] unchanged",
             )
+        samples.append(sample)
     return samples
 
 
-def _build_sample(text: TrainingText, sample_id: str, group_id: str, rollout_id: str, incarnation: int) -> Sample:
-    trained = _check_lengths(text)
-    spans = [VersionSpan(*span) if isinstance(span, tuple) else span for span in text.version_spans]
-    _check_spans(spans, trained)
-    return Sample(
-        id=sample_id,
-        group_id=group_id,
+def recorded_samples(
+    texts: list[TrainingText], *, group_id: str, rollout_id: str, incarnation: int, reward: float
+) -> list[EvaluationSample]:
+    """Return the texts of an evaluation's rollout, for people to read, with ids `{rollout_id}/s{k}`.
+
+    Nothing of it is trained, so nothing is rejected: texts without log-probs, rewards or ids are recorded as they are.
+
+    Args:
+        texts: as the rollout function returned them.
+        group_id: of their group.
+        rollout_id: of the rollout.
+        incarnation: of the run.
+        reward: of the rollout, for texts without one.
+
+    Raises:
+        Exception: of any kind, if a field has the wrong type.
+    """
+    return [
+        EvaluationSample(
+            id=f"{rollout_id}/s{index}",
+            group_id=group_id,
+            rollout_id=rollout_id,
+            input_ids=list(map(int, text.input_ids)),
+            labels=list(map(int, text.labels)),
+            reward=_finite(text.reward, _finite(reward, 0.0)),
+            finished=bool(text.finished),
+            finish_reason=str(_finish_reason_of(text)),
+            prompt_tokens=int(text.prompt_tokens),
+            output_tokens=int(text.output_tokens),
+            version_spans=_spans_of(text),
+            temperature=_finite(text.temperature, 1.0),
+            incarnation=incarnation,
+            metadata=plain_metadata(text.metadata),
+            prompt_text="" if len(text.input_ids) else encodable(text.prompt_text),
+            output_text="" if len(text.input_ids) else encodable(text.output_text),
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+def summarize(result: RolloutResult, rollout_id: str) -> RolloutSummary:
+    """Return the numbers of a rollout, without metrics that are not finite numbers.
+
+    Raises:
+        RolloutError: `bad_reward` or `bad_value`, if the reward in the metrics or the latency is not a finite number.
+    """
+    latency_s = float(result.latency or 0.0)
+    if not math.isfinite(latency_s):
+        raise RolloutError("bad_value", f"latency is {latency_s}, expected seconds")
+    metrics = {}
+    for name, value in result.metrics.model_dump().items():
+        if name not in ("reward", "success") and isinstance(value, bool | int | float) and math.isfinite(value):
+            metrics[name] = float(value)
+    return RolloutSummary(
         rollout_id=rollout_id,
-        input_ids=list(text.input_ids),
-        labels=list(text.labels),
-        logprobs=list(map(float, text.logprobs)),
-        reward=_reward_of(text),
-        finished=bool(text.finished),
-        finish_reason=text.finish_reason or ("stop" if text.finished else "length"),
-        prompt_tokens=text.prompt_tokens,
-        output_tokens=text.output_tokens,
-        version_spans=spans,
-        temperature=1.0 if text.temperature is None else float(text.temperature),
-        ref_logprobs=list(text.ref_logprobs),
-        incarnation=incarnation,
-        metadata=plain_metadata(text.metadata),
+        reward=checked_reward(result.metrics.reward),
+        success=bool(result.metrics.success),
+        num_samples=len(result.training_texts),
+        output_tokens=sum(text.output_tokens for text in result.training_texts),
+        latency_s=latency_s,
+        metrics=metrics,
     )
 
 
-def _reward_of(text: TrainingText) -> float:
-    """Return the text's reward; one that was forgotten has its own message, or training on it would look like a task
-    in which every attempt is worth the same."""
-    if text.reward is None:
-        raise RolloutError(
-            "bad_reward",
-            "the reward of a training text is None; set text.reward = ... to a number for each text that is returned "
-            "(BaseMetrics.reward goes into the metrics, and nothing is trained on it)",
-        )
-    return checked_reward(text.reward)
+def version_range(texts: list[TrainingText], seen: Collection[int] = ()) -> tuple[int, int] | None:
+    """Return the oldest and the newest policy version that sampled a token, or None without any token.
 
-
-def _check_lengths(text: TrainingText) -> int:
-    """Return the number of trained tokens after checking that ids, labels and log-probs belong together."""
-    if len(text.labels) != len(text.input_ids):
-        raise RolloutError("length_mismatch", f"{len(text.labels)} labels for {len(text.input_ids)} ids")
-    labels, ids = list(text.labels), list(text.input_ids)
-    trained = len(labels) - labels.count(IGNORED_LABEL)
-    # Compared in C: a loop in Python over every token is what a rollout would spend most of its time on.
-    is_tail = labels[len(labels) - trained :] == ids[len(ids) - trained :]
-    if not (is_tail or sum(map(operator.eq, ids, labels)) == trained) or IGNORED_LABEL in ids:
-        pairs = zip(text.input_ids, text.labels, strict=True)
-        token_id, label = next((t, label) for t, label in pairs if label not in (IGNORED_LABEL, t) or t < 0)
-        raise RolloutError("bad_labels", f"label {label} at a place where the id is {token_id}")
-    if trained == 0:
-        raise RolloutError("no_trained_token", "every label is masked")
-    if len(text.logprobs) != trained:
-        raise RolloutError("length_mismatch", f"{len(text.logprobs)} log-probs for {trained} trained tokens")
-    if text.labels[0] != IGNORED_LABEL:
-        raise RolloutError("bad_labels", "the first token has nothing before it and cannot be trained")
-    if not all(map(math.isfinite, text.logprobs)):
-        raise RolloutError("bad_logprob", "a log-prob is not finite")
-    if text.ref_logprobs and len(text.ref_logprobs) != trained:
-        raise RolloutError("length_mismatch", f"{len(text.ref_logprobs)} reference log-probs for {trained} tokens")
-    if not all(map(math.isfinite, text.ref_logprobs)):
-        raise RolloutError("bad_logprob", "a reference log-prob is not finite")
-    return trained
-
-
-def _check_spans(spans: list[VersionSpan], trained: int) -> None:
-    if not spans:
-        raise RolloutError(
-            "unversioned",
-            "no version spans, and no request of this handle was answered; use make_training_text, or fill in "
-            "version_spans or RolloutResult.model_version",
-        )
-    expected_start = 0
-    for span in spans:
-        if span.start != expected_start or span.end <= span.start:
-            raise RolloutError("bad_version_spans", f"span [{span.start}, {span.end}) after {expected_start}")
-        expected_start = span.end
-    if expected_start != trained:
-        raise RolloutError("bad_version_spans", f"spans cover {expected_start} of {trained} trained tokens")
+    Args:
+        texts: of one rollout.
+        seen: versions that answered its requests; they count if the texts name none.
+    """
+    versions = [span.version for text in texts for span in text.version_spans] or seen
+    return (min(versions), max(versions)) if versions else None
 
 
 def checked_reward(value: Any) -> float:
     """Return a reward as a float; 0.0 stays 0.0.
 
     Raises:
-        RolloutError: `bad_reward` for None, NaN, infinities and anything that is not a number.
+        RolloutError: `bad_reward` for None, NaN, infinities and anything that is not one number.
     """
     if not hasattr(value, "__float__") or isinstance(value, str):
         raise RolloutError("bad_reward", f"reward is {value!r}, expected a number")
@@ -172,3 +240,89 @@ def checked_reward(value: Any) -> float:
     if not math.isfinite(reward):
         raise RolloutError("bad_reward", f"reward is {reward}")
     return reward
+
+
+def plain_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return plain data of the same shape, whatever user code put in.
+
+    What a record cannot hold becomes text: objects, NaN and infinities, integers of more than 64 bits. Lone surrogates
+    become question marks.
+
+    Raises:
+        Exception: of any kind, if it is not a dict, or contains itself.
+    """
+    if not metadata:
+        return {}
+    text = json.dumps(msgspec.to_builtins(metadata, enc_hook=str, str_keys=True), ensure_ascii=False)
+    return dict(json.loads(encodable(text), parse_constant=str, parse_int=_integer))
+
+
+def encodable(text: str) -> str:
+    """Return `text` with question marks for lone surrogates, which no encoding can carry."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def safe_text(value: object) -> str:
+    """Return the text of an exception (or another object) of user code, even if its `__str__` fails."""
+    try:
+        return encodable(str(value))
+    except Exception:  # noqa: BLE001 - user code
+        return f"<{type(value).__name__} without a text>"
+
+
+def _check_lengths(text: TrainingText) -> int:
+    """Return the number of trained tokens after checking that ids, labels and log-probs belong together."""
+    if len(text.labels) != len(text.input_ids):
+        raise RolloutError("length_mismatch", f"{len(text.labels)} labels for {len(text.input_ids)} ids")
+    trained = 0
+    for token_id, label in zip(text.input_ids, text.labels, strict=True):
+        if label not in (IGNORED_LABEL, token_id) or token_id < 0:
+            raise RolloutError("bad_labels", f"label {label} at a position with id {token_id}")
+        if label != IGNORED_LABEL:
+            trained += 1
+    if trained == 0:
+        raise RolloutError("no_trained_token", "every label is masked")
+    if text.labels[0] != IGNORED_LABEL:
+        raise RolloutError("bad_labels", "the first token has no context and cannot be trained")
+    if len(text.logprobs) != trained:
+        raise RolloutError("length_mismatch", f"{len(text.logprobs)} log-probs for {trained} trained tokens")
+    if not all(map(math.isfinite, text.logprobs)):
+        raise RolloutError("bad_logprob", "a log-prob is not finite")
+    if text.ref_logprobs and len(text.ref_logprobs) != trained:
+        raise RolloutError("length_mismatch", f"{len(text.ref_logprobs)} reference log-probs for {trained} tokens")
+    if not all(map(math.isfinite, text.ref_logprobs)):
+        raise RolloutError("bad_logprob", "a reference log-prob is not finite")
+    return trained
+
+
+def _reward_of(text: TrainingText) -> float:
+    if text.reward is None:  # treating a forgotten reward as 0 would look like a task without any signal
+        raise RolloutError(
+            "bad_reward",
+            "the reward of a training text is None; set text.reward = ... to a number for every returned text "
+            "(BaseMetrics.reward is only reported, never trained on)",
+        )
+    return checked_reward(text.reward)
+
+
+def _spans_of(text: TrainingText) -> list[VersionSpan]:
+    return [VersionSpan(*span) if isinstance(span, tuple) else span for span in text.version_spans]
+
+
+def _finish_reason_of(text: TrainingText) -> str:
+    return text.finish_reason or ("stop" if text.finished else "length")
+
+
+def _finite(value: Any, otherwise: float) -> float:
+    number = otherwise if value is None else float(value)
+    return number if math.isfinite(number) else otherwise
+
+
+def _integer(digits: str) -> int | str:
+    # The longest 64-bit integer has 19 digits and a sign.
+    number = int(digits) if len(digits) <= 20 else None
+    return number if number is not None and -_INT64_LIMIT <= number < _INT64_LIMIT else digits
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80} (a {type(value).__name__})" if value is not None else "None"

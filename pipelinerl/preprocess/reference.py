@@ -18,9 +18,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipelinerl.errors import ConfigError, RolloutError
-from pipelinerl.llm.client import open_session
-from pipelinerl.llm.retry import EndRunError, Fault, Verdict, classify, connect_fault, reason_of, retry_delay_s
+from pipelinerl.errors import ConfigError, EndRunError, RolloutError
+from pipelinerl.llm.client import Fault, Verdict, classify, open_session, post, reason_of, retry_delay_s
 from pipelinerl.records import IGNORED_LABEL, Sample
 from pipelinerl.records.completion import GENERATE_PATH
 
@@ -84,10 +83,10 @@ class ReferenceServers:
                 "Give the world a preprocessor pool, or set finetune.rl.reference=local.",
             )
         self._urls = [url.rstrip("/") for url in urls]
-        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
+        self._token = token
         self._model_name = model_name
         self._concurrency = concurrency * len(urls)
-        self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
+        self._timeout_s = request_timeout_s
         self._max_retries = max_retries
         self._return_timeout_s = return_timeout_s
 
@@ -126,7 +125,7 @@ class ReferenceServers:
     async def _post(self, url: str, body: bytes, session: aiohttp.ClientSession) -> bytes:
         give_up_at = time.monotonic() + self._return_timeout_s
         for attempt in itertools.count():
-            problem, content = await self._try(url, body, session)
+            problem, content, _ = await post(session, url, body, timeout_s=self._timeout_s, token=self._token)
             if problem is None:
                 return content
             text = f"{url}: {reason_of(problem)}: {content[:300].decode(errors='replace')}"
@@ -139,19 +138,6 @@ class ReferenceServers:
                 raise RolloutError(reason_of(problem), text)
             await asyncio.sleep(retry_delay_s(attempt, 0.5))
         raise AssertionError("unreachable")
-
-    async def _try(self, url: str, body: bytes, session: aiohttp.ClientSession) -> tuple[int | Fault | None, bytes]:
-        try:
-            async with session.post(url, data=body, headers=self._headers, timeout=self._timeout) as response:
-                content = await response.read()
-                return (None if response.status == 200 else response.status), content
-        except TimeoutError:
-            return Fault.TIMEOUT, b"no answer in time"
-        except aiohttp.ClientConnectorError as error:
-            fault, text = connect_fault(error.os_error)
-            return fault, text.encode()
-        except (aiohttp.ClientError, ConnectionError) as error:
-            return Fault.DISCONNECTED, str(error).encode()
 
 
 def read_prompt_logprobs(content: bytes, sample: Sample) -> list[float]:

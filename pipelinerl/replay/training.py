@@ -21,7 +21,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
-from pipelinerl.llm.tokenizer import load_tokenizer
+from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.entropy_control import EntropyControl
 from pipelinerl.run.open_run import StartedRun

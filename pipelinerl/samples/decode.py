@@ -83,7 +83,7 @@ def _load(name: str, trust_remote_code: bool) -> TokenText:
             lambda ids: str(fast.decode(ids, skip_special_tokens=False)),
             lambda index: fast.id_to_token(index) is not None,
         )
-    from pipelinerl.llm.tokenizer import load_tokenizer
+    from pipelinerl.llm.tokens import load_tokenizer
 
     slow: Any = load_tokenizer(name, trust_remote_code=trust_remote_code, local_files_only=True)
     size = len(slow)

@@ -10,8 +10,9 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.actor.worker_main import make_llms
 from pipelinerl.config import RunConfig
-from pipelinerl.llm.answers import Completion
-from pipelinerl.llm.client import complete, open_session
+from pipelinerl.llm.client import open_session
+from pipelinerl.llm.completions import Completion
+from pipelinerl.llm.trainable import complete
 from pipelinerl.role import TOKEN_KEY
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress

@@ -15,7 +15,7 @@ from fakes.mid_sequence import ATTEMPTS, generate_across_updates, num_running
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.llm.answers import Completion, read_completion
+from pipelinerl.llm.completions import Completion, read_completion
 from pipelinerl.records.completion import (
     GENERATE_PATH,
     MEDIA_TYPE,

@@ -95,7 +95,7 @@ def test_every_number_is_explained(finished: WholeRun) -> None:
 
 def test_what_the_model_said_can_be_read(finished: WholeRun) -> None:
     """`samples` gives back the recorded ids, and their text is what the model's own tokenizer makes of them."""
-    from pipelinerl.llm.tokenizer import load_tokenizer
+    from pipelinerl.llm.tokens import load_tokenizer
 
     tokenizer = load_tokenizer(str(finished.model_path))
     recorded = {sample["id"]: sample for group in finished.records("actor") for sample in group["samples"]}

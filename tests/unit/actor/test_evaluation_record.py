@@ -21,7 +21,7 @@ from pipelinerl.actor.worker import RolloutWorker
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import RolloutError, StreamError
-from pipelinerl.llm.recorded import recorded_samples
+from pipelinerl.llm.sample_builder import recorded_samples
 from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import TrainingText

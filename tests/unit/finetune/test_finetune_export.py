@@ -18,7 +18,7 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.shard_files import ShardWriter
 from pipelinerl.finetune.weight_names import in_buckets, sent_parameters, tensor_metas
-from pipelinerl.llm.tokenizer import load_tokenizer
+from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.weights.source import CollectiveSource
 
 

@@ -15,12 +15,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pipelinerl.errors import RetryableRolloutError, RolloutError
+from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.answers import Completion, read_completion
-from pipelinerl.llm.client import complete, open_session, request_body
-from pipelinerl.llm.connections import Connections
-from pipelinerl.llm.retry import EndRunError, Fault
+from pipelinerl.llm.client import Fault, open_session
+from pipelinerl.llm.completions import Completion, read_completion
+from pipelinerl.llm.trainable import complete, request_body
 from pipelinerl.records import VersionSpan
 from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
 
@@ -224,24 +223,13 @@ async def server(*replies: Any) -> AsyncIterator[tuple[str, list[dict[str, Any]]
         await runner.cleanup()
 
 
-@pytest.fixture(params=["session", "own connections"])
-def own_connections(request: pytest.FixtureRequest) -> bool:
-    """Everything holds for the session of the user and for the connections of the worker."""
-    return request.param == "own connections"
-
-
-@pytest.fixture
-def ask(own_connections: bool) -> Callable[[TrainableLLM], Awaitable[Completion]]:
-    async def ask(llm: TrainableLLM) -> Completion:
-        async with open_session() as session, Connections() as connections:
-            llm.connections = connections if own_connections else None
-            return await complete(llm, [1, 2], session)
-
-    return ask
+async def ask(llm: TrainableLLM) -> Completion:
+    async with open_session() as session:
+        return await complete(llm, [1, 2], session)
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, "close", answer(finish_reason="abort"), answer(token_ids=[])])
-async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any, ask: Any) -> None:
+async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any) -> None:
     async with server(fault, answer()) as (url, bodies):
         llm = make_llm(url).for_rollout(7)
         assert (await ask(llm)).token_ids == [5, 6, 7]
@@ -250,21 +238,21 @@ async def test_passing_faults_are_tried_again_with_the_same_request(fault: Any, 
     assert llm.counters.versions == {3, 4}
 
 
-async def test_one_client_reads_servers_that_answer_in_bytes_and_plain_ones(ask: Any) -> None:
+async def test_one_client_reads_servers_that_answer_in_bytes_and_plain_ones() -> None:
     async with server(packed(), answer(), packed(finish_reason="abort"), packed(token_ids=[9, 6, 7])) as (url, bodies):
         assert (await ask(make_llm(url))) == (await ask(make_llm(url)))
         assert (await ask(make_llm(url))).token_ids == [9, 6, 7]
     assert len(bodies) == 4
 
 
-async def test_retries_are_capped(ask: Any) -> None:
+async def test_retries_are_capped() -> None:
     async with server(500, 500) as (url, bodies):
         with pytest.raises(RetryableRolloutError, match=r"http_500.*2 attempts"):
             await ask(make_llm(url, max_retries=1))
     assert len(bodies) == 2
 
 
-async def test_a_refused_request_fails_the_rollout_at_once(ask: Any) -> None:
+async def test_a_refused_request_fails_the_rollout_at_once() -> None:
     async with server(400) as (url, bodies):
         with pytest.raises(RolloutError, match="http_400"):
             await ask(make_llm(url))
@@ -272,7 +260,7 @@ async def test_a_refused_request_fails_the_rollout_at_once(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 404])
-async def test_a_wrong_token_or_model_ends_the_run(status: int, ask: Any) -> None:
+async def test_a_wrong_token_or_model_ends_the_run(status: int) -> None:
     async with server(status) as (url, _):
         llm = make_llm(url)
         with pytest.raises(EndRunError, match=f"http_{status}"):
@@ -280,7 +268,7 @@ async def test_a_wrong_token_or_model_ends_the_run(status: int, ask: Any) -> Non
     assert llm.counters.fatal is not None and "secret-token" not in llm.counters.fatal
 
 
-async def test_time_out_and_refused_connection(ask: Any) -> None:
+async def test_time_out_and_refused_connection() -> None:
     async with server("hang") as (url, _):
         with pytest.raises(RetryableRolloutError, match="timeout"):
             await ask(make_llm(url, request_timeout_s=0.1, max_retries=0))
@@ -288,18 +276,18 @@ async def test_time_out_and_refused_connection(ask: Any) -> None:
         await ask(make_llm(url, max_retries=0))
 
 
-async def test_a_name_that_does_not_resolve_is_no_refusal(ask: Any) -> None:
-    with pytest.raises(RetryableRolloutError, match=r"cannot_connect: the host's name cannot be resolved") as failed:
+async def test_a_name_that_does_not_resolve_is_no_refusal() -> None:
+    with pytest.raises(RetryableRolloutError, match="cannot_connect") as failed:
         await ask(make_llm("http://no-such-host.invalid:80", max_retries=0))
     assert failed.value.reason == "cannot_connect"
 
 
-async def test_a_process_without_descriptors_says_so(ask: Any) -> None:
+async def test_a_process_without_descriptors_says_so() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with server(answer()) as (url, bodies):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            with pytest.raises(RetryableRolloutError, match=r"cannot_connect: .*Too many open files \(raise the limit"):
+            with pytest.raises(RetryableRolloutError, match="Too many open files"):
                 await ask(make_llm(url, max_retries=0))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -307,7 +295,7 @@ async def test_a_process_without_descriptors_says_so(ask: Any) -> None:
         assert (await ask(make_llm(url, max_retries=0))).token_ids == [5, 6, 7]
 
 
-async def test_o4_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+async def test_o4_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -315,7 +303,50 @@ async def test_o4_a_proxy_in_the_environment_is_passed_by(monkeypatch: pytest.Mo
         assert (await ask(make_llm(url, max_retries=0))).finish_reason == "stop"
 
 
-async def test_the_session_has_no_limit_of_its_own(ask: Any) -> None:
+async def test_a_redirect_is_not_followed() -> None:
+    async with server(307) as (url, bodies):
+        with pytest.raises(RolloutError, match="http_307"):
+            await ask(make_llm(url))
+    assert len(bodies) == 1
+
+
+async def test_connections_are_kept_and_a_cancelled_request_closes_its_own() -> None:
+    """The server sees the closed connection and stops sampling."""
+    peers: list[Any] = []
+    asked, closed = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.append(writer)
+        body = json.dumps(answer()).encode()
+        try:
+            for _ in range(2):
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            await reader.readuntil(b"\r\n\r\n")
+            asked.set()
+            await reader.read()  # the rest of the request, then the end of the connection
+            await reader.read()
+        finally:
+            closed.set()
+            writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    llm = make_llm(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+    async with open_session() as session:
+        for _ in range(2):
+            assert (await complete(llm, [1, 2], session)).token_ids == [5, 6, 7]
+        waiting = asyncio.create_task(complete(llm, [1, 2], session))
+        await asyncio.wait_for(asked.wait(), 60)
+        assert len(peers) == 1 and not closed.is_set()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(closed.wait(), 60)
+    listening.close()
+
+
+async def test_the_session_has_no_limit_of_its_own() -> None:
     async with open_session() as session:
         assert isinstance(session.connector, aiohttp.TCPConnector)
         assert (session.connector.limit, session.connector.limit_per_host) == (0, 0)

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.chat import ChatRenderer
-from pipelinerl.llm.continuation import continuation, continue_ids, without_sampled_stop
-from pipelinerl.llm.types import LLMCall, LLMOutput, Prompt
+from pipelinerl.llm.tokens import ChatRenderer
+from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, continuation, continue_ids, without_sampled_stop
 from pipelinerl.records import VersionSpan
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
@@ -93,8 +91,7 @@ def test_a_chat_leaves_out_what_the_template_ends_an_answer_with(
     call = call_of(tokenizer, sampled, "stop" if sampled != "12" else "length")
     so_far = renderer.render_text(past) + "12"
     more = continuation(renderer, past, call, [{"role": "user", "content": "7"}], None, so_far)
-    assert more is not None
-    assert (more.text, more.ids) == (tail, tokenizer.encode(added))
+    assert more == (tail, tokenizer.encode(added))
 
 
 @pytest.mark.parametrize(
@@ -112,10 +109,9 @@ def test_a_chat_leaves_out_what_the_template_ends_an_answer_with(
 def test_a_stop_string_that_is_written_again_is_there_once(
     sampled: str, stop: Any, text: str, added: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    llm = TrainableLLM("http://x", "actor", tokenizer, {"stop": stop})
-    assert without_sampled_stop(llm, call_of(tokenizer, sampled, text="ask"), text) == added
+    call = call_of(tokenizer, sampled, text="ask")
+    assert without_sampled_stop(ChatRenderer(tokenizer), call, stop, text) == added
 
 
 def test_text_behind_an_answer_without_a_stop_string_stays(tokenizer: PreTrainedTokenizerFast) -> None:
-    llm = TrainableLLM("http://x", "actor", tokenizer, {"stop": ["7"]})
-    assert without_sampled_stop(llm, call_of(tokenizer, "12<|end|>"), "7 7") == "7 7"
+    assert without_sampled_stop(ChatRenderer(tokenizer), call_of(tokenizer, "12<|end|>"), ["7"], "7 7") == "7 7"

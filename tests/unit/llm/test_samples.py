@@ -11,9 +11,16 @@ import pytest
 
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
-from pipelinerl.llm.answers import is_finished
-from pipelinerl.llm.results import check_result, complete_texts, summarize, version_range
-from pipelinerl.llm.sample_builder import build_samples, checked_reward, make_training_text
+from pipelinerl.llm.completions import is_finished
+from pipelinerl.llm.sample_builder import (
+    build_samples,
+    check_result,
+    checked_reward,
+    complete_texts,
+    summarize,
+    version_range,
+)
+from pipelinerl.llm.trainable import make_training_text
 from pipelinerl.records import Sample, VersionSpan
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
@@ -138,7 +145,7 @@ class MyMetrics(BaseMetrics):
 
 def test_numbers_of_own_metrics_are_kept() -> None:
     result = RolloutResult([make_text()], MyMetrics(reward=2, success=1, no_error=True, no_answer=0, guesses=4))  # type: ignore[arg-type]
-    summary = summarize(result, "0-1/r0", output_tokens=3)
+    summary = summarize(result, "0-1/r0")
     assert (summary.reward, summary.success, summary.num_samples) == (2.0, True, 1)
     assert summary.metrics == {"no_error": 1.0, "no_answer": 0.0, "guesses": 4.0}
     assert version_range(result.training_texts) == (2, 3)
@@ -190,19 +197,10 @@ def test_a_text_filled_by_hand_gets_the_version_that_is_known(seen: set[int], st
     assert sample.temperature == 0.6  # the handle's: the log-probs are of that distribution
 
 
-@pytest.mark.parametrize(
-    ("seen", "stated", "words"),
-    [
-        ({6, 7}, None, "by the versions 6, 7"),
-        (set(), None, "no request of this handle was answered"),
-        ({6}, 7, "by version 6; leave it out"),
-        ({7}, "7", "expected the number of a policy version"),
-        (set(), -1, "expected the number of a policy version"),
-    ],
-)
-def test_a_version_is_never_guessed(seen: set[int], stated: Any, words: str) -> None:
+@pytest.mark.parametrize(("seen", "stated"), [({6, 7}, None), (set(), None), ({6}, 7), ({7}, "7"), (set(), -1)])
+def test_a_version_is_never_guessed(seen: set[int], stated: Any) -> None:
     result, llm = by_hand(seen, stated)
-    with pytest.raises(RolloutError, match=words) as refused:
+    with pytest.raises(RolloutError) as refused:
         complete_texts(result, llm)
         build_samples(result.training_texts, group_id="g", rollout_id="r")
     assert refused.value.reason == "unversioned"

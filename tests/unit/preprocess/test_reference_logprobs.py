@@ -13,8 +13,8 @@ from preprocess_groups import context, group, sample
 
 import pipelinerl.preprocess.reference as reference_module
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.errors import ConfigError, RolloutError
-from pipelinerl.llm.retry import EndRunError, Fault
+from pipelinerl.errors import ConfigError, EndRunError, RolloutError
+from pipelinerl.llm.client import Fault, Reply, post
 from pipelinerl.preprocess.intake import Intake
 from pipelinerl.preprocess.loop import reference_scorer
 from pipelinerl.preprocess.recovery import ResumePoint
@@ -114,19 +114,17 @@ def test_samples_are_scored_with_retries():
 @pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.CANNOT_CONNECT, Fault.DISCONNECTED])
 def test_a_server_that_is_started_again_is_waited_for(monkeypatch, fault):
     monkeypatch.setattr(reference_module, "retry_delay_s", lambda attempt, jitter: 0.0)
+    problems = [fault] * 9
 
-    class Away(ReferenceServers):
-        problems = [fault] * 9
+    async def away(*args, **kwargs):
+        return Reply(problems.pop(0), b"away") if problems else await post(*args, **kwargs)
 
-        async def _try(self, url, body, session):
-            if self.problems:
-                return self.problems.pop(0), b"away"
-            return await super()._try(url, body, session)
-
+    monkeypatch.setattr(reference_module, "post", away)
     with Server() as server:
-        assert Away([server.url], "t", 1.0, return_timeout_s=60.0)([sample("g/r0/s0")])[0] is not None
-        Away.problems = [fault] * 9
-        assert Away([server.url], "t", 1.0)([sample("g/r0/s0")]) == [None]
+        waiting = ReferenceServers([server.url], "t", 1.0, return_timeout_s=60.0)
+        assert waiting([sample("g/r0/s0")])[0] is not None
+        problems += [fault] * 9
+        assert ReferenceServers([server.url], "t", 1.0)([sample("g/r0/s0")]) == [None]
         Away.problems = [503] * 9  # a server that is there and busy is not waited for so long
         assert Away([server.url], "t", 1.0, return_timeout_s=60.0)([sample("g/r0/s0")]) == [None]
 

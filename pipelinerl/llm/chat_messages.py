@@ -1,7 +1,4 @@
-"""Messages in OpenAI's format: how chat templates want them, and when two of them are the same.
-
-Called by the chat and by the proxy of black-box agents. Pure; waits for nothing.
-"""
+"""Messages in OpenAI's format: how chat templates want them, and when two of them are the same."""
 
 from __future__ import annotations
 
@@ -14,11 +11,9 @@ Message = dict[str, Any]
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, None, or a list of parts of which the text ones count."""
+    """Return the text of a message's content: a string, None, or a list of parts whose text parts are joined."""
     if content is None:
         return ""
-    if isinstance(content, str):
-        return content
     if isinstance(content, list):
         return "".join(
             part if isinstance(part, str) else str(part.get("text", ""))
@@ -31,7 +26,7 @@ def text_of(content: Any) -> str:
 def for_template(message: Message) -> Message:
     """Return `message` as chat templates read it: text content, arguments of tool calls as dicts.
 
-    Lone halves of surrogate pairs, which no tokenizer takes, become question marks.
+    Lone surrogates, which no tokenizer accepts, become question marks.
     """
     view = {key: value for key, value in message.items() if value is not None}
     view["content"] = text_of(message.get("content")).encode("utf-8", "replace").decode()
@@ -52,14 +47,14 @@ def for_template(message: Message) -> Message:
 
 
 def identity(message: Message) -> str:
-    """Return a text that is equal for two messages that say the same, however their client wrote them."""
+    """Return a text that is equal for two messages with the same meaning, however their client wrote them."""
     view = for_template(message)
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in view.get("tool_calls", [])]
-    parts = [view.get("role"), view["content"].strip(), calls, view.get("tool_call_id")]
-    return json.dumps(parts, sort_keys=True, default=str)
+    fields = [view.get("role"), view["content"].strip(), calls, view.get("tool_call_id")]
+    return json.dumps(fields, sort_keys=True, default=str)
 
 
-def assistant_message(content: str, tool_calls: list[dict[str, Any]] | None) -> Message:
+def assistant_message(content: str | None, tool_calls: list[dict[str, Any]] | None) -> Message:
     """Return the message of the model's answer."""
     message: Message = {"role": "assistant", "content": content}
     if tool_calls:
@@ -68,7 +63,7 @@ def assistant_message(content: str, tool_calls: list[dict[str, Any]] | None) -> 
 
 
 def tool_message(tool_call: dict[str, Any] | str, content: Any) -> Message:
-    """Return the message with a tool's result; `tool_call` is the call, or its id."""
+    """Return the message with a tool's result. `tool_call` is the call or its id; non-text content becomes JSON."""
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
     if isinstance(tool_call, str):
         return {"role": "tool", "tool_call_id": tool_call, "content": text}

@@ -1,0 +1,162 @@
+"""Text to token ids and back: the model's tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Encoding, Tokenizer
+
+from pipelinerl.errors import RolloutError
+
+# Tokenizer classes that are fully described by their files. For other names `AutoTokenizer` decides by model type: a
+# Qwen2 model with its own tokenizer would keep the vocabulary and silently get Qwen2's pre-tokenizer.
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# Enough for any pre-tokenizer rule that looks at the preceding text.
+_CONTEXT_CHARACTERS = 64
+
+
+class _TokenizerConfig(msgspec.Struct):
+    tokenizer_class: str | None = None
+
+
+def load_tokenizer(model_path: str, *, trust_remote_code: bool = False, local_files_only: bool = False) -> Any:
+    """Return the Hugging Face tokenizer of the model folder or hub name `model_path`.
+
+    Args:
+        model_path: folder or hub name.
+        trust_remote_code: allow tokenizer code that ships with the model.
+        local_files_only: download nothing.
+
+    Raises:
+        OSError: there is none.
+    """
+    # Checked here because importing AutoTokenizer costs seconds and 300 MiB that tiny models can do without.
+    file = Path(model_path) / "tokenizer_config.json"
+    if file.is_file() and _class_name(file) in _GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(model_path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        model_path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+    )
+
+
+def _class_name(file: Path) -> str | None:
+    """Return the class named in a `tokenizer_config.json`; None for a damaged file."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_TokenizerConfig).tokenizer_class
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+class ChatRenderer:
+    """Renders chats with `tokenizer`, a Hugging Face tokenizer with a chat template. Thread-safe.
+
+    Encodes with a private copy of the fast tokenizer, so that nobody can change its truncation or padding. A tokenizer
+    without a fast backend is used under a lock.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._fast: Tokenizer | None = None
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if isinstance(backend, Tokenizer):
+            self._fast = Tokenizer.from_str(backend.to_str())
+            self._fast.no_truncation()
+            self._fast.no_padding()
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[str, list[int]]:
+        """Return prompt text and prompt ids for `messages`, ready for the assistant's turn.
+
+        Raises:
+            RolloutError: `bad_prompt` if the chat template rejects these messages.
+        """
+        text = self.render_text(messages, tools)
+        return text, self.encode(text)
+
+    def render_text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt text for `messages`, by default ready for the assistant's turn.
+
+        Raises:
+            RolloutError: `bad_prompt`, as in `render`.
+        """
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+        except Exception as error:  # the template is a program that ships with the model: anything can come out
+            if not getattr(self._tokenizer, "chat_template", True):
+                raise RolloutError(
+                    "bad_prompt",
+                    "the prompt is a list of messages, but the model's tokenizer has no chat template. Use an "
+                    "instruction-tuned model, add a chat_template.jinja to the model folder, or pass token ids "
+                    "(Prompt(token_ids=...))",
+                ) from error
+            raise RolloutError("bad_prompt", f"the chat template rejected the messages: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`. Special tokens in the text are recognized, none are added.
+
+        Raises:
+            RolloutError: `bad_prompt` for text without a UTF-8 form (a lone surrogate).
+        """
+        if self._fast is not None:
+            return self._encode_fast(text).ids
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Return the ids of `text` where it follows `before`.
+
+        Some tokenizers encode the first word of a text differently from the same word in the middle.
+        """
+        if self._fast is None or not text:
+            return self.encode(text)
+        context = before[-_CONTEXT_CHARACTERS:]
+        encoding = self._encode_fast(context + text)
+        boundary = len(context)
+        first = next((i for i, (start, _) in enumerate(encoding.offsets) if start >= boundary), None)
+        if first is None or any(end > boundary for _, end in encoding.offsets[:first]):
+            return self.encode(text)  # one token spans the boundary: encoding the text by itself is the best we can do
+        return list(encoding.ids[first:])
+
+    def _encode_fast(self, text: str) -> Encoding:
+        assert self._fast is not None
+        try:
+            return self._fast.encode(text, add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RolloutError("bad_prompt", f"the prompt has no UTF-8 form: {error}") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; ids beyond the vocabulary (padded embedding rows) are skipped."""
+        if self._fast is not None:
+            return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        with self._lock:
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether `decode` skips this id: end of message, padding, and the like."""
+        return not self.decode([token_id]) and bool(self.decode([token_id], skip_special_tokens=False))
+
+
+def cut_at(text: str, stop: str) -> str:
+    """Return `text` up to the last occurrence of `stop`, the one that ended the output."""
+    index = text.rfind(stop)
+    return text if index < 0 else text[:index]
