@@ -43,7 +43,7 @@ def test_r3_every_problem_has_one_verdict(problem: int | Fault, verdict: Verdict
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed"), Fault.REFUSED, "Connect call failed"),
         (OSError(errno.EHOSTUNREACH, "No route to host"), Fault.REFUSED, "No route to host"),
         (OSError("Multiple exceptions: [Errno 111] a, [Errno 101] b"), Fault.REFUSED, "[Errno 101] b"),
-        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), Fault.CANNOT_CONNECT, "Name or service not known"),
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), Fault.CANNOT_CONNECT, "no such name"),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), Fault.CANNOT_CONNECT, "Too many open files"),
         (OSError(errno.ENFILE, os.strerror(errno.ENFILE)), Fault.CANNOT_CONNECT, "`ulimit -n`"),
         (OSError(errno.EADDRNOTAVAIL, "no port is left"), Fault.CANNOT_CONNECT, "no port is left"),
