@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from pipelinerl.errors import RolloutError
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Enough for any pre-tokenizer rule that looks at the preceding text.
 _CONTEXT_CHARACTERS = 64
+# The attempts of a group share their first prompt and start at about the same time.
+_CACHED_PROMPTS = 64
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -71,6 +74,7 @@ class ChatRenderer:
             self._fast = Tokenizer.from_str(backend.to_str())
             self._fast.no_truncation()
             self._fast.no_padding()
+        self._prompt_ids = functools.lru_cache(_CACHED_PROMPTS)(self.encode)
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
@@ -81,7 +85,7 @@ class ChatRenderer:
             RolloutError: `bad_prompt` if the chat template rejects these messages.
         """
         text = self.render_text(messages, tools)
-        return text, self.encode(text)
+        return text, list(self._prompt_ids(text))
 
     def render_text(
         self,
