@@ -22,23 +22,19 @@ from pipelinerl.config.load import save_config
 from pipelinerl.config.stages import stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
-from pipelinerl.run import workspace
-from pipelinerl.run.commands import Command, build_command
-from pipelinerl.run.machine import usable_cores
 from pipelinerl.run.node_following import follow
 from pipelinerl.run.node_leading import OtherNodes, other_nodes
 from pipelinerl.run.node_messages import Plan
 from pipelinerl.run.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.run.preflight import Start, check_dry_run, check_start
-from pipelinerl.run.process import Event
+from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.recorded_streams import bounded_by_record
 from pipelinerl.run.restarts import can_resume
 from pipelinerl.run.session import RunSession, supervise
-from pipelinerl.run.signals import signals_as_events
+from pipelinerl.run.start import EnteredRun, build_commands, enter
 from pipelinerl.run.supervisor import Outcome
-from pipelinerl.run.workspace import Workspace
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.world import Cluster, WorldMap, build_world_map, nvml_gpu_lister
+from pipelinerl.world import Cluster, WorldMap, build_world_map, nvml_gpu_lister, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +72,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     checked = check_dry_run(Start(config, cluster, os.environ, composed.search_dirs, is_dry_run=True))
     with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
         world = build_world_map(config, cluster, ports)
-    commands = plan_commands(composed, world, RunDir(Path(config.output_dir).absolute()))
+    commands = build_commands(world, RunDir(Path(config.output_dir).absolute()), os.environ, composed.search_dirs)
     print_plan(plan_of(config, world, commands, composed.notes))
     sys.stdout.flush()
     sys.stderr.write(f"{checked}\n")
@@ -115,7 +111,6 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
         restarts: why this launcher had to start the run again so far.
     """
     lines = check_start(Start(config, cluster, os.environ, composed.search_dirs))
-    decision = workspace.inspect(config, new_run_id=f"{Path(config.output_dir).name}-{secrets.token_hex(4)}")
     config = bounded_by_record(config)
     with (
         other_nodes(config, cluster) as nodes,
@@ -123,31 +118,22 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     ):
         world = build_world_map(config, cluster, ports)
         events: SimpleQueue[Event] = SimpleQueue()
-        with signals_as_events(events) as signals:
-            entered = workspace.enter(decision)
+        with signals_as_events(events) as signals, enter(config) as entered:
             for line in lines:
                 sys.stderr.write(f"{line}\n")
-            for change in decision.changes:
+            for change in entered.changes:
                 sys.stderr.write(f"changed since the last start: {change}\n")
-            if decision.changes and decision.kind == "move_aside":
+            if entered.changes and entered.moved_to is not None:
                 sys.stderr.write("the last start trained no step, so this is a new run\n")
-            try:
-                outcome = _run(composed, config, world, entered, events, nodes, restarts)
-            finally:
-                entered.close()
+            outcome = _run(composed, config, world, entered, events, nodes, restarts)
     return replace(outcome, signum=signals[0]) if signals else outcome
-
-
-def plan_commands(composed: ComposedConfig, world: WorldMap, run_dir: RunDir) -> list[Command]:
-    """The commands of this node's jobs."""
-    return [build_command(job, world, run_dir, os.environ, composed.search_dirs) for job in world.local_jobs]
 
 
 def _run(
     composed: ComposedConfig,
     config: RunConfig,
     world: WorldMap,
-    entered: Workspace,
+    entered: EnteredRun,
     events: SimpleQueue[Event],
     nodes: OtherNodes,
     restarts: Sequence[str],
@@ -163,7 +149,7 @@ def _run(
         world=world,
         run_dir=run_dir,
         identity=entered.identity,
-        commands=plan_commands(composed, world, run_dir),
+        commands=build_commands(world, run_dir, os.environ, composed.search_dirs),
         environ=os.environ,
         # A token of the user's own lets servers join that somebody else starts (`pool add`).
         token=os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pipelinerl.config import RunConfig
-from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT, Cluster, nvml_gpu_lister, visible_gpus
+from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT, Cluster, nvml_gpu_lister, usable_cores, visible_gpus
 from pipelinerl.placement.jobs import JOB_KINDS, SERVER_KINDS, Job, WorldMap
 from pipelinerl.placement.listed import Split
 from pipelinerl.placement.place import Placer, PortSource
@@ -27,6 +27,7 @@ __all__ = [
     "gpus_per_llm",
     "nvml_gpu_lister",
     "split_cluster",
+    "usable_cores",
     "visible_gpus",
 ]
 

@@ -289,7 +289,7 @@ def start_actor(folder: Path, url: str, options: argparse.Namespace) -> subproce
     )
     files.config_file.parent.mkdir(parents=True)
     save_config(config, files.config_file)
-    write_identity(files.identity_file, RunIdentity(run_id="benchmark", incarnation=0, config_hash=""))
+    write_identity(files.identity_file, RunIdentity(run_id="benchmark", incarnation=0))
     jobs = [
         Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", [], None, address, None, 1)
         for kind, address in (("actor_llm", url), ("actor", None))

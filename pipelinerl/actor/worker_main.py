@@ -43,14 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvloop
 
     from pipelinerl.actor.frames import CRASHED_EXIT_CODE, STACKS_SIGNAL
-    from pipelinerl.role import LOG_FORMAT
-    from pipelinerl.run.death_pipe import watch_death_pipe
+    from pipelinerl.role import LOG_FORMAT, end_with_launcher
 
     name = f"{arguments.job}/worker_{arguments.index}"
     logging.basicConfig(
         level=logging.INFO, format=LOG_FORMAT.replace("%(name)s", f"{name} %(name)s"), stream=sys.stderr
     )
-    watch_launcher(watch_death_pipe)
+    end_with_launcher()
     # `chain`: then the signal does what it does by itself, it ends the process.
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
     # What is loaded by now stays; rollouts make many small objects that no cycle holds.
@@ -67,15 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return CRASHED_EXIT_CODE
     return 0
-
-
-def watch_launcher(watch: Any) -> None:
-    """End with the launcher, if there is one."""
-    from pipelinerl.role import DEATH_FD_KEY
-
-    descriptor = os.environ.get(DEATH_FD_KEY)
-    if descriptor:
-        watch(int(descriptor))
 
 
 async def _serve(root: Path, connection: socket.socket, block_limit_s: float) -> None:

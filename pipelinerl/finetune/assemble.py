@@ -16,6 +16,7 @@ import torch
 from pipelinerl.config.schedule import EvaluationSchedule, update_interval
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.base import Backend, create_backend
+from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.device_memory import peak_memory
@@ -39,7 +40,6 @@ from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, TrainingBatch
 from pipelinerl.role import RoleContext
-from pipelinerl.run.best_model import best_model_of
 from pipelinerl.run.recorded_streams import recorded_streams
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,

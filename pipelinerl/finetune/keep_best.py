@@ -18,11 +18,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from pipelinerl.config.schedule import EvaluationSchedule
+from pipelinerl.finetune.best_model import KEY, NOTE, BestModel, EvaluatedVersion, note_text, write_note
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import EvaluationResult
-from pipelinerl.run.best_model import KEY, NOTE, BestModel, EvaluatedVersion, note_text, write_note
 from pipelinerl.rundir.durable import finish_folder, partial_folder, remove_folder, start_folder
 from pipelinerl.streams.base import StreamReader
 from pipelinerl.weights.source import WeightSource

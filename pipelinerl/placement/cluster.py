@@ -6,15 +6,18 @@ those that `gpu_lister` finds.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.placement.slurm import NODE_HOSTS_KEY, with_slurm_step
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
+CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 GpuLister = Callable[[], Sequence[str]]
 
 
@@ -101,6 +104,19 @@ def nvml_gpu_lister() -> list[str]:
         return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
+
+
+def usable_cores(quota_file: Path = CPU_QUOTA_FILE) -> int:
+    """CPU cores that this process may use: those of its affinity mask, or fewer if the container's quota
+    (`<microseconds> <period>`) allows less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = quota_file.read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    if not quota.isdecimal() or not period.isdecimal() or int(period) == 0:
+        return cores
+    return max(1, min(cores, -(-int(quota) // int(period))))
 
 
 def url_of(host: str, port: int) -> str:

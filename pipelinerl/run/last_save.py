@@ -7,11 +7,14 @@ nodes without trainers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.run.process import Child, ChildExited, Event, Interrupted, NodeSaved, dump_stacks_of
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeSaved
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,5 +79,8 @@ def let_trainers_save(
             if is_signalled:
                 return LastSave(True, 0.0)
             is_signalled = True
-    dump_stacks_of(own.values())
+    for child in own.values():
+        # The stacks say what it hangs in, a collective for instance.
+        logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
+        child.dump_stacks()
     return LastSave(False, grace_s - (clock() - start))

@@ -18,7 +18,7 @@ from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.node_link import receive, send
 from pipelinerl.run.node_messages import Ended, Hello, Plan, Refused
-from pipelinerl.run.process import Interrupted
+from pipelinerl.run.processes import Interrupted
 
 _RETRY_S = 0.5
 _SLICE_S = 1.0

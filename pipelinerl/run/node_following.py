@@ -20,7 +20,6 @@ from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT
 from pipelinerl.role import LOG_FORMAT
-from pipelinerl.run.commands import build_command
 from pipelinerl.run.last_save import OtherLaunchers
 from pipelinerl.run.node_follower import join
 from pipelinerl.run.node_leading import said_by, stop_event
@@ -30,8 +29,8 @@ from pipelinerl.run.node_secret import node_secret
 from pipelinerl.run.node_session import supervise_node
 from pipelinerl.run.ports import busy_ports
 from pipelinerl.run.preflight import Start, check_node
-from pipelinerl.run.process import Event, NodeEnded, NodeSaved
-from pipelinerl.run.signals import signals_as_events
+from pipelinerl.run.processes import Event, NodeEnded, NodeSaved, signals_as_events
+from pipelinerl.run.start import build_commands
 from pipelinerl.run.supervisor import Outcome
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
@@ -113,7 +112,7 @@ def _supervise(
     logging.basicConfig(
         level=logging.INFO, format=LOG_FORMAT, filename=run_dir.root / f"launch_node_{cluster.rank}.log"
     )
-    commands = [build_command(job, world, run_dir, os.environ, search_dirs) for job in world.local_jobs]
+    commands = build_commands(world, run_dir, os.environ, search_dirs)
     _say(f"node {cluster.rank}: starting {len(commands)} processes of run {plan.run_id} in {run_dir.root}")
     return supervise_node(config, run_dir, identity, commands, os.environ, plan.token, events, node_0)
 

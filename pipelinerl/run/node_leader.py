@@ -27,7 +27,7 @@ from pipelinerl import __version__
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run.node_link import LAST_WORD_S, NodeLink, is_gone, receive, send
 from pipelinerl.run.node_messages import Ended, Hello, Plan, Refused, Saved, Stopping
-from pipelinerl.run.process import Interrupted
+from pipelinerl.run.processes import Interrupted
 from pipelinerl.world import Cluster
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from pipelinerl.run.last_save import OtherLaunchers
 from pipelinerl.run.node_leader import Leader
 from pipelinerl.run.node_messages import Ended, Hello, Plan, Saved, Stopping
 from pipelinerl.run.node_secret import node_secret
-from pipelinerl.run.process import Event, NodeEnded, NodeSaved
-from pipelinerl.run.signals import signals_as_events
+from pipelinerl.run.processes import Event, NodeEnded, NodeSaved, signals_as_events
 from pipelinerl.run.supervisor import Outcome
 from pipelinerl.world import Cluster
 

@@ -14,16 +14,14 @@ from queue import SimpleQueue
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import TrainerMessage
-from pipelinerl.run.commands import Command
 from pipelinerl.run.completion import TrainingCompletion
-from pipelinerl.run.descendants import become_subreaper
 from pipelinerl.run.last_save import OtherLaunchers
 from pipelinerl.run.monitor import StuckMonitor
 from pipelinerl.run.policy import ExitPolicy
-from pipelinerl.run.process import Event
+from pipelinerl.run.processes import Event, become_subreaper
 from pipelinerl.run.server_keeper import ServerKeeper
-from pipelinerl.run.server_sockets import server_sockets
 from pipelinerl.run.session import START_GRACE_S
+from pipelinerl.run.start import Command, server_sockets
 from pipelinerl.run.supervisor import Outcome, Supervisor
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir

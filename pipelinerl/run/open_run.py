@@ -15,7 +15,7 @@ from pathlib import Path
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError
-from pipelinerl.run.workspace import is_running
+from pipelinerl.run.start import is_running
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub

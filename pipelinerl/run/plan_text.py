@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.config import RunConfig
-from pipelinerl.run.commands import Command
+from pipelinerl.run.start import Command
 from pipelinerl.world import WorldMap
 
 

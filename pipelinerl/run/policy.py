@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipelinerl.errors import EXIT_USER_ERROR
-from pipelinerl.run.process import describe_exit
+from pipelinerl.run.processes import describe_exit
 from pipelinerl.world import SERVER_KINDS, Job
 
 VerdictKind = Literal["go_on", "finished", "failed", "user_error"]

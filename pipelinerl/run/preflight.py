@@ -31,7 +31,7 @@ from pipelinerl.inference.option_names import check_names
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size
-from pipelinerl.run.workspace import inspect
+from pipelinerl.run.start import inspect
 from pipelinerl.streams.hub import REDIS_URL_KEY
 from pipelinerl.world import Cluster, nvml_gpu_lister
 
@@ -121,7 +121,7 @@ def check_task(start: Start) -> list[str]:
 
 
 def check_output_dir(start: Start) -> list[str]:
-    inspect(start.config, "unused")
+    inspect(start.config)
     return []
 
 

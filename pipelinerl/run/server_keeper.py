@@ -13,7 +13,7 @@ from typing import Literal
 
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.records.pool import PoolAnswer, PoolChange, ServerReady
-from pipelinerl.run.process import describe_exit
+from pipelinerl.run.processes import describe_exit
 from pipelinerl.run.restarts import RestartBudget
 from pipelinerl.world import Job
 

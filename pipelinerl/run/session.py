@@ -20,19 +20,17 @@ from typing import Any
 from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_RUN_FAILED
+from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
-from pipelinerl.run.best_model import best_model_of
-from pipelinerl.run.commands import Command
 from pipelinerl.run.completion import TrainingCompletion
-from pipelinerl.run.descendants import become_subreaper
 from pipelinerl.run.last_save import NO_OTHERS, OtherLaunchers
 from pipelinerl.run.monitor import StuckMonitor
 from pipelinerl.run.policy import ExitPolicy
 from pipelinerl.run.pool_requests import forget_requests, write_state
-from pipelinerl.run.process import Event, PoolAnswered, StreamFailed
+from pipelinerl.run.processes import Event, PoolAnswered, StreamFailed, become_subreaper
 from pipelinerl.run.result_text import print_result
 from pipelinerl.run.server_keeper import POLICY_KIND, ServerKeeper
-from pipelinerl.run.server_sockets import server_sockets
+from pipelinerl.run.start import Command, server_sockets
 from pipelinerl.run.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Supervisor
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir, newest_training_state

@@ -17,15 +17,13 @@ from typing import Literal
 
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
-from pipelinerl.run.commands import JOB_KEY, Command, child_environment
-from pipelinerl.run.descendants import end_all, end_rest_of_job, wait_gone
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.last_evaluation import LastEvaluation
 from pipelinerl.run.last_save import NO_OTHERS, OtherLaunchers, let_trainers_save
 from pipelinerl.run.monitor import StuckMonitor
 from pipelinerl.run.policy import ExitPolicy, Verdict
 from pipelinerl.run.pool_requests import PoolReply, PoolRequest, take_requests
-from pipelinerl.run.process import (
+from pipelinerl.run.processes import (
     Child,
     ChildExited,
     Event,
@@ -34,9 +32,13 @@ from pipelinerl.run.process import (
     PoolAnswered,
     StreamFailed,
     describe_exit,
+    end_all,
+    end_rest_of_job,
     spawn,
+    wait_gone,
 )
 from pipelinerl.run.server_keeper import ServerKeeper
+from pipelinerl.run.start import Command, child_environment
 from pipelinerl.run.waits import waits_of
 from pipelinerl.rundir.heartbeat import read_heartbeat
 from pipelinerl.rundir.layout import RunDir
@@ -135,7 +137,7 @@ class Supervisor:
         folder = self.run_dir.job(name)
         env = child_environment(command, self.environ, self.token, self.death_fd)
         try:
-            child = spawn(name, command.argv, env, folder, self.events, self.clock(), (self.death_fd,))
+            child = spawn(name, command.argv, env, folder, self.events, (self.death_fd,))
         except OSError as error:
             return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
         self._children[name] = child
@@ -216,7 +218,7 @@ class Supervisor:
         if self.keeper.is_removed(job.name):
             self._kill_at.pop(job.name, None)
             # Its helpers hold its device.
-            end_rest_of_job(self._children[job.name].pid, JOB_KEY, job.name)
+            end_rest_of_job(self._children[job.name].pid, job.name)
             return None
         if self._last_evaluation.can_lose(job):
             # Nobody is left to give a new one the weights. The others can finish what is left, what ran there, too;
@@ -227,7 +229,7 @@ class Supervisor:
         child = self._children[job.name]
         # The others hear of it first; what is left of the server must be gone before it is started again.
         why_not = self.keeper.on_exit(job.name, event.returncode, self.clock())
-        end_rest_of_job(child.pid, JOB_KEY, job.name)
+        end_rest_of_job(child.pid, job.name)
         if why_not is None:
             logger.warning("%s ended.%s Its log: %s", job.name, child.last_words(), child.stderr.file)
             return None
@@ -387,7 +389,7 @@ class Supervisor:
 
     def _end_everything(self, max_grace_s: float) -> list[int]:
         pids = [child.pid for child in self._children.values()]
-        return end_all(pids, JOB_KEY, min(self.config.shutdown_grace_s, max_grace_s))
+        return end_all(pids, min(self.config.shutdown_grace_s, max_grace_s))
 
     def _job_of(self, name: str) -> Job:
         return next(command.job for command in self.commands if command.job.name == name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pipelinerl.run.process import Child
+from pipelinerl.run.processes import Child
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir
 

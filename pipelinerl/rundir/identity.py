@@ -13,11 +13,10 @@ _MAX_NAMED = 3
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """`incarnation` counts the starts of the same run from 0; `config_hash` says if two configurations are the same."""
+    """`incarnation` counts the starts of the same run from 0."""
 
     run_id: str
     incarnation: int
-    config_hash: str
 
 
 def read_identity(file: Path) -> RunIdentity:

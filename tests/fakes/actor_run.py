@@ -93,7 +93,7 @@ class ActorRun:
         self.config = RunConfig.model_validate(_merge(_defaults(self.files.root, model), overrides))
         self.files.config_file.parent.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.files.config_file)
-        write_identity(self.files.identity_file, RunIdentity(run_id=RUN_ID, incarnation=incarnation, config_hash=""))
+        write_identity(self.files.identity_file, RunIdentity(run_id=RUN_ID, incarnation=incarnation))
         jobs = [_job("actor_llm", index, url) for index, url in enumerate(server_urls)] + [_job("actor", 0, None)]
         world = WorldMap(jobs, "cpu", 1, 0, 1, "127.0.0.1", 1)
         self.files.world_file.write_text(world.to_json(), encoding="utf-8")

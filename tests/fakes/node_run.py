@@ -16,10 +16,10 @@ import psutil
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import ServerDropped
-from pipelinerl.run.commands import JOB_KEY, Command
 from pipelinerl.run.last_save import OtherLaunchers
 from pipelinerl.run.node_session import supervise_node
-from pipelinerl.run.process import Event, NodeEnded, PoolAnswered
+from pipelinerl.run.processes import Event, NodeEnded, PoolAnswered
+from pipelinerl.run.start import JOB_KEY, Command
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job
@@ -61,7 +61,7 @@ def main(root: str) -> None:
     node_0 = EndsWhenTheRankIsDone(events)
     logging.getLogger("pipelinerl").setLevel(logging.INFO)
     logging.getLogger("pipelinerl").addHandler(node_0)
-    identity = RunIdentity(run_id="run-test", incarnation=0, config_hash="")
+    identity = RunIdentity(run_id="run-test", incarnation=0)
     outcome = supervise_node(
         config, RunDir(Path(root)), identity, commands, os.environ, "token-of-test", events, OtherLaunchers()
     )

@@ -28,11 +28,9 @@ from fakes.random_model import model_logprobs, random_model
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.run.commands import build_command
-from pipelinerl.run.process import Event
+from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.session import RunSession, supervise
-from pipelinerl.run.signals import signals_as_events
-from pipelinerl.run.workspace import enter, inspect
+from pipelinerl.run.start import build_command, enter
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap
 
@@ -160,8 +158,7 @@ def main(config_json: str, url: str, group_port: str, token: str, task_dir: str)
     jobs = [_job("actor_llm", url, int(group_port)), _job("actor"), _job("preprocessor"), _job("finetune")]
     world = WorldMap(jobs, "cpu", 1, 0, 1, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
-    with signals_as_events(events):
-        entered = enter(inspect(config, os.environ.get("SCORING_RUN_ID", RUN_ID)))
+    with signals_as_events(events), enter(config, os.environ.get("SCORING_RUN_ID", RUN_ID)) as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)
         save_config(config, entered.run_dir.config_file)
         entered.run_dir.world_file.write_text(world.to_json(), encoding="utf-8")

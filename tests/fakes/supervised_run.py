@@ -15,11 +15,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.run.commands import JOB_KEY, Command
-from pipelinerl.run.process import Event
+from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.session import RunSession, supervise
-from pipelinerl.run.signals import signals_as_events
-from pipelinerl.run.workspace import enter, inspect
+from pipelinerl.run.start import JOB_KEY, Command, enter
 from pipelinerl.world import Job, WorldMap
 
 
@@ -40,8 +38,7 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
         commands.append(Command(job, argv, {JOB_KEY: name, "PYTHONFAULTHANDLER": "1"}))
     world = WorldMap([command.job for command in commands], "cpu", 1, 0, 0, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
-    with signals_as_events(events):
-        entered = enter(inspect(config, "run-test"))
+    with signals_as_events(events), enter(config, "run-test") as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)
         session = RunSession(
             config, world, entered.run_dir, entered.identity, commands, os.environ, "token-of-test", events

@@ -16,7 +16,7 @@ LIGHT = (
         "pipelinerl.config.rules",
     ),
     *("pipelinerl.records", "pipelinerl.records.codec", "pipelinerl.errors", "pipelinerl.__main__"),
-    *("pipelinerl.streams.base", "pipelinerl.role", "pipelinerl.run.commands"),
+    *("pipelinerl.streams.base", "pipelinerl.role", "pipelinerl.run.start"),
     *("pipelinerl.actor.loop", "pipelinerl.run.node_following"),
 )
 # Measured: well under one second, which is less than twenty starts of an interpreter. The bound leaves room for a busy

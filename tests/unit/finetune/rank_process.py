@@ -15,6 +15,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
+from pipelinerl.finetune.best_model import BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model_export import ModelExporter
@@ -25,7 +26,6 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.rl.packing import make_plan
-from pipelinerl.run.best_model import BestModel
 
 CHOICES = {
     "plain": {},

@@ -14,6 +14,7 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune import keep_best
 from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.best_model import BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.keep_best import BestKeeper
@@ -26,7 +27,6 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import EvaluationResult
-from pipelinerl.run.best_model import BestModel
 
 
 def result(due, value, version=None, **fields):

@@ -158,7 +158,7 @@ def test_an_ended_run_on_its_own_redis_server_is_audited(tmp_path: Path) -> None
         writer.write(started(0))
         writer.write(done(1))
         writer.close()
-    identity = RunIdentity(run_id="run-a", incarnation=0, config_hash="")
+    identity = RunIdentity(run_id="run-a", incarnation=0)
     run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, 0, 1, "127.0.0.1", 1))
     report = audit_run(run)
     assert report.steps == 1
@@ -173,7 +173,7 @@ def test_d5_a_corrupt_record_is_a_fault_with_file_and_offset_and_a_torn_tail_is_
     writer.close()
     shard = next((tmp_path / "streams" / "trainer").rglob("*.jsonl"))
     whole = shard.read_bytes()
-    identity = RunIdentity(run_id="run-a", incarnation=0, config_hash="")
+    identity = RunIdentity(run_id="run-a", incarnation=0)
     run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, 0, 1, "127.0.0.1", 1))
     shard.write_bytes(whole + whole[: len(whole) // 2])
     assert audit_run(run).is_clean

@@ -24,7 +24,7 @@ from pipelinerl.run.node_leader import Leader
 from pipelinerl.run.node_link import NodeLink, send
 from pipelinerl.run.node_messages import Ended, Hello, Plan, Saved, Stopping
 from pipelinerl.run.node_secret import node_secret
-from pipelinerl.run.process import Interrupted
+from pipelinerl.run.processes import Interrupted
 from pipelinerl.world import Cluster
 
 SECRET = b"a secret of sixteen bytes or more"

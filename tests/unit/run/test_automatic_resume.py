@@ -20,12 +20,12 @@ import pytest
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
 from pipelinerl.config.sections import SuperviseConfig
-from pipelinerl.run.commands import JOB_KEY, Command
 from pipelinerl.run.monitor import StuckMonitor
 from pipelinerl.run.policy import ExitPolicy
-from pipelinerl.run.process import ChildExited, Interrupted
+from pipelinerl.run.processes import ChildExited, Interrupted
 from pipelinerl.run.restarts import can_resume
 from pipelinerl.run.server_keeper import ServerKeeper
+from pipelinerl.run.start import JOB_KEY, Command
 from pipelinerl.run.supervisor import Outcome, Supervisor
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job
@@ -111,7 +111,7 @@ def test_a_signal_while_a_run_fails_is_in_its_outcome(
             os.kill(os.getpid(), signum)
         return died("finetune_0")
 
-    for name in ("check_start", "workspace", "build_world_map"):
+    for name in ("check_start", "enter", "build_world_map"):
         monkeypatch.setattr(launch_module, name, MagicMock())
     for name in ("other_nodes", "FreePorts"):
         monkeypatch.setattr(launch_module, name, lambda *arguments, **_: nullcontext(MagicMock()))

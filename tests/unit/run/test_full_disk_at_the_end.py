@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
+from pipelinerl.finetune.best_model import EvaluatedVersion, note_text
 from pipelinerl.run import session as session_module
-from pipelinerl.run.best_model import EvaluatedVersion, note_text
 from pipelinerl.run.session import RunSession, supervise
 from pipelinerl.run.supervisor import Outcome
 from pipelinerl.rundir.identity import RunIdentity
@@ -43,7 +43,7 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     for module in (session_module, collector_module):
         monkeypatch.setattr(module, "write_json", refuse)
     world = WorldMap([], "cpu", 1, 0, 0, "127.0.0.1", 29500)
-    identity = RunIdentity(run_id="run-test", incarnation=0, config_hash="")
+    identity = RunIdentity(run_id="run-test", incarnation=0)
     session = RunSession(config, world, run_dir, identity, [], {}, "token-of-test", SimpleQueue(), restarts)
     assert supervise(session) is outcome
     assert "summary.json cannot be written" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pipelinerl.run.last_save import NO_OTHERS, LastSave, OtherLaunchers, let_trainers_save
-from pipelinerl.run.process import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
 
 GRACE_S = 60.0
 STOP = NodeEnded("interrupted", "node 1: stopped by SIGTERM", 143)

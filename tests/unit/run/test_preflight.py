@@ -14,9 +14,8 @@ from pipelinerl import launch
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run import preflight
-from pipelinerl.run.machine import usable_cores
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
-from pipelinerl.world import Cluster
+from pipelinerl.world import Cluster, usable_cores
 
 
 def start(changes: dict[str, Any], nodes: int = 1, gpus: tuple[str, ...] = (), **environ: str) -> Start:

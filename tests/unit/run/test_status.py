@@ -45,7 +45,7 @@ with heartbeat.waiting("training data", deadline_s=90):
 def run_dir(tmp_path: Path) -> RunDir:
     files = RunDir(tmp_path)
     config = RunConfig.model_validate({"output_dir": str(tmp_path), "finetune": {"max_train_steps": 40}})
-    write_identity(files.identity_file, RunIdentity(run_id="run-a", incarnation=1, config_hash=""))
+    write_identity(files.identity_file, RunIdentity(run_id="run-a", incarnation=1))
     save_config(config, files.config_file)
     names = ("actor", "preprocessor", "finetune")
     jobs = [Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1) for kind in names]

@@ -79,8 +79,8 @@ time.sleep(300)
 """
 WATCHES = """
 import os, subprocess, sys, time
-from pipelinerl.run.death_pipe import watch_death_pipe
-watch_death_pipe(int(os.environ["PIPELINERL_DEATH_FD"]))
+from pipelinerl.role import end_with_launcher
+end_with_launcher()
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 time.sleep(300)
 """

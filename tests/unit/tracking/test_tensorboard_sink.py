@@ -173,7 +173,7 @@ def test_a_reader_that_runs_meanwhile_sees_the_resumed_curve(tmp_path: Path) -> 
 def test_a_folder_of_the_users_is_for_many_runs(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     assert events_folder(config(), run_dir) == tmp_path / "run" / "tensorboard"
-    write_identity(run_dir.identity_file, RunIdentity(run_id="run-1a2b", incarnation=0, config_hash=""))
+    write_identity(run_dir.identity_file, RunIdentity(run_id="run-1a2b", incarnation=0))
     shared = config(tensorboard={"folder": str(tmp_path / "all")})
     assert events_folder(shared, run_dir) == tmp_path / "all" / "run-1a2b"
 

@@ -21,7 +21,7 @@ from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
 
 
 def identity(start: int, run_id: str = "math-0a1b2c3d") -> RunIdentity:
-    return RunIdentity(run_id=run_id, incarnation=start, config_hash="h")
+    return RunIdentity(run_id=run_id, incarnation=start)
 
 
 def config(root: Path, **wandb: Any) -> RunConfig:

@@ -1,4 +1,4 @@
-"""When the launcher's end of the pipe closes, the process and its stubborn children end."""
+"""L9: when the launcher's end of the pipe closes, the process and its stubborn children end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 import psutil
 import pytest
 
-from pipelinerl.run.death_pipe import watch_death_pipe
+from pipelinerl.role import DEATH_FD_KEY, end_with_launcher
 
 # The process has a child that ignores SIGTERM, as a server with worker processes may.
 ROLE = """
-import functools, os, signal, subprocess, sys, threading
-from pipelinerl.run.death_pipe import end_own_process_group, watch_death_pipe
+import os, signal, subprocess, sys, threading
+from pipelinerl.role import end_with_launcher
 child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
                           "print(1, flush=True); time.sleep(100)"], stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -24,7 +24,8 @@ if sys.argv[2] == "handler":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 if sys.argv[2] == "ignore":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-watch_death_pipe(int(sys.argv[1]), functools.partial(end_own_process_group, float(sys.argv[3])))
+os.environ["PIPELINERL_DEATH_FD"] = sys.argv[1]
+end_with_launcher(float(sys.argv[3]))
 print(child.pid, flush=True)
 threading.Event().wait(100)
 """
@@ -45,6 +46,8 @@ def test_the_whole_group_ends_when_the_pipe_closes(on_sigterm: str, grace_s: flo
     os.close(read_end)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
+    os.write(write_end, b"bytes are no death")
+    time.sleep(0.1)
     assert process.poll() is None
     os.close(write_end)
     assert process.wait(60) == code
@@ -55,21 +58,10 @@ def test_the_whole_group_ends_when_the_pipe_closes(on_sigterm: str, grace_s: flo
     process.stdout.close()
 
 
-def test_bytes_in_the_pipe_are_no_death() -> None:
-    read_end, write_end = os.pipe()
-    dead = threading.Event()
-    thread = watch_death_pipe(read_end, dead.set)
-    os.write(write_end, b"still here")
-    assert not dead.wait(0.1)
-    os.close(write_end)
-    assert dead.wait(60)
-    thread.join(60)
-    os.close(read_end)
-
-
-def test_a_descriptor_that_is_not_open_is_refused() -> None:
+def test_a_descriptor_that_is_not_open_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     os.close(write_end)
+    monkeypatch.setenv(DEATH_FD_KEY, str(read_end))
     with pytest.raises(OSError):
-        watch_death_pipe(read_end)
+        end_with_launcher()

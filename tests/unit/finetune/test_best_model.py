@@ -14,9 +14,9 @@ import pytest
 from pipelinerl.actor.evaluation import EvaluationFrame, summarize_evaluation
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.domains.datasets import Problem
+from pipelinerl.finetune import best_model
+from pipelinerl.finetune.best_model import BestModel, EvaluatedVersion, note_text
 from pipelinerl.records import EvaluationResult, RolloutSummary
-from pipelinerl.run import best_model
-from pipelinerl.run.best_model import BestModel, EvaluatedVersion, note_text
 
 
 def result(due: int, value: float = 0.5, **fields: Any) -> EvaluationResult:

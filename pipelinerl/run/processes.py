@@ -1,0 +1,274 @@
+"""Processes of the launcher: starting a job, the events that the supervisor waits on, and ending everything that
+descends from a job, including what left its process group.
+
+A thread per child sleeps in `wait`, so nothing polls. Children inherit the read end of the launcher's death pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Literal
+
+import msgspec
+import psutil
+
+from pipelinerl.records.pool import PoolAnswer
+from pipelinerl.run.last_error import LogPart, crash_note, last_error
+from pipelinerl.run.start import JOB_KEY
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_CHILD_SUBREAPER = 36
+_KILL_S = 3.0
+
+
+class ChildExited(msgspec.Struct, frozen=True):
+    """A child ended. `returncode` is negative for the signal that killed it."""
+
+    name: str
+    returncode: int
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """The launcher got a signal."""
+
+    signum: int
+
+
+class PoolAnswered(msgspec.Struct, frozen=True):
+    """The trainer said something about a server."""
+
+    answer: PoolAnswer
+
+
+class StreamFailed(msgspec.Struct, frozen=True):
+    """The launcher cannot follow a stream any more."""
+
+    reason: str
+
+
+class NodeEnded(msgspec.Struct, frozen=True):
+    """The run is over on another node, and has to be on this one."""
+
+    status: Literal["completed", "failed", "interrupted"]
+    reason: str | None
+    exit_code: int
+
+
+class NodeSaved(msgspec.Struct, frozen=True):
+    """No trainer of another node is left to save, or the run is over there."""
+
+    rank: int
+
+
+Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeEnded | NodeSaved
+
+
+@contextmanager
+def signals_as_events(events: SimpleQueue[Event]) -> Iterator[list[int]]:
+    """Put an `Interrupted` on `events` for each SIGINT, SIGTERM and SIGHUP (a `SimpleQueue` may be filled from a signal
+    handler).
+
+    Yields the numbers of the signals so far: while a run ends, nobody may take them from `events`.
+    """
+    received: list[int] = []
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        events.put(Interrupted(signum))
+
+    # Under nohup SIGHUP is ignored, and stays so.
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {signum: signal.signal(signum, handle) for signum in _SIGNALS if signum not in ignored}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@dataclass
+class Child:
+    """A running child. `pid` is also the id of its process group and session; `stdout` and `stderr` are its part of the
+    job's logs (an earlier process of the same job wrote the part before). `is_signalled`: the launcher signalled it."""
+
+    name: str
+    pid: int
+    stdout: LogPart
+    stderr: LogPart
+    started_at: float
+    returncode: int | None = None
+    is_signalled: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.returncode is None
+
+    def last_words(self) -> str:
+        """` Last error: ...`; empty if a signal from elsewhere gave it no chance to say why it ends."""
+        if self.returncode is None or self.returncode >= 0 or self.is_signalled:
+            return f" Last error: {last_error(self.stdout, self.stderr)}"
+        note = crash_note(self.stdout, self.stderr)
+        return f" Last error: {note}" if note else ""
+
+    def kill(self) -> None:
+        """Kill the process and its group."""
+        self._send(signal.SIGKILL, to_group=True)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process alone, not to its helpers."""
+        self._send(signal.SIGTERM)
+
+    def dump_stacks(self) -> None:
+        """Make a stuck child write the stacks of its threads to its stderr (it runs with PYTHONFAULTHANDLER=1)."""
+        self._send(signal.SIGABRT)
+
+    def _send(self, signum: int, to_group: bool = False) -> None:
+        self.is_signalled = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signum) if to_group else os.kill(self.pid, signum)
+
+
+def spawn(
+    name: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    folder: Path,
+    events: SimpleQueue[Event],
+    inherited_fds: Sequence[int] = (),
+) -> Child:
+    """Start `argv` in a session of its own, with stdout and stderr appended to files in `folder`; its end becomes a
+    `ChildExited` in `events`.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stdout_file, stderr_file = folder / "stdout.log", folder / "stderr.log"
+    with stdout_file.open("ab") as out, stderr_file.open("ab") as err:
+        stdout, stderr = LogPart(stdout_file, out.tell()), LogPart(stderr_file, err.tell())
+        process = subprocess.Popen(
+            argv,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+            pass_fds=tuple(inherited_fds),
+        )
+    child = Child(name, process.pid, stdout, stderr, time.time())
+
+    def wait() -> None:
+        child.returncode = process.wait()
+        events.put(ChildExited(name, child.returncode))
+
+    threading.Thread(target=wait, name=f"wait-{name}", daemon=True).start()
+    return child
+
+
+def describe_exit(returncode: int) -> str:
+    """`exit code 1` or `killed by SIGKILL`, with the usual suspect for SIGKILL."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = " (out of memory? see the kernel log)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"
+
+
+def become_subreaper() -> bool:
+    """Have orphaned descendants re-parented to this process, so that they are found (Linux). False where the system
+    cannot do it."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+def end_all(job_pids: Collection[int], grace_s: float) -> list[int]:
+    """SIGTERM to every process that descends from the jobs, SIGKILL to those that live after `grace_s`.
+
+    Takes at most about `grace_s` + 6 s. Returns pids that survived even that.
+    """
+    _send_signal(_find_descendants(job_pids), signal.SIGTERM)
+    wait_gone([process.pid for process in _find_descendants(job_pids)], grace_s)
+    for _ in range(2):  # twice: a process may have been forked while the list was made
+        rest = _find_descendants(job_pids)
+        if not rest:
+            break
+        _send_signal(rest, signal.SIGKILL)
+        wait_gone([process.pid for process in rest], _KILL_S)
+    return [process.pid for process in _find_descendants(job_pids)]
+
+
+def end_rest_of_job(pid: int, name: str) -> None:
+    """SIGKILL to what is left of a job whose first process `pid` has ended: its session, and whoever carries its name
+    in the environment."""
+    rest = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            if os.getsid(process.pid) == pid or process.environ().get(JOB_KEY) == name:
+                rest.append(process)
+    _send_signal(rest, signal.SIGKILL)
+    wait_gone([process.pid for process in rest], _KILL_S)
+    for process in rest:  # orphans are children of the launcher by now
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def wait_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
+    """Block until all processes ended or the time is over; return those that still live. Does not poll (Linux)."""
+    waiting: dict[int, int] = {}
+    poller = select.poll()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            waiting[pidfd] = pid
+            poller.register(pidfd, select.POLLIN)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for pidfd, _ in poller.poll(left_s * 1000):
+                poller.unregister(pidfd)
+                os.close(pidfd)
+                del waiting[pidfd]
+        return list(waiting.values())
+    finally:
+        for pidfd in waiting:
+            os.close(pidfd)
+
+
+def _find_descendants(job_pids: Collection[int]) -> list[psutil.Process]:
+    """Living processes below this one that belong to a job: it is one, runs in a job's session, carries a job's name in
+    its environment, or descends from such a process. Other children of the launcher are left alone."""
+    mine: set[int] = set(job_pids)
+    found = []
+    for process in psutil.Process().children(recursive=True):  # parents come before their children
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+            is_mine = not mine.isdisjoint((process.pid, process.ppid(), os.getsid(process.pid)))
+            if is_mine or JOB_KEY in process.environ():
+                mine.add(process.pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+    return found
+
+
+def _send_signal(processes: Iterable[psutil.Process], signum: int) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signum)

@@ -1,0 +1,358 @@
+"""How a run starts: its directory (line D3), and the commands and environment of its jobs (lines O4 and O5)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import socket
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.load import save_config
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
+from pipelinerl.run import start as start_module
+from pipelinerl.run.open_run import find_run
+from pipelinerl.run.start import SOCKET_FOLDER_KEY, build_command, child_environment, enter, inspect, server_sockets
+from pipelinerl.rundir.identity import RunIdentity, read_identity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.base import TRAINER_TOPIC
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.world import Job, WorldMap
+
+
+def config(root: Path, **changes: Any) -> RunConfig:
+    return RunConfig.model_validate({"output_dir": str(root), **changes})
+
+
+def contents(root: Path) -> set[Path]:
+    return set(root.rglob("*"))
+
+
+def start(root: Path, trained: bool = False, **changes: Any) -> RunDir:
+    """A run that was started, and ended."""
+    run_config = config(root, **changes)
+    with enter(run_config, "run-a") as entered:
+        save_config(run_config, entered.run_dir.config_file)
+    writer = StreamHub(StreamsConfig(), RunDir(root), "run-a").writer(TRAINER_TOPIC, "finetune_0", TrainerMessage)
+    writer.write(TrainerStarted(step=0, data_offset=0, time=1.0))
+    if trained:
+        writer.write(StepDone(step=1, time=2.0, group_ids=["g"], num_samples=8, samples_processed=8))
+    writer.close()
+    return entered.run_dir
+
+
+def write_summary(run_dir: RunDir, **content: Any) -> None:
+    run_dir.summary_file.write_text(json.dumps(content))
+
+
+def refusal(root: Path, **changes: Any) -> ConfigError:
+    before = contents(root)
+    with pytest.raises(ConfigError) as caught:
+        inspect(config(root, **changes))
+    assert contents(root) == before, "a refusal changes nothing"
+    return caught.value
+
+
+def test_a_new_directory(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for root in (tmp_path, tmp_path / "a" / "b"):
+        assert inspect(config(root)).kind == "new" and not (tmp_path / "a").exists()
+    with enter(config(tmp_path / "a" / "b")) as entered:
+        identity = read_identity(entered.run_dir.identity_file)
+        assert identity.run_id.startswith("b-") and identity.incarnation == 0
+
+
+def test_two_launchers_never_share_a_directory(tmp_path: Path) -> None:
+    with enter(config(tmp_path)):
+        for force in (False, True):
+            assert refusal(tmp_path, force_restart=force).key == "output_dir"
+    with enter(config(tmp_path)) as entered:
+        assert entered.identity.incarnation == 1
+
+
+@pytest.mark.parametrize("content", ["streams", "finetune/current"])
+def test_d3_foreign_streams_or_weights_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).mkdir(parents=True)
+    assert "force_restart=true" in refusal(tmp_path).next_step
+
+
+def test_a_complete_run_is_continued_only_if_there_is_more_to_train(tmp_path: Path) -> None:
+    run_dir = start(tmp_path)
+    write_summary(run_dir, status="completed", steps=1000)
+    assert "1000" in refusal(tmp_path).next_step
+    more = config(tmp_path, finetune={"max_train_steps": 1001})
+    with enter(more) as entered:
+        assert entered.identity.incarnation == 1
+        assert not run_dir.summary_file.exists(), "it tells how the previous start ended"
+
+
+@pytest.mark.parametrize(
+    ("finetune", "continues"),
+    [({"max_epochs": 2}, False), ({"max_epochs": 1}, False), ({"max_epochs": 3}, True), ({}, True)],
+)
+def test_a_run_that_ended_after_its_epochs_is_complete(
+    tmp_path: Path, finetune: dict[str, int], continues: bool
+) -> None:
+    """It ended before max_train_steps, and there is nothing to train up to there."""
+    write_summary(start(tmp_path, finetune={"max_epochs": 2}), status="completed", steps=7)
+    if continues:
+        assert inspect(config(tmp_path, finetune=finetune)).kind == "continue"
+    else:
+        assert "max_epochs" in refusal(tmp_path, finetune=finetune).next_step
+
+
+def test_the_same_run_continues_and_free_changes_are_listed(tmp_path: Path) -> None:
+    start(tmp_path, trained=True)
+    assert inspect(config(tmp_path)).changes == ()
+    finetune = {"max_train_steps": 7, "lora": {"sync": "adapter"}}
+    changed = config(tmp_path, max_lag=3, deepspeed_config="x", finetune=finetune, world={"num_actor_llms": 2})
+    decision = inspect(changed)
+    assert (decision.kind, decision.identity) == ("continue", RunIdentity(run_id="run-a", incarnation=1))
+    assert {change.key for change in decision.changes} == {
+        *("max_lag", "deepspeed_config", "finetune.lora.sync", "finetune.max_train_steps", "world.num_actor_llms")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model_path": "other"}, "model_path"),
+        ({"seed": 7}, "seed"),
+        ({"streams": {"backend": "redis"}}, "streams.backend"),
+        ({"dataset_loader": "a.b"}, "dataset_loader"),
+        ({"dataset_loader_params": {"size": 3}}, "dataset_loader_params"),
+        ({"train_dataset_names": ["x"]}, "train_dataset_names"),
+        ({"use_fsdp": True}, "use_fsdp"),
+        ({"finetune": {"lora": {"enabled": True}}}, "finetune.lora.enabled"),
+    ],
+)
+def test_d3_changes_that_would_corrupt_are_refused(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    start(tmp_path, trained=True)
+    error = refusal(tmp_path, max_lag=3, **changes)
+    assert error.key == key and "max_lag" not in error.next_step
+
+
+LOCAL = {"finetune": {"rl": {"kl_coef": 0.1, "reference": "local"}}}
+AUTO = {"finetune": {"rl": {"kl_coef": 0.1}}}
+POOL = {"world": {"preprocessor_fraction": 1}}
+SERVERS = {"finetune": {"rl": {"kl_coef": 0.1, "reference": "servers"}}, **POOL}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        (LOCAL, SERVERS, "finetune.rl.reference"),
+        (AUTO, {**AUTO, **POOL}, "world.preprocessor_fraction"),
+        (AUTO, {**AUTO, "world": {"num_preprocessor_llms": 1}}, "world.num_preprocessor_llms"),
+        ({}, {**AUTO, **POOL}, "finetune.rl.kl_coef"),
+        (POOL, {"finetune": {"rl": {"reward_minus_kl_coef": 0.1}}, **POOL}, "finetune.rl.reward_minus_kl_coef"),
+        (SERVERS, LOCAL, None),
+        (SERVERS, SERVERS, None),
+        (POOL, POOL, None),
+    ],
+)
+def test_reference_servers_are_not_brought_into_a_run(
+    tmp_path: Path, old: dict[str, Any], new: dict[str, Any], key: str | None
+) -> None:
+    """Batches that wait in the stream have no log-probs of them."""
+    start(tmp_path, trained=True, **old)
+    if key is None:
+        assert inspect(config(tmp_path, **new)).kind == "continue"
+    else:
+        assert refusal(tmp_path, **new).key == key
+
+
+def test_a_start_that_trained_nothing_may_be_corrected_in_the_same_folder(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    run_dir = start(root, model_path="wrong")
+    (root / "finetune" / ".ranks-run-a-0").mkdir(parents=True)
+    write_summary(run_dir, status="failed", steps=0)
+    assert inspect(config(root, model_path="wrong", max_lag=3)).kind == "continue"
+    before = contents(root)
+    with enter(config(root, model_path="right"), "run-b") as entered:
+        assert entered.identity == RunIdentity(run_id="run-b", incarnation=0)
+        assert [change.key for change in entered.changes] == ["model_path"]
+        # Nothing of the old try is left for the new one to read, and nothing of it is lost.
+        assert contents(root) == {root / "conf", root / "conf" / "run.json", root / "conf" / "launch.lock"}
+        moved_to = entered.moved_to
+        assert moved_to is not None
+        assert {path.relative_to(root) for path in before} == {
+            path.relative_to(moved_to) for path in contents(moved_to)
+        }
+
+
+@pytest.mark.parametrize("trace", ["model", "training state", "summary", "step", "damaged stream", "stage"])
+def test_every_trace_of_training_keeps_the_fixed_values(trace: str, tmp_path: Path) -> None:
+    debug = {"debug": {"mode": "actor"}} if trace == "stage" else {}
+    run_dir = start(tmp_path, trained=trace == "step", model_path="right", **debug)
+    if trace == "model":
+        run_dir.current_model.mkdir(parents=True)
+    elif trace == "training state":
+        run_dir.training_state(3).mkdir(parents=True)
+    elif trace == "summary":
+        write_summary(run_dir, status="failed", steps=1)
+    elif trace == "damaged stream":
+        (shard,) = (run_dir.streams / "trainer").rglob("*.jsonl")
+        shard.write_text("not a record\n")
+    assert refusal(tmp_path, model_path="other", **debug).key == "model_path"
+
+
+@pytest.mark.parametrize(("steps", "is_kept"), [(0, False), (2, True), (None, True)])
+def test_a_run_with_redis_is_judged_by_its_summary(steps: int | None, is_kept: bool, tmp_path: Path) -> None:
+    redis = {"streams": {"backend": "redis"}}
+    run_dir = start(tmp_path, **redis, model_path="right")
+    write_summary(run_dir, status="failed", **({} if steps is None else {"steps": steps}))
+    if is_kept:
+        assert refusal(tmp_path, **redis, model_path="other").key == "model_path"
+    else:
+        assert inspect(config(tmp_path, **redis, model_path="other")).kind == "move_aside"
+
+
+def test_force_restart_moves_the_old_run_aside(tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    start(root)
+    with enter(config(root, force_restart=True), "run-b") as entered:
+        assert entered.moved_to is not None and (entered.moved_to / "streams").is_dir()
+        assert entered.moved_to.parent == tmp_path and not (root / "streams").exists()
+        assert read_identity(entered.run_dir.identity_file).run_id == "run-b"
+
+
+@pytest.mark.parametrize("folder", ["f", "f/below", "n" * 300, "/proc/no/run", "/sys/run"])
+def test_a_directory_that_the_system_refuses(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(ConfigError) as caught, enter(config(tmp_path / folder)):
+        pass
+    assert caught.value.key == "output_dir"
+
+
+def test_o1_a_full_disk_is_no_traceback_and_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: Path, identity: RunIdentity) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    with monkeypatch.context() as full:
+        full.setattr(start_module, "write_identity", write)
+        with pytest.raises(ConfigError, match=r"No space left on device \(.*run\.json\)"), enter(config(tmp_path)):
+            pass
+    with enter(config(tmp_path)):
+        pass
+
+
+def test_a_folder_that_is_no_run_is_refused_with_the_runs_in_it(tmp_path: Path) -> None:
+    start(tmp_path / "a")
+    for wrong, hint in ((tmp_path, str(tmp_path / "a")), (tmp_path / "no", "output_dir")):
+        with pytest.raises(ConfigError) as caught:
+            find_run(wrong)
+        assert hint in caught.value.next_step
+
+
+def test_a_damaged_identity_or_summary_is_named(tmp_path: Path) -> None:
+    run_dir = start(tmp_path)
+    for file in (run_dir.summary_file, run_dir.identity_file):
+        file.write_text("{")
+        assert file.name in str(refusal(tmp_path))
+
+
+RUN = RunDir(Path("/runs/a run"))
+
+
+def job(kind: str, idx: int = 0, gpus: tuple[str, ...] = (), node: int = 0, local_idx: int | None = None) -> Job:
+    local = idx if local_idx is None else local_idx
+    return Job(kind, f"{kind}_{idx}", idx, local, node, f"10.0.0.{node}", list(gpus), None, None, None, 3)
+
+
+def world(*jobs: Job) -> WorldMap:
+    return WorldMap(list(jobs), "cuda", 2, 0, 1, "10.0.0.1", 29500)
+
+
+def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() -> None:
+    ranks = [job("finetune", 0, ("6",)), job("finetune", 1, ("7",)), job("finetune", 2, ("0",), node=1, local_idx=0)]
+    command = build_command(ranks[1], world(*ranks), RUN, {})
+    assert command.argv[1:] == ("-m", "pipelinerl.finetune.main", "--run-dir", "/runs/a run", "--job", "finetune_1")
+    assert dict(command.env) == {
+        "PIPELINERL_JOB": "finetune_1",
+        "CUDA_VISIBLE_DEVICES": "6,7",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "NO_PROXY": "127.0.0.1,localhost,::1,10.0.0.0,10.0.0.1",
+        "no_proxy": "127.0.0.1,localhost,::1,10.0.0.0,10.0.0.1",
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def test_o4_a_server_sees_its_own_devices_and_others_none() -> None:
+    jobs = [job("actor_llm", 0, ("GPU-a", "GPU-b")), job("actor")]
+    environs = [build_command(each, world(*jobs), RUN, {}).env for each in jobs]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environs] == ["GPU-a,GPU-b", ""]
+    assert "RANK" not in environs[0]
+
+
+@pytest.mark.parametrize("kind", ["actor", "verifier", "preprocessor", "finetune", "actor_llm"])
+def test_user_folders_are_on_the_path_of_those_who_import_user_code(kind: str) -> None:
+    env = build_command(job(kind), world(job(kind)), RUN, {"PYTHONPATH": "/x"}, [Path("/home/me/task")]).env
+    assert env.get("PYTHONPATH") == ("/home/me/task:/x" if kind in ("actor", "verifier") else None)
+
+
+def test_o4_a_proxy_is_bypassed_and_the_users_list_is_kept() -> None:
+    environ = {"http_proxy": "http://p:1", "no_proxy": "my.host,::1"}
+    env = build_command(job("actor"), world(job("actor")), RUN, environ).env
+    assert env["NO_PROXY"] == env["no_proxy"] == "my.host,::1,127.0.0.1,localhost,10.0.0.0"
+
+
+def test_o5_secrets_are_in_the_environment_only() -> None:
+    environ = {"WANDB_API_KEY": "wandb-secret", "PATH": "/bin", "RANK": "5", "MASTER_ADDR": "node-0"}
+    environ["PIPELINERL_NODE_SECRET"] = "node-secret-of-all"
+    command = build_command(job("actor"), world(job("actor")), RUN, environ)
+    env = child_environment(command, environ, token="server-secret", death_fd=7)
+    assert (env["PIPELINERL_SERVER_TOKEN"], env["PIPELINERL_DEATH_FD"]) == ("server-secret", "7")
+    assert env["WANDB_API_KEY"] == "wandb-secret"
+    assert "RANK" not in env and "MASTER_ADDR" not in env
+    assert "node-secret-of-all" not in env.values(), "it is for the launchers alone"
+    script = command.script()
+    assert "secret" not in script + " ".join(command.argv) + repr(dict(command.env))
+    assert "PIPELINERL_SERVER_TOKEN" in script and "'/runs/a run'" in script
+
+
+def test_sockets_of_servers_go_with_the_run() -> None:
+    with server_sockets({"A": "1"}) as environ, socket.socket(socket.AF_UNIX) as left_behind:
+        folder = Path(environ[SOCKET_FOLDER_KEY])
+        left_behind.bind(str(folder / str(uuid.uuid4())))
+        assert environ["A"] == "1" and folder.stat().st_mode & 0o077 == 0
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("case", ["user's own", "too long", "no temporary folder"])
+def test_where_no_folder_for_sockets_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """It is only tidiness: nothing ends a run."""
+    given = {SOCKET_FOLDER_KEY: str(tmp_path)} if case == "user's own" else {"A": "1"}
+    folder = tmp_path / ("d" * 100)
+    folder.mkdir()
+    if case == "no temporary folder":
+        shutil.rmtree(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with server_sockets(given) as environ:
+        assert environ == given
+    assert case == "no temporary folder" or not any(folder.iterdir())
+
+
+def test_vllm_creates_its_sockets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract with vLLM: the key's name."""
+    network_utils = pytest.importorskip("vllm.utils.network_utils")
+    with server_sockets({}) as environ:
+        monkeypatch.setenv(SOCKET_FOLDER_KEY, environ[SOCKET_FOLDER_KEY])
+        path = network_utils.get_open_zmq_ipc_path()
+        assert path.startswith(f"ipc://{environ[SOCKET_FOLDER_KEY]}/")
+        assert len(path.removeprefix("ipc://")) == len(environ[SOCKET_FOLDER_KEY]) + 37
