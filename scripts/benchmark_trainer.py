@@ -32,7 +32,7 @@ from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import make_adamw, schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, TrainingBatch, VersionSpan
+from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.rl.packing import make_plan
 
 Step = Callable[[], object]
@@ -40,10 +40,10 @@ Trained = tuple[Step, torch.nn.Module]
 OLD_LOGPROB = -1.0
 
 
-def make_samples(tokens: int, longest: int, vocabulary: int, seed: int) -> list[ScoredSample]:
+def make_samples(tokens: int, longest: int, vocabulary: int, seed: int) -> list[Sample]:
     """Samples of a quarter of prompt and the rest of output, of 1/8 to all of `longest`, about `tokens` in all."""
     draw = random.Random(seed)
-    samples: list[ScoredSample] = []
+    samples: list[Sample] = []
     total = 0
     while total < tokens:
         length = draw.randint(max(8, longest // 8), longest)
@@ -59,20 +59,21 @@ def make_samples(tokens: int, longest: int, vocabulary: int, seed: int) -> list[
             labels=[IGNORED_LABEL] * prompt + ids[prompt:],
             logprobs=[OLD_LOGPROB] * output,
             reward=draw.random(),
+            advantage=draw.uniform(-1, 1),
             finished=True,
             finish_reason="stop",
             prompt_tokens=prompt,
             output_tokens=output,
             version_spans=[VersionSpan(version=0, start=0, end=output)],
         )
-        samples.append(ScoredSample(sample=sample, advantages=[draw.uniform(-1, 1)]))
+        samples.append(sample)
         total += length
     return samples
 
 
 def our_step(
     model: str,
-    samples: list[ScoredSample],
+    samples: list[Sample],
     pack_tokens: int,
     device: torch.device,
     args: Any,
@@ -92,20 +93,18 @@ def our_step(
     policy = load_policy(config, device)
     backend = PlainBackend(policy, config.finetune, ranks)
     runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
-    lengths = [len(scored.sample.input_ids) for scored in samples]
+    lengths = [len(sample.input_ids) for sample in samples]
     plan = make_plan(lengths, 1, pack_tokens, True, 1)
     batch = TrainingBatch(id="b", step=1, samples=samples, group_ids=[], plan=plan, actor_offset=0)
     return lambda: runner.run(batch), policy.language_model
 
 
-def segments_step(
-    model: str, samples: list[ScoredSample], pack_tokens: int, device: torch.device, args: Any
-) -> Trained:
+def segments_step(model: str, samples: list[Sample], pack_tokens: int, device: torch.device, args: Any) -> Trained:
     """Ours without flash attention: samples are copied into blocks of similar length for PyTorch's causal kernel."""
     return our_step(model, samples, pack_tokens, device, args, use_flash_attention=False)
 
 
-def plain_step(model: str, samples: list[ScoredSample], pack_tokens: int, device: torch.device, args: Any) -> Trained:
+def plain_step(model: str, samples: list[Sample], pack_tokens: int, device: torch.device, args: Any) -> Trained:
     """The same work as a short loop over transformers would do it."""
     network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).train()
     if args.checkpointing:
@@ -133,21 +132,21 @@ def plain_step(model: str, samples: list[ScoredSample], pack_tokens: int, device
     return run, network
 
 
-def padded_rows(samples: Sequence[ScoredSample], pack_tokens: int) -> list[tuple[torch.Tensor, ...]]:
+def padded_rows(samples: Sequence[Sample], pack_tokens: int) -> list[tuple[torch.Tensor, ...]]:
     """Right-padded micro-batches of samples of similar length, each of at most `pack_tokens` with its padding."""
-    ordered = sorted((scored for scored in samples), key=lambda scored: -len(scored.sample.input_ids))
+    ordered = sorted(samples, key=lambda sample: -len(sample.input_ids))
     rows = []
     while ordered:
-        width = len(ordered[0].sample.input_ids)
+        width = len(ordered[0].input_ids)
         chosen, ordered = ordered[: max(1, pack_tokens // width)], ordered[max(1, pack_tokens // width) :]
         ids = torch.zeros(len(chosen), width, dtype=torch.int64)
         labels, mask = torch.full_like(ids, IGNORED_LABEL), torch.zeros_like(ids)
-        for row, scored in enumerate(chosen):
-            length = len(scored.sample.input_ids)
-            ids[row, :length] = torch.tensor(scored.sample.input_ids)
-            labels[row, :length] = torch.tensor(scored.sample.labels)
+        for row, sample in enumerate(chosen):
+            length = len(sample.input_ids)
+            ids[row, :length] = torch.tensor(sample.input_ids)
+            labels[row, :length] = torch.tensor(sample.labels)
             mask[row, :length] = 1
-        rows.append((ids, labels, mask, torch.tensor([scored.advantages[0] for scored in chosen])))
+        rows.append((ids, labels, mask, torch.tensor([sample.advantage for sample in chosen])))
     return rows
 
 
@@ -179,7 +178,7 @@ def compare(model: str, pack_tokens: int, args: Any) -> dict[str, Any]:
     parameters, vocabulary = sum(p.numel() for p in network.parameters()), network.config.vocab_size
     del network
     samples = make_samples(args.tokens, min(args.longest, pack_tokens), vocabulary, seed=1)
-    tokens = sum(len(scored.sample.input_ids) for scored in samples)
+    tokens = sum(len(sample.input_ids) for sample in samples)
     result: dict[str, Any] = {"parameters": parameters, "samples": len(samples), "tokens": tokens}
     paths = {"ours": our_step, "segments": segments_step, "plain": plain_step}
     steps = {name: paths[name](model, samples, pack_tokens, device, args)[0] for name in args.paths}

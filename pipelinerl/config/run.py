@@ -93,10 +93,6 @@ class RunConfig(Section):
         wanted = rl.reference == "local" or (rl.reference == "auto" and not has_servers)
         return wanted and rl.needs_reference
 
-    def finishes_advantages_in_trainer(self, has_servers: bool) -> bool:
-        """Whether KL in the reward, and what comes behind it, waits for the reference model beside the trainer."""
-        return self.finetune.rl.reward_minus_kl_coef > 0 and self.uses_local_reference(has_servers)
-
     @property
     def sampling_temperature(self) -> float:
         """Temperature at which trainer and servers compute log-probs in training."""

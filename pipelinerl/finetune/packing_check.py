@@ -14,8 +14,8 @@ import torch
 
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.records import IGNORED_LABEL
-from pipelinerl.rl.batch import MicroBatch, positions_of
 from pipelinerl.rl.logprobs import logprobs_from_logits
+from pipelinerl.rl.microbatch import MicroBatch, positions_of
 from pipelinerl.rl.precision import fp32_products
 
 _LENGTHS = (5, 9, 3)
@@ -136,7 +136,6 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
         weights=zeros,
         versions=zeros.long(),
         oldest_versions=zeros.long(),
-        rewards=torch.zeros(len(samples), device=device),
         num_segments=len(samples),
         step_tokens=len(flat) - len(samples),
         indices=tuple(range(len(samples))),

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipelinerl.finetune.attention import OWN_ATTENTIONS, Layout, layout_for
-from pipelinerl.rl.batch import MicroBatch
 from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
+from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.rl.precision import fp32_products, keep_exact
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipelinerl.records import ScoredSample
+from pipelinerl.records import Sample
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 256
@@ -23,8 +23,8 @@ def text_tokens(tokenizer: Any, vocabulary_size: int) -> list[list[int]]:
     return usable or [[(7 * k + 3) % vocabulary_size for k in range(16)]]
 
 
-def batch_tokens(samples: Sequence[ScoredSample]) -> list[list[int]]:
+def batch_tokens(samples: Sequence[Sample]) -> list[list[int]]:
     """Token ids of a few samples spread over the batch, cut to a length that costs nothing."""
     stride = max(1, len(samples) // NUM_SEQUENCES)
-    chosen = [scored.sample.input_ids[:MAX_TOKENS] for scored in samples[::stride]]
+    chosen = [sample.input_ids[:MAX_TOKENS] for sample in samples[::stride]]
     return [ids for ids in chosen if len(ids) >= 2][:NUM_SEQUENCES]

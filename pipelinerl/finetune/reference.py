@@ -18,7 +18,7 @@ from pipelinerl.finetune.lora import adapters_off, has_adapters, keep_products_e
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.served_values import parameters_to_round, round_for_good
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.microbatch import MicroBatch
 
 logger = logging.getLogger(__name__)
 

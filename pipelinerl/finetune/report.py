@@ -110,6 +110,6 @@ class Reporter:
 
 def _by_group(batch: TrainingBatch) -> dict[str, list[Sample]]:
     groups: dict[str, list[Sample]] = defaultdict(list)
-    for scored in batch.samples:
-        groups[scored.sample.group_id].append(scored.sample)
+    for sample in batch.samples:
+        groups[sample.group_id].append(sample)
     return groups

@@ -23,12 +23,13 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reductions import reduce_diagnostics, reduce_metrics
 from pipelinerl.finetune.step_advantages import finish_advantages
 from pipelinerl.records import TrainingBatch
+from pipelinerl.rl.advantages import has_signal
 from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.batch import MicroBatch, collate, sentinel
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.entropy_control import EntropyControl
 from pipelinerl.rl.losses import LossInputs, coefficients_at, compute_loss
 from pipelinerl.rl.metrics import TensorMetric, combine
+from pipelinerl.rl.microbatch import MicroBatch, collate, sentinel
 from pipelinerl.rl.packing import make_plan
 
 
@@ -93,6 +94,8 @@ class StepRunner:
         factor = self._schedule.factor(batch.step, batch.epochs_done)
         norm = self._backend.step(factor)
         values = {**reduce_metrics(metrics, self._ranks), **reduce_diagnostics(diagnostics, self._ranks)}
+        without_signal = sum(not has_signal(sample.advantage or 0.0, self._config.rl) for sample in batch.samples)
+        values["finetune/zero_advantage_fraction"] = without_signal / max(len(batch.samples), 1)
         if control is not None:
             values["rl/entropy_bonus"] = control.bonus(self._config.rl)
             control = control.after(self._config.rl, values)
@@ -142,20 +145,17 @@ class StepRunner:
         ]
         missing = max(1, *(len(share) for share in plan)) - len(own)
         own += [sentinel(pad_id=self._pad_id, step_tokens=scale.num_tokens) for _ in range(missing)]
-        has_reference = any(scored.sample.ref_logprobs for scored in batch.samples)
+        has_reference = any(sample.ref_logprobs for sample in batch.samples)
         own = [_with_reference(micro_batch, has_reference) for micro_batch in own]
         if self._reference is not None:
-            scored = self._reference.logprobs(own)
-            own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, scored, strict=True)]
-        # What reference servers scored has the KL in its advantages already.
-        if config.rl.reward_minus_kl_coef and not has_reference:
-            own = finish_advantages(own, config.rl, self._ranks)
-        return own
+            found = self._reference.logprobs(own)
+            own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, found, strict=True)]
+        return finish_advantages(own, batch.samples, config.rl, self._ranks)
 
     def _plan(self, batch: TrainingBatch) -> list[list[list[int]]]:
         if len(batch.plan) == self._ranks.world_size:
             return batch.plan
-        lengths = [len(scored.sample.input_ids) for scored in batch.samples]
+        lengths = [len(sample.input_ids) for sample in batch.samples]
         config = self._config
         return make_plan(
             lengths, self._ranks.world_size, config.seq_length, config.seq_packing, config.train_batch_size

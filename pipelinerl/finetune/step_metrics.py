@@ -56,7 +56,7 @@ def step_metrics(
 
 def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     """What can be read off the batch alone. Lag of a token = version trained against (step - 1) - its own version."""
-    samples = [scored.sample for scored in batch.samples]
+    samples = batch.samples
     spans = [span for sample in samples for span in sample.version_spans]
     tokens = sum(span.end - span.start for span in spans)
     weighted = sum((batch.step - 1 - span.version) * (span.end - span.start) for span in spans)
@@ -66,8 +66,6 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
         "finetune/output_tokens": sum(sample.output_tokens for sample in samples),
         "finetune/trained_tokens": tokens,
         "finetune/reward_mean": sum(sample.reward for sample in samples) / max(len(samples), 1),
-        "finetune/zero_advantage_fraction": sum(not any(scored.advantages) for scored in batch.samples)
-        / max(len(samples), 1),
         "finetune/lag_mean_versions": weighted / max(tokens, 1),
         "finetune/lag_max_versions": max((batch.step - 1 - span.version for span in spans), default=0),
         "finetune/epochs_done": batch.epochs_done,

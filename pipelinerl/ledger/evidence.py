@@ -41,18 +41,14 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
-class ScoredHead(msgspec.Struct, frozen=True):
-    sample: SampleHead
-
-
 class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
     step: int
-    samples: list[ScoredHead]
+    samples: list[SampleHead]
     schema: int = SCHEMA_VERSION
 
     @property
     def sample_ids(self) -> list[str]:
-        return [scored.sample.id for scored in self.samples]
+        return [sample.id for sample in self.samples]
 
 
 @dataclass(frozen=True)

@@ -1,51 +1,29 @@
-"""Collects scored groups until they fill an optimizer step. A state machine without clock, I/O or threads.
+"""Collects scored groups until they fill an optimizer step. No clock, I/O or threads.
 
-Called by the loop: `add` for every group, `close_step` when the trainer may get another batch. Whole groups leave in
-the order in which they came. What is dropped comes back as rejections, which the loop writes down first.
+Whole groups leave in the order in which they came. Rejections are returned to the caller, which writes their fates.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from pipelinerl.config.schedule import Rounds
-from pipelinerl.preprocess.filters import Rejection, reject_stale
-from pipelinerl.records import ScoredSample
+from pipelinerl.preprocess.scoring import Rejection, reject_stale
+from pipelinerl.records import Group
+from pipelinerl.streams.base import Entry
 
-
-@dataclass(frozen=True)
-class ReadyGroup:
-    """Trainable samples of one group; `offset` is its place in the stream `actor`, `epochs_done` as in `Group`."""
-
-    group_id: str
-    offset: int
-    samples: tuple[ScoredSample, ...]
-    epochs_done: float = 0.0
-
-
-@dataclass(frozen=True)
-class ClosedStep:
-    """The groups of one optimizer step, oldest first."""
-
-    step: int
-    groups: tuple[ReadyGroup, ...]
-
-    @property
-    def samples(self) -> list[ScoredSample]:
-        return [sample for group in self.groups for sample in group.samples]
-
-    @property
-    def epochs_done(self) -> float:
-        return max(group.epochs_done for group in self.groups)
+# Groups with their offset in the stream `actor`; `record.samples` are the trainable ones.
+Groups = list[Entry[Group]]
 
 
 class Batcher:
     """Queue of groups.
 
     Args:
-        samples_per_step: a step closes when it has at least so many samples.
+        samples_per_step: a step closes when it has at least this many samples.
         capacity_samples: the queue never holds more if `drop_oldest`; None is unbounded.
         drop_oldest: what `add` does when the queue is full: drop from its old end (True), or nothing; then the caller
             stops reading while `is_full`.
@@ -72,7 +50,7 @@ class Batcher:
         self._max_version_lag = max_version_lag
         self._rounds = rounds
         self._step_samples = dict(step_samples or {})
-        self._groups: deque[ReadyGroup] = deque()
+        self._groups: deque[Entry[Group]] = deque()
         self._num_samples = 0
 
     @property
@@ -91,59 +69,51 @@ class Batcher:
 
     @property
     def oldest_offset(self) -> int | None:
-        """Smallest stream offset of a group that is still here; None if the queue is empty."""
+        """Smallest stream offset of a group in the queue; None if it is empty."""
         return min((group.offset for group in self._groups), default=None)
 
-    def add(self, group: ReadyGroup) -> list[Rejection]:
+    def add(self, group: Entry[Group]) -> list[Rejection]:
         """Queue a group; returns what had to be dropped for it."""
-        if group.samples:
+        if group.record.samples:
             self._groups.append(group)
-            self._num_samples += len(group.samples)
+            self._num_samples += len(group.record.samples)
         dropped: list[Rejection] = []
         while self._drop_oldest and self._capacity is not None and self._num_samples > self._capacity:
             if len(self._groups) == 1:
                 break
-            oldest = self._pop()
-            dropped += [Rejection(item.sample, "stale", "dropped_oldest") for item in oldest.samples]
+            dropped += [Rejection(sample, "stale", "dropped_oldest") for sample in self._pop().record.samples]
         return dropped
 
     def purge_stale(self, step: int) -> list[Rejection]:
         """Drop what would be too old in optimizer step `step`, which trains weights of version `step - 1`."""
-        kept: deque[ReadyGroup] = deque()
+        kept: deque[Entry[Group]] = deque()
         rejections: list[Rejection] = []
         for group in self._groups:
-            fresh, old = reject_stale(group.samples, step - 1, self._max_version_lag)
+            fresh, old = reject_stale(group.record.samples, step - 1, self._max_version_lag)
             rejections += old
             if fresh:
-                kept.append(group if not old else replace(group, samples=tuple(fresh)))
+                kept.append(Entry(group.offset, replace(group.record, samples=fresh)) if old else group)
         self._groups = kept
         self._num_samples -= len(rejections)
         return rejections
 
-    def close_step(self, step: int) -> ClosedStep | None:
+    def close_step(self, step: int) -> Groups | None:
         """Take whole groups for `step` if there are enough samples, else None. Call `purge_stale(step)` before."""
         if self._rounds is not None:
             return self._close_step_of_round(step, self._rounds)
         if self._num_samples < self._samples_per_step:
             return None
-        taken: list[ReadyGroup] = []
-        count = 0
-        while count < self._samples_per_step:
-            taken.append(self._pop())
-            count += len(taken[-1].samples)
-        return ClosedStep(step, tuple(taken))
+        return self._take(self._samples_per_step)
 
-    def close_rest(self, step: int, end_offset: int) -> ClosedStep | None:
+    def close_rest(self, step: int, end_offset: int) -> Groups | None:
         """Take for `step` what came before `end_offset`, up to a whole step. None: nothing of it is here."""
-        taken: list[ReadyGroup] = []
-        count = 0
-        while self._groups and self._groups[0].offset < end_offset and count < self._samples_per_step:
+        taken: Groups = []
+        while self._groups and self._groups[0].offset < end_offset and num_samples(taken) < self._samples_per_step:
             taken.append(self._pop())
-            count += len(taken[-1].samples)
-        self._step_samples[step] = count
-        return ClosedStep(step, tuple(taken)) if taken else None
+        self._step_samples[step] = num_samples(taken)
+        return taken or None
 
-    def _close_step_of_round(self, step: int, rounds: Rounds) -> ClosedStep | None:
+    def _close_step_of_round(self, step: int, rounds: Rounds) -> Groups | None:
         """Share the groups of a complete round among its steps: evenly, whole groups, at least one for each step."""
         steps_left = rounds.steps_left(step - 1)
         if not steps_left:
@@ -152,16 +122,23 @@ class Batcher:
         target = rounds.target_samples(step - 1)
         if closed + self._num_samples < target or len(self._groups) < steps_left:
             return None
-        due = target - (steps_left - 1) * self._samples_per_step - closed
-        taken = [self._pop()]
-        count = len(taken[0].samples)
-        while count < due and len(self._groups) >= steps_left:
-            taken.append(self._pop())
-            count += len(taken[-1].samples)
-        self._step_samples = {step: count, **{s: n for s, n in self._step_samples.items() if step - s < rounds.steps}}
-        return ClosedStep(step, tuple(taken))
+        taken = self._take(target - (steps_left - 1) * self._samples_per_step - closed, keep_groups=steps_left - 1)
+        recent = {s: count for s, count in self._step_samples.items() if step - s < rounds.steps}
+        self._step_samples = {**recent, step: num_samples(taken)}
+        return taken
 
-    def _pop(self) -> ReadyGroup:
+    def _take(self, samples: int, keep_groups: int = 0) -> Groups:
+        """Groups with at least `samples` samples, at least one, unless fewer than `keep_groups` would be left."""
+        taken = [self._pop()]
+        while num_samples(taken) < samples and len(self._groups) > keep_groups:
+            taken.append(self._pop())
+        return taken
+
+    def _pop(self) -> Entry[Group]:
         group = self._groups.popleft()
-        self._num_samples -= len(group.samples)
+        self._num_samples -= len(group.record.samples)
         return group
+
+
+def num_samples(groups: Groups) -> int:
+    return sum(len(group.record.samples) for group in groups)

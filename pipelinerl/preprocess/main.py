@@ -1,20 +1,330 @@
-"""Main of the preprocessor process: `python -m pipelinerl.preprocess.main --run-dir DIR --job NAME`."""
+"""The preprocessor process: groups in, one batch per optimizer step out, until training is complete. No torch.
+
+    python -m pipelinerl.preprocess.main --run-dir DIR --job NAME
+
+| waits for                 | who wakes it                       | when                                             |
+|---------------------------|------------------------------------|--------------------------------------------------|
+| groups of the actor       | the stream `actor` (blocking read) | always, unless the queue is full                 |
+| room ahead of the trainer | the feed of the stream `trainer`   | a batch is ready but the trainer has two already |
+| room in `training_data`   | the trainer, which reads a batch   | with streams=redis, until training is done       |
+| reference log-probs       | the `preprocessor_llm` servers     | with a KL term and a pool of reference servers   |
+
+The first two end in the same call: the feed wakes the blocked read. Training done ends the loop, and the process with
+exit code 0.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from pipelinerl.role import run_role
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.errors import NoRoom
+from pipelinerl.preprocess.batcher import Batcher, Groups
+from pipelinerl.preprocess.dispatch import LastStep, TrainerView
+from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
+from pipelinerl.preprocess.reference import ReferenceServers
+from pipelinerl.preprocess.scoring import GroupScorer, ReferenceScorer, Rejection
+from pipelinerl.records import FateRecord, Group, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
+from pipelinerl.rl.packing import make_plan
+from pipelinerl.role import RoleContext, run_role
+from pipelinerl.run.recorded_streams import recorded_streams
+from pipelinerl.config.schedule import rounds_of, update_interval
+from pipelinerl.streams.base import (
+    ACTOR_TOPIC,
+    FATES_TOPIC,
+    METRICS_TOPIC,
+    PASSES_TOPIC,
+    PREPROCESSOR_CONSUMER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+    Entry,
+)
+from pipelinerl.streams.feed import Feed
+from pipelinerl.streams.hub import StreamHub
 
-if TYPE_CHECKING:
-    from pipelinerl.role import RoleContext
+logger = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 5.0
+ACTOR_INSTANCE = "actor_0"
+TRAINER_INSTANCE = "finetune_0"
 
 
 def main(context: RoleContext) -> None:
-    from pipelinerl.preprocess.loop import preprocess
+    """Run the preprocessor until the trainer says that training is done, or recorded groups are used up."""
+    resume = find_resume_point(context.streams, context.job.name, context.incarnation)
+    loop = PreprocessLoop(context, resume, reference_scorer(context))
+    logger.info("next step %d, reading %s from offset %d", resume.next_step, ACTOR_TOPIC, resume.actor_offset)
+    try:
+        loop.run()
+    finally:
+        loop.close()
+    logger.info("training is done")
 
-    preprocess(context)
+
+def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
+    """The reference servers of the run; None if no reference log-probs are needed, or the trainer computes them."""
+    servers = context.world.jobs_of("preprocessor_llm")
+    if not context.config.finetune.rl.needs_reference or context.config.uses_local_reference(bool(servers)):
+        return None
+    return ReferenceServers(
+        [job.url for job in servers if job.url is not None],
+        context.token,
+        context.config.sampling_temperature,
+        concurrency=context.config.actor.llm_max_rollouts,
+        request_timeout_s=context.config.actor.request_timeout_s,
+        max_retries=context.config.actor.max_retries,
+        return_timeout_s=context.config.vllm_config.start_timeout_s,
+    )
+
+
+class PreprocessLoop:
+    """Reads groups, queues them, and writes a batch whenever one is complete and the trainer is ready for it."""
+
+    def __init__(self, context: RoleContext, resume: ResumePoint, add_reference: ReferenceScorer | None) -> None:
+        config, trainer_ranks = context.config, context.world.num_finetune_ranks
+        self._heartbeat = context.heartbeat
+        self._deadline_s = config.supervise.progress_timeout_s
+        self._chunk_groups = config.preprocess.chunk_n_groups
+        self._step = resume.next_step
+        self._digested_offset = resume.actor_offset
+        self._view = TrainerView(context.incarnation, resume.next_step, bounded=trainer_ranks > 0)
+        self._scorer = GroupScorer(config.finetune, resume, add_reference)
+        samples_per_step = config.finetune.samples_per_step
+        # With max_lag the actor bounds what is in flight; without it the queue is a ring.
+        rounds = rounds_of(config)
+        unbounded = config.max_lag is None and rounds is None
+        self._batcher = Batcher(
+            samples_per_step,
+            capacity_samples=config.preprocess.ring_buffer_size * samples_per_step if unbounded else None,
+            drop_oldest=unbounded and config.pop_old_data,
+            # Surplus samples of a round are dropped, not carried over.
+            max_version_lag=config.finetune.max_version_lag if rounds is None else rounds.steps - 1,
+            rounds=rounds,
+            step_samples=resume.step_samples,
+        )
+        self._outputs = Outputs(
+            context.streams, context.job.name, context.incarnation, config.finetune, trainer_ranks=trainer_ranks
+        )
+        # Without a trainer nobody ends with the passes.
+        max_epochs = config.finetune.max_epochs if trainer_ranks else None
+        self._last_step = LastStep(max_epochs, update_interval(config), resume.next_step - 1, resume.epochs_done)
+        recorded = recorded_streams(config)
+        # The groups of another run are all there; when they are used up, so is the work.
+        self._is_recorded, self._used_up = recorded is not None, False
+        self._groups = (recorded or context.streams).reader(
+            ACTOR_TOPIC,
+            ACTOR_INSTANCE,
+            Group,
+            resume.actor_offset,
+            consumer=None if recorded is not None else PREPROCESSOR_CONSUMER,
+        )
+        self._feed: Feed[TrainerMessage] = Feed(
+            context.streams.reader(TRAINER_TOPIC, TRAINER_INSTANCE, TrainerMessage),
+            self._on_trainer_message,
+            name="trainer",
+            on_failure=lambda _: self._groups.wake(),
+        )
+
+    def run(self) -> None:
+        """Loop until training is done or recorded groups are used up."""
+        self._feed.start()
+        # There is no room only when training is done; what the batch held is as pending as what the queue holds.
+        with contextlib.suppress(NoRoom):
+            while not self._view.is_done and not self._used_up:
+                entries = self._wait()
+                for start in range(0, len(entries), self._chunk_groups):
+                    self._queue(entries[start : start + self._chunk_groups])
+                    self._dispatch()
+                self._dispatch()
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._outputs.close)
+            stack.callback(self._groups.close)
+            stack.callback(self._feed.stop)
+
+    def _wait(self) -> Sequence[Entry[Group]]:
+        """Block until groups came in or the trainer said something; the latter gives an empty list."""
+        if self._is_recorded:
+            recorded = self._groups.read(0, max_records=64)
+            self._used_up = not recorded
+            return recorded
+        heard = self._view.changes
+        what = "the trainer (queue is full)" if self._batcher.is_full else "groups from the actor"
+        with self._heartbeat.waiting(what, self._deadline_s):
+            if self._batcher.is_full:
+                while not self._feed.wait_for(lambda: self._view.changes != heard, READ_TIMEOUT_S):
+                    self._feed.raise_if_failed()
+                return []
+            while not (entries := self._groups.read(READ_TIMEOUT_S, max_records=64)):
+                self._feed.raise_if_failed()
+                if self._view.changes != heard:
+                    break
+            return entries
+
+    def _queue(self, entries: Sequence[Entry[Group]]) -> None:
+        for group, rejections in self._scorer.score(entries):
+            self._outputs.write_fates(rejections, self._version)
+            self._last_step.see(group.record.epochs_done)
+            self._outputs.write_fates(self._batcher.add(group), self._version)
+        self._digested_offset = entries[-1].offset + 1
+        self._heartbeat.progress(len(entries))
+
+    def _dispatch(self) -> None:
+        """Write every batch that is complete and that the trainer is ready for."""
+        while not self._last_step.is_closed and self._view.may_dispatch(self._step):
+            self._outputs.write_fates(self._batcher.purge_stale(self._step), self._version)
+            groups = self._close_step()
+            if groups is None:
+                return
+            last = self._last_step
+            epochs_done = max(g.record.epochs_done for g in groups) if last.rest_end is None else last.seen_epochs
+            oldest = self._batcher.oldest_offset
+            statistics = self._scorer.take_statistics()
+            offset = self._digested_offset if oldest is None else oldest
+            self._outputs.write_batch(self._step, groups, offset, epochs_done, statistics)
+            self._outputs.write_metrics(self._step, self._batcher.num_batches, statistics)
+            self._heartbeat.progress()
+            last.close(self._step, epochs_done)
+            self._step += 1
+
+    def _close_step(self) -> Groups | None:
+        """The groups of the next batch; for the last one of the passes, what is there. None: no batch now, or ever."""
+        last = self._last_step
+        if last.rest_end is None and (groups := self._batcher.close_step(self._step)):
+            return groups
+        if last.max_epochs is None or not last.wait_no_longer(self._digested_offset):
+            return None
+        rest = self._batcher.close_rest(self._step, last.rest_end or 0)
+        if rest is None:
+            self._outputs.write_passes_over(self._step - 1, last.max_epochs)
+            last.give_up()
+        return rest
+
+    @property
+    def _version(self) -> int:
+        """Version of the weights that the next batch will train."""
+        return self._step - 1
+
+    def _on_trainer_message(self, entry: Entry[TrainerMessage]) -> None:
+        self._view.take(entry.record)
+        if self._view.is_done:
+            self._outputs.stop_waiting()
+        self._groups.wake()
+
+
+class Outputs:
+    """What the preprocessor writes: fates, batches, metrics, and that the passes are over.
+
+    Args:
+        trainer_ranks: ranks that batches are planned for; 0: no trainer reads them.
+    """
+
+    def __init__(
+        self, streams: StreamHub, job_name: str, incarnation: int, config: FinetuneConfig, trainer_ranks: int
+    ) -> None:
+        self._job_name = job_name
+        self._incarnation = incarnation
+        self._config = config
+        self._num_ranks = max(trainer_ranks, 1)
+        self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch, is_consumed=trainer_ranks > 0)
+        self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
+        self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
+        self._passes = streams.writer(PASSES_TOPIC, job_name, PassesOver)
+        self._counts: Counter[str] = Counter()
+
+    def write_fates(self, rejections: Iterable[Rejection], version: int) -> None:
+        """Write one record for each (group, fate, reason), before the samples are dropped."""
+        bundles: dict[tuple[str, str, str], list[Rejection]] = {}
+        for rejection in rejections:
+            key = (rejection.sample.group_id, rejection.fate, rejection.reason)
+            bundles.setdefault(key, []).append(rejection)
+        for (group_id, _, reason), bundle in bundles.items():
+            fate = bundle[0].fate
+            self._fates.write(
+                FateRecord(
+                    sample_ids=[r.sample.id for r in bundle],
+                    fate=fate,
+                    reason=reason,
+                    version=version,
+                    group_id=group_id,
+                    source=self._job_name,
+                    output_tokens=sum(r.sample.output_tokens for r in bundle),
+                    incarnation=self._incarnation,
+                )
+            )
+            self._counts[fate] += len(bundle)
+            self._counts[f"{fate}/{reason}"] += len(bundle)
+        if bundles:
+            self._fates.flush()
+
+    def write_batch(
+        self, step: int, groups: Groups, actor_offset: int, epochs_done: float, statistics: dict[str, float]
+    ) -> None:
+        """Plan and publish one optimizer step.
+
+        Raises:
+            NoRoom: the stream is full, and after `stop_waiting` nobody reads a batch any more.
+        """
+        samples = [sample for group in groups for sample in group.record.samples]
+        lengths = [len(sample.input_ids) for sample in samples]
+        config = self._config
+        plan = make_plan(lengths, self._num_ranks, config.seq_length, config.seq_packing, config.train_batch_size)
+        self._batches.write(
+            TrainingBatch(
+                id=f"{self._incarnation}-{step}",
+                step=step,
+                samples=samples,
+                group_ids=[group.record.id for group in groups],
+                plan=plan,
+                actor_offset=actor_offset,
+                epochs_done=epochs_done,
+                incarnation=self._incarnation,
+                metrics=statistics,
+            )
+        )
+        self._batches.flush()
+        logger.info(
+            "batch %d: %d samples of %d groups, %d micro-batches%s",
+            step,
+            len(samples),
+            len(groups),
+            sum(len(rank) for rank in plan),
+            "".join(f", {name.partition('/')[2]} {value:.3f}" for name, value in statistics.items()),
+        )
+
+    def write_passes_over(self, step: int, max_epochs: int) -> None:
+        """Tell the trainer that no batch follows that of `step`."""
+        self._passes.write(
+            PassesOver(step=step, max_epochs=max_epochs, time=time.time(), incarnation=self._incarnation)
+        )
+        self._passes.flush()
+        logger.info("%d passes over the problems are done, and no samples are left after step %d", max_epochs, step)
+
+    def write_metrics(self, step: int, queue_batches: float, statistics: dict[str, float]) -> None:
+        """Write the metrics of one step; counters are totals since this process started."""
+        values = {
+            "preprocessor/queue_batches": queue_batches,
+            "preprocessor/filtered_samples": float(self._counts["filtered"]),
+            "preprocessor/stale_samples": float(self._counts["stale"]),
+            "preprocessor/failed_samples": float(self._counts["failed"]),
+            **statistics,
+        }
+        values |= {f"preprocessor/{name}": float(n) for name, n in self._counts.items() if "/" in name}
+        self._metrics.write(MetricRecord(source=self._job_name, step=step, time=time.time(), values=values))
+
+    def stop_waiting(self) -> None:
+        """Training is done: a batch for which the stream has no room is not written. Any thread may call it."""
+        self._batches.end_waits()
+
+    def close(self) -> None:
+        for writer in (self._batches, self._fates, self._metrics, self._passes):
+            writer.close()
 
 
 if __name__ == "__main__":

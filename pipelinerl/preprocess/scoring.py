@@ -1,105 +1,202 @@
-"""A group -> its samples with advantages. Pure; called by the intake for every group, and again when a step closes.
+"""Groups of the stream `actor` -> samples with advantages, and rejections. No torch.
 
-The baseline of a group is over its rollouts: a rollout counts once however many samples it has, and its advantage is
-credited once to every trained token of each of its samples. KL in the reward comes behind baseline and filters, when
-the step closes: inside a baseline it would be the only difference between rollouts with equal rewards, and a division
-by the group's standard deviation would blow it up to the size of a reward.
+Every rejection has a fate and a short reason:
+
+| fate     | reason                 | when                                                                        |
+|----------|------------------------|-----------------------------------------------------------------------------|
+| failed   | no_ref_logprobs        | the reference servers could not score it                                    |
+| filtered | no_trained_tokens      | nothing to train on                                                         |
+| filtered | longer_than_seq_length | more tokens than `finetune.seq_length`                                      |
+| filtered | overlong               | cut at the token limit, with `rl.overlong_filtering`                        |
+| filtered | reward_range           | mean reward of its group outside `rl.filter_reward_low` .. `..._high`       |
+| filtered | zero_advantage         | no sample of its group has one, with `rl.filter_zero_advantage_groups`      |
+| stale    | rolled_back            | sampled by a version that no longer exists after a resume                   |
+| stale    | max_version_lag        | a token would be older than `finetune.max_version_lag` when trained         |
+| stale    | dropped_oldest         | training is slower than generation and the queue was full                   |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
-from pipelinerl.config.finetune import RLConfig
-from pipelinerl.records import Sample, ScoredSample
-from pipelinerl.rl.advantages import discounted_returns, group_advantages, kl_rewards, normalize_batch, rewards_to_go
-from pipelinerl.rl.advantages.stages import cuts_negative, is_batch_normalized, is_finished_by_step
+from pipelinerl.config.finetune import FinetuneConfig, RLConfig
+from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.records import Fate, Group, Sample
+from pipelinerl.rl.advantages import (
+    AdvantageInputs,
+    discounted_returns,
+    group_advantages,
+    has_signal,
+    length_penalty,
+)
+from pipelinerl.streams.base import Entry
 
 STEP_REWARD_KEY = "step_reward"
 
-
-def score_group(samples: Sequence[Sample], extra_rewards: Sequence[float], rl: RLConfig) -> list[ScoredSample]:
-    """Advantages of one group's samples, in their order: one value each, without KL and normalisation (`finish_step`).
-
-    Args:
-        samples: all usable samples of the group.
-        extra_rewards: rewards of rollouts that ended well but left no sample; they count in the baseline.
-        rl: the algorithm.
-    """
-    rollouts: dict[str, list[int]] = {}
-    for position, sample in enumerate(samples):
-        rollouts.setdefault(sample.rollout_id, []).append(position)
-    rewards = [_rollout_rewards([samples[p] for p in positions], rl) for positions in rollouts.values()]
-    if rl.use_advantages:
-        everyone = [*rewards, *([reward] for reward in extra_rewards)]
-        values = group_advantages(everyone, rl.advantage_estimator, rl.divide_advantage_by_std)
-    else:
-        values = rewards
-    advantages = [0.0] * len(samples)
-    for positions, of_rollout in zip(rollouts.values(), values, strict=False):
-        for position, value in zip(positions, of_rollout, strict=True):
-            advantages[position] = value
-    if cuts_negative(rl) and not is_finished_by_step(rl):
-        advantages = [max(value, 0.0) for value in advantages]
-    return [ScoredSample(sample=s, advantages=[a]) for s, a in zip(samples, advantages, strict=True)]
+# Samples in, the same samples with ref_logprobs out (None: this one could not be scored).
+ReferenceScorer = Callable[[Sequence[Sample]], list[Sample | None]]
 
 
-def finish_step(scored: Sequence[ScoredSample], rl: RLConfig, in_trainer: bool = False) -> list[ScoredSample]:
-    """What the algorithm does to the advantages of a closed step: KL in the reward, normalisation, no negative ones.
+@dataclass(frozen=True)
+class Rejection:
+    """One sample that will not be trained."""
 
-    With A_i the value that sample i has by now and KL_t = log mu - log ref of its trained token t (k1), token t gets
+    sample: Sample
+    fate: Fate
+    reason: str
 
-        A_i,t = A_i - reward_minus_kl_coef * sum over t' >= t of KL_t'
 
-    (REINFORCE++, arXiv 2501.03262: a token pays for itself and for what it leads to, within its sample), and the
-    normalisation is over the tokens of the step (see `rl/advantages/batch_norm.py`). With `gae` each token's share of
-    the reward, -reward_minus_kl_coef * KL_t, goes into `token_rewards` and the trainer's recursion adds it up.
+class GroupScorer:
+    """Scores and filters groups. A group that is read twice has one effect.
 
     Args:
-        in_trainer: the reference model is beside the trainer, which does all this in its place
-            (`finetune/step_advantages.py`).
-
-    Raises:
-        ValueError: KL is part of the reward and a sample has not one reference log-prob for each trained token.
+        resume: what is settled already.
+        add_reference: None: samples get no reference log-probs here.
     """
-    if in_trainer:
-        return list(scored)
-    if rl.reward_minus_kl_coef:
-        scored = [_with_kl(item, rl) for item in scored]
-    values = [item.advantages for item in scored]
-    if is_batch_normalized(rl):
-        values = normalize_batch(values, [item.sample.num_trained_tokens for item in scored])
-    if cuts_negative(rl) and is_finished_by_step(rl):
-        # Here and not before: what is subtracted above would make negative ones again.
-        values = [[max(value, 0.0) for value in of_sample] for of_sample in values]
-    return [msgspec.structs.replace(item, advantages=value) for item, value in zip(scored, values, strict=True)]
+
+    def __init__(
+        self, config: FinetuneConfig, resume: ResumePoint, add_reference: ReferenceScorer | None = None
+    ) -> None:
+        self._config = config
+        self._resume = resume
+        self._add_reference = add_reference
+        self._rewards: list[float] = []
+        self._successes = 0
+
+    def score(self, entries: Sequence[Entry[Group]]) -> list[tuple[Entry[Group], list[Rejection]]]:
+        """The groups that were not seen before, each with its trainable samples only, and what was rejected."""
+        fresh = []
+        for entry in entries:
+            if entry.record.id not in self._resume.dispatched_groups:
+                self._resume.dispatched_groups.add(entry.record.id)
+                self._rewards += [rollout.reward for rollout in entry.record.rollouts]
+                self._successes += sum(rollout.success for rollout in entry.record.rollouts)
+                fresh.append(entry)
+        found = self._reference_of([sample for entry in fresh for sample in entry.record.samples])
+        return [self._score_one(entry, found) for entry in fresh]
+
+    def take_statistics(self) -> dict[str, float]:
+        """Means over the rollouts since the last call, rejected ones included; empty if there were none."""
+        count = len(self._rewards)
+        if not count:
+            return {}
+        means = {
+            "preprocessor/reward_mean": sum(self._rewards) / count,
+            "preprocessor/success_rate": self._successes / count,
+        }
+        self._rewards, self._successes = [], 0
+        return means
+
+    def _reference_of(self, samples: Sequence[Sample]) -> dict[str, Sample | None]:
+        """By id, the samples that were sent to the reference servers; those that cannot be trained are not sent."""
+        if self._add_reference is None:
+            return {}
+        wanted = [s for s in samples if s.num_trained_tokens and len(s.input_ids) <= self._config.seq_length]
+        found = self._add_reference(wanted) if wanted else []
+        return {old.id: new for old, new in zip(wanted, found, strict=True)}
+
+    def _score_one(
+        self, entry: Entry[Group], reference: dict[str, Sample | None]
+    ) -> tuple[Entry[Group], list[Rejection]]:
+        group, rl = entry.record, self._config.rl
+        with_reference = [(sample, reference.get(sample.id, sample)) for sample in group.samples]
+        rejections = [Rejection(old, "failed", "no_ref_logprobs") for old, new in with_reference if new is None]
+        empty = [rollout.reward for rollout in group.rollouts if rollout.num_samples == 0]
+        scored = score_group([new for _, new in with_reference if new is not None], empty, rl)
+        kept, untrainable = reject_untrainable(scored, self._config, [rollout.reward for rollout in group.rollouts])
+        rejections += untrainable
+        rejections += [Rejection(s, "stale", "rolled_back") for s in kept if self._resume.is_rolled_back(s)]
+        settled = self._resume.settled_samples
+        gone = settled | {rejection.sample.id for rejection in rejections}
+        group = replace(group, samples=[sample for sample in kept if sample.id not in gone])
+        return Entry(entry.offset, group), [r for r in rejections if r.sample.id not in settled]
 
 
-def _with_kl(item: ScoredSample, rl: RLConfig) -> ScoredSample:
-    rewards = kl_rewards(item.sample.logprobs, item.sample.ref_logprobs, rl.reward_minus_kl_coef)
-    if rl.advantage_estimator == "gae":
-        return msgspec.structs.replace(item, token_rewards=rewards)
-    (advantage,) = item.advantages
-    return msgspec.structs.replace(item, advantages=[advantage + value for value in rewards_to_go(rewards)])
+def score_group(samples: Sequence[Sample], empty_rollouts: Sequence[float], rl: RLConfig) -> list[Sample]:
+    """The samples of one group with their advantages.
+
+    Args:
+        empty_rollouts: rewards of rollouts that ended well but left no sample; they count in the baseline.
+    """
+    if not samples:
+        return []
+    by_rollout: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_rollout.setdefault(sample.rollout_id, []).append(sample)
+    rollouts = list(by_rollout.values())
+    inputs = AdvantageInputs(
+        rewards=[*(_rewards(rollout, rl) for rollout in rollouts), *([reward] for reward in empty_rollouts)],
+        samples=[*rollouts, *(() for _ in empty_rollouts)],
+    )
+    found: dict[str, float] = {}
+    for rollout, advantages in zip(rollouts, group_advantages(inputs, rl), strict=False):
+        found |= {sample.id: advantage for sample, advantage in zip(rollout, advantages, strict=True)}
+    return [replace(sample, advantage=found[sample.id]) for sample in samples]
 
 
-def _rollout_rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
+def _rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
+    """Reward of each sample of one rollout, in order; with step rewards, the return."""
     rewards = [sample.reward - length_penalty(sample.output_tokens, rl) for sample in samples]
     if all(sample.metadata.get(STEP_REWARD_KEY) for sample in samples):
         return discounted_returns(rewards, rl.gamma)
     return rewards
 
 
-def length_penalty(output_tokens: int, rl: RLConfig) -> float:
-    """What an output of this length costs (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+def reject_untrainable(
+    samples: Sequence[Sample], config: FinetuneConfig, rewards: Sequence[float] = ()
+) -> tuple[list[Sample], list[Rejection]]:
+    """Split off the samples of one group that the configuration does not train. Their rewards stay in the baseline.
 
-    0 up to `overlong_buffer_tokens` before `overlong_limit_tokens`, from there in a line to `overlong_penalty` at the
-    limit and beyond.
+    Args:
+        samples: with the advantages of `score_group`.
+        rewards: of all rollouts of the group, as the task gave them.
     """
-    buffer_tokens, limit = rl.overlong_buffer_tokens, rl.overlong_limit_tokens
-    if not buffer_tokens or limit is None:
-        return 0.0
-    over = output_tokens - (limit - buffer_tokens)
-    return rl.overlong_penalty * min(max(over / buffer_tokens, 0.0), 1.0)
+    rl = config.rl
+    without_signal = rl.filter_zero_advantage_groups and not any(has_signal(s.advantage or 0.0, rl) for s in samples)
+    out_of_range = bool(rewards) and not _is_in_range(math.fsum(rewards) / len(rewards), rl)
+
+    def reason(sample: Sample) -> str | None:
+        if not sample.num_trained_tokens:
+            return "no_trained_tokens"
+        if len(sample.input_ids) > config.seq_length:
+            return "longer_than_seq_length"
+        if rl.overlong_filtering and not sample.finished:
+            return "overlong"
+        if out_of_range:
+            return "reward_range"
+        return "zero_advantage" if without_signal else None
+
+    return _split(samples, "filtered", reason)
+
+
+def _is_in_range(mean_reward: float, rl: RLConfig) -> bool:
+    """low < mean < high: bounds that rewards reach (0 and 1) reject groups that are all wrong or all right."""
+    low, high = rl.filter_reward_low, rl.filter_reward_high
+    return (low is None or mean_reward > low) and (high is None or mean_reward < high)
+
+
+def reject_stale(
+    samples: Sequence[Sample], trained_at_version: int, max_version_lag: int | None
+) -> tuple[list[Sample], list[Rejection]]:
+    """Split off the samples that would be too old when the weights have version `trained_at_version`."""
+
+    def reason(sample: Sample) -> str | None:
+        if sample.max_version > trained_at_version:
+            return "rolled_back"
+        if max_version_lag is not None and trained_at_version - sample.min_version > max_version_lag:
+            return "max_version_lag"
+        return None
+
+    return _split(samples, "stale", reason)
+
+
+def _split(
+    samples: Sequence[Sample], fate: Fate, reason_of: Callable[[Sample], str | None]
+) -> tuple[list[Sample], list[Rejection]]:
+    reasons = [(sample, reason_of(sample)) for sample in samples]
+    kept = [sample for sample, reason in reasons if reason is None]
+    return kept, [Rejection(sample, fate, reason) for sample, reason in reasons if reason is not None]

@@ -22,7 +22,6 @@ from pipelinerl.records.sample import (
     Group,
     RolloutSummary,
     Sample,
-    ScoredSample,
     TrainingBatch,
     VersionSpan,
 )
@@ -44,7 +43,6 @@ __all__ = [
     "RolloutSummary",
     "RolloutsPaused",
     "Sample",
-    "ScoredSample",
     "ServerDropped",
     "ServerReady",
     "StepDone",

@@ -31,7 +31,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     `input_ids` (length T) holds the prompt and output ids exactly as the server saw and sampled them. `labels`
     (length T) repeats `input_ids` where a token is trained and is -100 elsewhere. `logprobs` has one value for each
     trained token, in order: natural logs of the sampling distribution at the sampling temperature.
-    `version_spans` cover the trained tokens without gaps.
+    `version_spans` cover the trained tokens without gaps. `advantage` is that of its group's estimator
+    (`rl/advantages.py`), before KL in the reward and normalization; None until the preprocessor has seen the group.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: list[VersionSpan]
     temperature: float = 1.0
     ref_logprobs: list[float] = []
+    advantage: float | None = None
     incarnation: int = 0
     metadata: dict[str, Any] = {}
     schema: int = SCHEMA_VERSION
@@ -96,18 +98,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
-class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A sample with its advantages: one value for the whole sample (length 1) or one per trained token.
-
-    With `gae` the one value is the sample's reward, which the trainer gives to the last trained token, and
-    `token_rewards` are what each trained token earns besides (KL in the reward); empty: nothing.
-    """
-
-    sample: Sample
-    advantages: list[float]
-    token_rewards: list[float] = []
-
-
 class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Everything of one optimizer step: one record of the stream `training_data`.
 
@@ -119,7 +109,7 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     step: int
-    samples: list[ScoredSample]
+    samples: list[Sample]
     group_ids: list[str]
     plan: list[list[list[int]]]
     actor_offset: int

@@ -43,9 +43,7 @@ def replay_run(
     with open_streams(run) as streams:
         end = last_step(streams) if max_steps is None else min(max_steps, last_step(streams))
         numbers = recorded_numbers(streams)
-        has_servers = bool(run.world.jobs_of("preprocessor_llm"))
-        in_trainer = run.config.finishes_advantages_in_trainer(has_servers)
-        rebuild = BatchReplay(run.config.finetune, recorded_groups(streams), in_trainer)
+        rebuild = BatchReplay(run.config.finetune, recorded_groups(streams))
         for batch in recorded_batches(streams):
             if batch.step > end:
                 break

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipelinerl.records import ScoredSample
+from pipelinerl.records import Sample
 
 AGGREGATIONS = ("sample", "sample_mean", "token", "group", "constant_length")
 
@@ -37,15 +37,15 @@ class StepScale:
 
 
 def step_scale(
-    samples: Sequence[ScoredSample], aggregation: str = "sample", constant_length_tokens: int | None = None
+    samples: Sequence[Sample], aggregation: str = "sample", constant_length_tokens: int | None = None
 ) -> StepScale:
     """Token weights of all samples of a step (see the table above). Samples without trained tokens weigh nothing.
 
     Raises:
         ValueError: unknown aggregation, or `constant_length` without `constant_length_tokens`.
     """
-    tokens = [scored.sample.num_trained_tokens for scored in samples]
-    groups = [scored.sample.group_id for scored in samples]
+    tokens = [sample.num_trained_tokens for sample in samples]
+    groups = [sample.group_id for sample in samples]
     weights = _weights(tokens, groups, aggregation, constant_length_tokens)
     return StepScale(tuple(weights), num_samples=len(samples), num_tokens=sum(tokens))
 

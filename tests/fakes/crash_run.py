@@ -28,7 +28,7 @@ from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.weights_feed import Delivery
-from pipelinerl.preprocess.loop import PreprocessLoop
+from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (
     EvaluationResult,
@@ -178,7 +178,7 @@ class _Preprocessor:
         for entry in self.messages.read(0):
             self.loop._view.take(entry.record)
         if entries := self.loop._groups.read(0, max_records=2):
-            self.loop._take(entries)
+            self.loop._queue(entries)
         self.loop._dispatch()
 
 

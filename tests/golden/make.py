@@ -16,6 +16,7 @@ import random
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,7 +25,7 @@ from fakes.golden_run import FOLDER, SAMPLES, STEPS, VOCABULARY, GoldenTrainer, 
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.preprocess.scoring import score_group
-from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, TrainingBatch, VersionSpan
+from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.records.codec import encode
 from pipelinerl.rl.losses import POLICY_LOSSES
 from pipelinerl.rl.packing import make_plan
@@ -85,17 +86,17 @@ def record_sample(models: list[torch.nn.Module], step: int, group: int, attempt:
 
 
 def record_batch(models: list[torch.nn.Module], step: int) -> TrainingBatch:
-    scored: list[ScoredSample] = []
+    scored: list[Sample] = []
     for group in range(GROUPS):
         samples = [record_sample(models, step, group, attempt) for attempt in range(ATTEMPTS)]
         for item in score_group(samples, [], RLConfig()):
-            scored.append(ScoredSample(sample=item.sample, advantages=[round(item.advantages[0], 6)]))
+            scored.append(msgspec.structs.replace(item, advantage=round(item.advantage, 6)))
     return TrainingBatch(
         id=f"0-{step}",
         step=step,
         samples=scored,
         group_ids=[f"{step}-{group}" for group in range(GROUPS)],
-        plan=make_plan([len(item.sample.input_ids) for item in scored], 1, 64, True),
+        plan=make_plan([len(item.input_ids) for item in scored], 1, 64, True),
         actor_offset=step * GROUPS,
     )
 

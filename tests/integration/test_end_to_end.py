@@ -44,7 +44,7 @@ def test_the_task_is_learned(finished: WholeRun) -> None:
 
 def test_every_trained_sample_is_trained_once(finished: WholeRun) -> None:
     batches = finished.records("training_data")
-    ids = [scored["sample"]["id"] for batch in batches for scored in batch["samples"] if batch["step"] <= STEPS]
+    ids = [sample["id"] for batch in batches for sample in batch["samples"] if batch["step"] <= STEPS]
     assert max(Counter(ids).values()) == 1
     fates = Counter()
     for record in finished.records("fates"):
@@ -57,8 +57,7 @@ def test_every_trained_sample_is_trained_once(finished: WholeRun) -> None:
 def test_spans_cover_the_output_and_lag_is_bounded(finished: WholeRun) -> None:
     """max_lag = batch: a token is at most ceil(64 / 64) + 1 versions old, plus what its rollout spans (1 here)."""
     for batch in finished.records("training_data"):
-        for scored in batch["samples"]:
-            sample = scored["sample"]
+        for sample in batch["samples"]:
             trained = sum(label != -100 for label in sample["labels"])
             spans = sample["version_spans"]
             assert spans[0][1] == 0 and spans[-1][2] == trained == len(sample["logprobs"])
@@ -104,7 +103,7 @@ def test_what_the_model_said_can_be_read(finished: WholeRun) -> None:
     options = {"capture_output": True, "text": True, "timeout": 120, "check": True, "env": environment()}
     shown = subprocess.run([*command, "--json", "--step", str(STEPS), "--last", "1000"], **options)
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
-    assert {line["sample_id"] for line in lines} == {scored["sample"]["id"] for scored in step["samples"]}
+    assert {line["sample_id"] for line in lines} == {sample["id"] for sample in step["samples"]}
     for line in lines:
         sample = recorded[line["sample_id"]]
         prompt, output = line["turns"]
@@ -125,7 +124,7 @@ def test_what_it_said_on_held_out_problems_can_be_read(finished: WholeRun) -> No
     assert list(evaluations) == [0, 4, STEPS]
     recorded = finished.records("evaluation_rollouts")
     assert Counter(record["due_version"] for record in recorded) == dict.fromkeys(evaluations, 32)
-    trained = {scored["sample"]["id"] for batch in finished.records("training_data") for scored in batch["samples"]}
+    trained = {sample["id"] for batch in finished.records("training_data") for sample in batch["samples"]}
     assert trained.isdisjoint(sample["id"] for record in recorded for sample in record["samples"])
     command = [sys.executable, "-m", "pipelinerl", "samples", str(finished.output_dir), "--evaluation"]
     options = {"capture_output": True, "text": True, "timeout": 120, "check": True, "env": environment()}

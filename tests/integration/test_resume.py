@@ -99,15 +99,15 @@ def _check_streams(run: WholeRun, starts: list[int], steps: int) -> None:
     assert [started[0], *started[2:]] == starts and started[1] >= 2 and started[1] % 2 == 0
     batches = run.records("training_data")
     assert [batch["step"] for batch in batches] == list(range(1, len(batches) + 1))
-    ids = Counter(scored["sample"]["id"] for batch in batches for scored in batch["samples"])
+    ids = Counter(sample["id"] for batch in batches for sample in batch["samples"])
     assert set(ids.values()) == {1}
     numbers = Counter(int(group["id"].partition("-")[2]) for group in run.records("actor"))
     assert set(numbers.values()) == {1}, "every place in the order of problems is run once"
     evaluations = [(e["due_version"], e["is_final"]) for e in run.records("evaluation")]
     assert evaluations == [(0, False), (steps, True), (steps + 2, True)]
     for batch in batches:
-        for scored in batch["samples"]:
-            newest = max(span[0] for span in scored["sample"]["version_spans"])
-            oldest = min(span[0] for span in scored["sample"]["version_spans"])
+        for sample in batch["samples"]:
+            newest = max(span[0] for span in sample["version_spans"])
+            oldest = min(span[0] for span in sample["version_spans"])
             assert newest < batch["step"]
             assert batch["step"] - 1 - oldest <= 3, "max_lag is one batch: ceil(64 / 64) + 1, and 1 for the rollout"

@@ -81,7 +81,7 @@ def test_a_split_trains_updates_every_server_and_ends(tmp_path: Path, name: str)
     assert len(probes) >= 2 and max(probes) < 1e-3
     report = audit(run)
     assert report["clean"] and report["fates"]["trained"] == summary["samples_trained"] >= STEPS * 16
-    spans = {len(scored["sample"]["version_spans"]) for b in run.records("training_data") for scored in b["samples"]}
+    spans = {len(sample["version_spans"]) for b in run.records("training_data") for sample in b["samples"]}
     if "world.placement=colocated" in overrides:
         assert spans == {1}
 

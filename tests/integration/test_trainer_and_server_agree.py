@@ -20,7 +20,7 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
-from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, TrainingBatch, VersionSpan
+from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.weights.control import ControlClient, control_session
 from pipelinerl.weights.publisher import WeightPublisher
 from pipelinerl.weights.report import ServerAddress
@@ -51,7 +51,7 @@ def parts(policy: PolicyModel, publisher: WeightPublisher, **rl: Any) -> tuple[S
     return runner, WeightsFeed(backend, Ranks(), publisher, torch.float32)
 
 
-def sampled(server: VLLMProcess) -> list[ScoredSample]:
+def sampled(server: VLLMProcess) -> list[Sample]:
     """What the server answers to all prompts at once, at the sampling temperature, as samples."""
 
     async def ask() -> list[dict[str, Any]]:
@@ -66,11 +66,11 @@ def sampled(server: VLLMProcess) -> list[ScoredSample]:
     ]
 
 
-def sample_of(number: int, prompt: list[int], answer: dict[str, Any]) -> ScoredSample:
+def sample_of(number: int, prompt: list[int], answer: dict[str, Any]) -> Sample:
     (choice,) = answer["choices"]
     output = choice["token_ids"]
     spans = [VersionSpan(int(s["version"]), s["start"], s["end"]) for s in choice["weight_versions"]]
-    sample = Sample(
+    return Sample(
         id=f"g/r{number}/s0",
         group_id="g",
         rollout_id=f"g/r{number}",
@@ -78,16 +78,16 @@ def sample_of(number: int, prompt: list[int], answer: dict[str, Any]) -> ScoredS
         labels=[*[IGNORED_LABEL] * len(prompt), *output],
         logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
         reward=float(number % 2),
+        advantage=1.0 - number % 3,
         finished=True,
         finish_reason="length",
         prompt_tokens=len(prompt),
         output_tokens=len(output),
         version_spans=spans,
     )
-    return ScoredSample(sample=sample, advantages=[1.0 - number % 3])
 
 
-def batch_of(samples: list[ScoredSample], step: int) -> TrainingBatch:
+def batch_of(samples: list[Sample], step: int) -> TrainingBatch:
     return TrainingBatch(id=str(step), step=step, samples=samples, group_ids=["g"], plan=[], actor_offset=0)
 
 
@@ -129,5 +129,5 @@ def test_w1_servers_have_the_policy_after_every_step(
         moved = runner.accumulate(batch_of(samples, step + 1))[1].values()
         policy.zero_grad()
         assert moved["rl/logprob_abs_diff_mean"] > 1e-3
-        probe = feed.send(step, [scored.sample.input_ids for scored in samples]).probe_abs_diff
+        probe = feed.send(step, [sample.input_ids for sample in samples]).probe_abs_diff
         assert probe is not None and probe < 1e-4

@@ -16,7 +16,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.source import WeightSource
 
 

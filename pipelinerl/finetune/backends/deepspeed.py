@@ -32,7 +32,7 @@ from pipelinerl.finetune.weight_names import (
     sent_parameters,
     tensor_metas,
 )
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, ModuleSource, WeightSource
 
 _STATE_FOLDER = "deepspeed"

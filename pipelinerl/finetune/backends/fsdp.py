@@ -38,7 +38,7 @@ from pipelinerl.finetune.weight_names import (
     sent_parameters,
     tensor_metas,
 )
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -28,7 +28,7 @@ from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.weight_names import adapter_name, checkpoint_name, export_name
-from pipelinerl.rl.batch import MicroBatch
+from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.source import ModuleSource, WeightSource
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.batch import MicroBatch, positions_of
 from pipelinerl.rl.metrics import TensorMetric
+from pipelinerl.rl.microbatch import MicroBatch, positions_of
 
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
 MAX_LOG_RATIO = 20.0

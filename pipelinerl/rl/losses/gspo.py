@@ -12,7 +12,7 @@ from __future__ import annotations
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.rl.losses.base import LossInputs, TokenLoss
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
-from pipelinerl.rl.segments import segment_mean, to_tokens
+from pipelinerl.rl.microbatch import segment_mean, to_tokens
 
 
 def gspo(inputs: LossInputs, config: RLConfig) -> TokenLoss:

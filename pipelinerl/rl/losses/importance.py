@@ -23,7 +23,7 @@ import torch
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
 from pipelinerl.rl.metrics import TensorMetric
-from pipelinerl.rl.segments import segment_mean, segment_sum, to_tokens
+from pipelinerl.rl.microbatch import segment_mean, segment_sum, to_tokens
 
 
 def correct(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor | None, dict[str, TensorMetric]]:

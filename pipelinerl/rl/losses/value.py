@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.advantages.gae import gae
+from pipelinerl.rl.advantages import gae
 from pipelinerl.rl.losses.base import LossInputs
 
 

@@ -41,7 +41,7 @@ from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.weights_feed import Delivery
 from pipelinerl.ledger.evidence import read_evidence
 from pipelinerl.ledger.fold import fold
-from pipelinerl.preprocess.loop import PreprocessLoop
+from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (
     EvaluationResult,

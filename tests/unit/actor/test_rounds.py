@@ -13,8 +13,9 @@ from pipelinerl.actor.round_budget import RoundBudget
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, next_update, pauses_rollouts, rounds_of, update_interval
-from pipelinerl.preprocess.batcher import Batcher, ClosedStep, ReadyGroup
-from pipelinerl.records import ScoredSample, StepDone, TrainerStarted, WeightUpdateSuccess
+from pipelinerl.preprocess.batcher import Batcher, Groups, num_samples
+from pipelinerl.records import Group, Sample, StepDone, TrainerStarted, WeightUpdateSuccess
+from pipelinerl.streams.base import Entry
 
 
 def test_rounds_of_three_steps_that_end_in_the_middle_of_one() -> None:
@@ -35,18 +36,19 @@ def test_what_the_configuration_asks_for() -> None:
     assert not pauses_rollouts(RunConfig(output_dir="x"))
 
 
-def scored(sample_id: str, version: int) -> ScoredSample:
-    return ScoredSample(sample=short_sample(sample_id, version), advantages=[1.0])
+def ready(group_id: str, count: int, version: int = 0, offset: int = 0) -> Entry[Group]:
+    samples = [short_sample(f"{group_id}/r{index}/s0", version) for index in range(count)]
+    return entry_of(group_id, samples, offset)
 
 
-def ready(group_id: str, count: int, version: int = 0, offset: int = 0) -> ReadyGroup:
-    samples = tuple(scored(f"{group_id}/r{index}/s0", version) for index in range(count))
-    return ReadyGroup(group_id, offset, samples)
+def entry_of(group_id: str, samples: list[Sample], offset: int) -> Entry[Group]:
+    group = Group(id=group_id, problem_id="p", dataset_name="d", samples=samples, rollouts=[])
+    return Entry(offset, group)
 
 
-def sizes(closed: ClosedStep | None) -> list[int]:
+def sizes(closed: Groups | None) -> list[int]:
     assert closed is not None
-    return [len(group.samples) for group in closed.groups]
+    return [len(group.record.samples) for group in closed]
 
 
 def test_no_step_closes_before_the_whole_round_is_there() -> None:
@@ -147,8 +149,8 @@ class Simulation:
     steps_done: int = 0
     version: int = 0
     started: int = 0
-    published: list[tuple[ReadyGroup, int]] = field(default_factory=list)
-    batches: dict[int, ClosedStep] = field(default_factory=dict)
+    published: list[tuple[Entry[Group], int]] = field(default_factory=list)
+    batches: dict[int, Groups] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
     lags: list[int] = field(default_factory=list)
 
@@ -159,18 +161,18 @@ class Simulation:
         self.budget.observe_rollout(self.largest_rollout)
         self.trainer = TrainerState(self.budget, self.incarnation)
         for step, closed in self.batches.items():
-            self.budget.note_trained(step, len(closed.samples))
+            self.budget.note_trained(step, num_samples(closed))
         self.trainer.apply_message(TrainerStarted(step=steps_done, data_offset=0, time=0, incarnation=self.incarnation))
-        batched = {group.group_id for closed in self.batches.values() for group in closed.groups}
-        trained = {g.group_id for step, c in self.batches.items() if step <= steps_done for g in c.groups}
-        counts = {step: len(closed.samples) for step, closed in self.batches.items()}
+        batched = {group.record.id for closed in self.batches.values() for group in closed}
+        trained = {g.record.id for step, c in self.batches.items() if step <= steps_done for g in c}
+        counts = {step: num_samples(closed) for step, closed in self.batches.items()}
         steps = self.rounds.steps
         self.batcher = Batcher(self.rounds.samples_per_step, None, False, steps - 1, self.rounds, counts)
         for group, _ in self.published:
-            ids = [item.sample.id for item in group.samples if item.sample.id not in self.dropped]
-            if ids and group.group_id not in trained:
-                self.budget.publish(group.group_id, ids)
-            if ids and group.group_id not in batched:
+            ids = [item.id for item in group.record.samples if item.id not in self.dropped]
+            if ids and group.record.id not in trained:
+                self.budget.publish(group.record.id, ids)
+            if ids and group.record.id not in batched:
                 self.batcher.add(group)
         self.running: list[str] = []
 
@@ -182,8 +184,9 @@ class Simulation:
             moves.append("end")
         if self.steps_done + 1 in self.batches:
             moves.append("train")
-        if (closed := self.batcher.close_step(max(self.batches, default=0) + 1)) is not None:
-            self.batches[closed.step] = closed
+        step = max(self.batches, default=0) + 1
+        if (closed := self.batcher.close_step(step)) is not None:
+            self.batches[step] = closed
             moves.append("train")
         return moves
 
@@ -205,12 +208,13 @@ class Simulation:
         for count in counts:
             self.budget.end_rollout(name, count)
         group = ready(name, sum(counts), self.version)
-        self.budget.publish(name, [item.sample.id for item in group.samples])
-        kept = tuple(item for item in group.samples if self.rng.random() < self.keep)
-        gone = {item.sample.id for item in group.samples} - {item.sample.id for item in kept}
+        samples = group.record.samples
+        self.budget.publish(name, [item.id for item in samples])
+        kept = [item for item in samples if self.rng.random() < self.keep]
+        gone = {item.id for item in samples} - {item.id for item in kept}
         self.dropped |= gone
         self.budget.settle_samples(name, gone)
-        self.published.append((ReadyGroup(name, len(self.published), kept), self.version))
+        self.published.append((entry_of(name, kept, len(self.published)), self.version))
         self.batcher.add(self.published[-1][0])
 
     def train(self) -> None:
@@ -218,7 +222,7 @@ class Simulation:
         if step not in self.batches:
             return
         closed = self.batches[step]
-        versions = {item.sample.min_version for item in closed.samples}
+        versions = {item.min_version for group in closed for item in group.record.samples}
         assert len(versions) == 1
         self.lags.append(step - 1 - versions.pop())
         self.steps_done = step
@@ -231,8 +235,8 @@ class Simulation:
             StepDone(
                 step=step,
                 time=0,
-                group_ids=[group.group_id for group in closed.groups],
-                num_samples=len(closed.samples),
+                group_ids=[group.record.id for group in closed],
+                num_samples=num_samples(closed),
                 samples_processed=0,
                 incarnation=self.incarnation,
             )

@@ -24,7 +24,7 @@ from transformers import (
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, TrainingBatch, VersionSpan
+from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.report import ServerUpdate, UpdateReport
@@ -63,7 +63,7 @@ def tiny_model(family: str = "qwen2", attention: str = SEGMENTED_ATTENTION, tied
         return model_class(config_class(**sizes)).train()
 
 
-def make_samples(count: int, seed: int = 0, masked_every: int = 0) -> list[ScoredSample]:
+def make_samples(count: int, seed: int = 0, masked_every: int = 0) -> list[Sample]:
     """Samples of 3..40 tokens in groups of 4; every `masked_every`-th one trains nothing."""
     rng = random.Random(seed)
     samples = []
@@ -80,36 +80,34 @@ def make_samples(count: int, seed: int = 0, masked_every: int = 0) -> list[Score
             else [VersionSpan(1, 0, trained)]
         )
         samples.append(
-            ScoredSample(
-                sample=Sample(
-                    id=f"0-{number // 4}/r{number % 4}/s0",
-                    group_id=f"0-{number // 4}",
-                    rollout_id=f"0-{number // 4}/r{number % 4}",
-                    input_ids=ids,
-                    labels=labels,
-                    logprobs=[-rng.uniform(0.5, 6.0) for _ in range(trained)],
-                    reward=rng.choice([0.0, 1.0]),
-                    finished=True,
-                    finish_reason="stop",
-                    prompt_tokens=prompt,
-                    output_tokens=output,
-                    version_spans=spans,
-                ),
-                advantages=[rng.uniform(-1, 1)],
+            Sample(
+                id=f"0-{number // 4}/r{number % 4}/s0",
+                group_id=f"0-{number // 4}",
+                rollout_id=f"0-{number // 4}/r{number % 4}",
+                input_ids=ids,
+                labels=labels,
+                logprobs=[-rng.uniform(0.5, 6.0) for _ in range(trained)],
+                reward=rng.choice([0.0, 1.0]),
+                advantage=rng.uniform(-1, 1),
+                finished=True,
+                finish_reason="stop",
+                prompt_tokens=prompt,
+                output_tokens=output,
+                version_spans=spans,
             )
         )
     return samples
 
 
 def make_batch(
-    samples: Sequence[ScoredSample], step: int = 1, plan: list[list[list[int]]] | None = None, **changes: Any
+    samples: Sequence[Sample], step: int = 1, plan: list[list[list[int]]] | None = None, **changes: Any
 ) -> TrainingBatch:
-    lengths = [len(scored.sample.input_ids) for scored in samples]
+    lengths = [len(sample.input_ids) for sample in samples]
     return TrainingBatch(
         id=f"batch-{step}",
         step=step,
         samples=list(samples),
-        group_ids=sorted({scored.sample.group_id for scored in samples}),
+        group_ids=sorted({sample.group_id for sample in samples}),
         plan=plan if plan is not None else make_plan(lengths, 1, 128, True),
         actor_offset=step * 10,
         **changes,
@@ -213,7 +211,7 @@ class Kit:
     """The helpers above, for tests that cannot import this file."""
 
     model: Callable[..., PreTrainedModel] = tiny_model
-    samples: Callable[..., list[ScoredSample]] = make_samples
+    samples: Callable[..., list[Sample]] = make_samples
     batch: Callable[..., TrainingBatch] = make_batch
     config: Callable[..., FinetuneConfig] = finetune_config
     tokenizer: Callable[[Path], Path] = save_tokenizer

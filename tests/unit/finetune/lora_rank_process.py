@@ -52,7 +52,7 @@ class Trainer:
 
     def step(self, step):
         samples = self.kit.samples(17, 1)
-        plan = make_plan([len(scored.sample.input_ids) for scored in samples], self.ranks.world_size, 128, True)
+        plan = make_plan([len(sample.input_ids) for sample in samples], self.ranks.world_size, 128, True)
         return self.runner.run(self.kit.batch(samples, step=step, plan=plan)).metrics["rl/kl_reference"]
 
     def weights(self):

@@ -36,7 +36,7 @@ def main(name, folder, device):
     kit = kit_module().Kit()
     ranks = join(device)
     samples = kit.samples(SAMPLES, masked_every=9)
-    lengths = [len(scored.sample.input_ids) for scored in samples]
+    lengths = [len(sample.input_ids) for sample in samples]
     for packed in (True, False):
         config = RunConfig(
             output_dir=str(folder),

@@ -79,7 +79,7 @@ def main(name, folder, device):
 
     def batch(step):
         samples = kit.samples(64, seed=step, masked_every=9)
-        micro_batches = make_plan([len(s.sample.input_ids) for s in samples], 1, 128, True)[0]
+        micro_batches = make_plan([len(s.input_ids) for s in samples], 1, 128, True)[0]
         # Uneven on purpose: the second rank has to fill up with sentinels.
         return kit.batch(samples, step=step, plan=[micro_batches[:-2], micro_batches[-2:]])
 

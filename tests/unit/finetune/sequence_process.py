@@ -100,7 +100,7 @@ class Trainer:
     def train(self):
         self._steps += 1
         samples = self._kit.samples(12, seed=self._steps)
-        plan = make_plan([len(s.sample.input_ids) for s in samples], self._ranks.world_size, 128, True)
+        plan = make_plan([len(s.input_ids) for s in samples], self._ranks.world_size, 128, True)
         self._note("norm", torch.tensor(self._runner.run(self._kit.batch(samples, self._steps, plan)).grad_norm))
 
     @torch.no_grad()

@@ -123,7 +123,7 @@ def test_metrics_of_a_step(start, batches):
         multi_version_samples samples tokens output_tokens step_s wait_data_s train_s weight_update_s idle_s
         samples_per_s logprob_abs_diff_mean kl_sampler_trainer"""
     assert {f"finetune/{name}" for name in wanted.split()} <= values[0].keys()
-    samples = [scored.sample for scored in batches[3].samples]
+    samples = batches[3].samples
     assert values[3]["finetune/samples"] == 12
     assert values[3]["finetune/tokens"] == sum(len(sample.input_ids) for sample in samples)
     assert values[3]["finetune/output_tokens"] == sum(sample.output_tokens for sample in samples)
@@ -131,7 +131,7 @@ def test_metrics_of_a_step(start, batches):
     assert values[3]["finetune/lag_max_versions"] == 3
     assert 2 < values[3]["finetune/lag_mean_versions"] < 3
     assert values[3]["finetune/multi_version_samples"] == sum(len(sample.version_spans) == 2 for sample in samples)
-    zeros = sum(not any(scored.advantages) for scored in batches[3].samples)
+    zeros = sum(not sample.advantage for sample in batches[3].samples)
     assert values[3]["finetune/zero_advantage_fraction"] == zeros / 12
     # Linear decay of 0.01 over 4 steps: 1, 3/4, 2/4, 1/4.
     assert [round(v["finetune/learning_rate"], 6) for v in values] == [0.01, 0.0075, 0.005, 0.0025]
@@ -274,7 +274,7 @@ def test_l7_batches_behind_the_checkpoint_are_trained_again_as_they_are(start, b
     resumed = start("cut", incarnation=1).run()
     assert resumed.written[0] == TrainerStarted(step=2, data_offset=2, time=5.0, incarnation=1)
     trained = [name for record in resumed.written if isinstance(record, FateRecord) for name in record.sample_ids]
-    assert trained == [scored.sample.id for batch in batches[2:] for scored in batch.samples]
+    assert trained == [sample.id for batch in batches[2:] for sample in batch.samples]
     assert (resumed.state.step, resumed.state.data_offset) == (4, 4)
 
 
@@ -326,8 +326,7 @@ def test_a_server_that_keeps_its_old_head_fails_the_run_after_the_first_update(s
 def test_a_server_that_samples_wrongly_when_busy_ends_the_run_before_the_next_update(start, kit):
     """Every probe is right; the log-probs of what it sampled are not those of its weights."""
     samples = [
-        replace(scored, sample=replace(scored.sample, version_spans=[VersionSpan(0, 0, len(scored.sample.logprobs))]))
-        for scored in kit.samples(128, seed=1)
+        replace(sample, version_spans=[VersionSpan(0, 0, len(sample.logprobs))]) for sample in kit.samples(128, seed=1)
     ]
     run = start(batches=[kit.batch(samples)])
     with pytest.raises(WeightSyncError, match="tokens that the weights in training had sampled differ by"):

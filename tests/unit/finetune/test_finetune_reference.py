@@ -70,8 +70,8 @@ def test_log_probs_are_those_of_the_initial_model_at_the_sampling_temperature(ki
     for step in (1, 2):
         steps.run(kit.batch(samples, step=step))
     batch = kit.batch(samples, step=3, plan=[[[0], [1], [2]]])
-    for scored, micro_batch in zip(samples, steps.micro_batches(batch), strict=True):
-        ids = torch.tensor([scored.sample.input_ids])
+    for sample, micro_batch in zip(samples, steps.micro_batches(batch), strict=True):
+        ids = torch.tensor([sample.input_ids])
         with torch.no_grad():
             logits = kit.model()(input_ids=ids, use_cache=False).logits
         expected = logprobs_from_logits(logits[0, :-1], ids[0, 1:], 0.6, False)[0]

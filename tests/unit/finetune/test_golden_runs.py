@@ -76,11 +76,11 @@ def test_losses_have_different_curves(batches):
 
 def test_the_samples_are_worth_it(batches):
     """Old tokens, samples of two versions, tokens that are not trained inside an output, both signs of advantages."""
-    samples = [scored.sample for batch in batches for scored in batch.samples]
+    samples = [sample for batch in batches for sample in batch.samples]
     assert [batch.step for batch in batches] == list(range(1, STEPS + 1))
     assert any(len(sample.version_spans) == 2 for sample in samples)
     assert any(-100 in sample.labels[sample.prompt_tokens :] for sample in samples)
-    lags = {batch.step - 1 - scored.sample.min_version for batch in batches for scored in batch.samples}
+    lags = {batch.step - 1 - sample.min_version for batch in batches for sample in batch.samples}
     assert lags >= {0, 1, 2, 3}
-    advantages = [scored.advantages[0] for batch in batches for scored in batch.samples]
+    advantages = [sample.advantage for batch in batches for sample in batch.samples]
     assert min(advantages) < 0 < max(advantages)

@@ -1,13 +1,17 @@
-"""KL in the reward with the reference model beside the trainer: the numbers are those of the preprocessor's lists."""
+"""The step stage of advantages against the same formulas on lists, and with numbers worked out by hand (M5)."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import threading
+from itertools import accumulate
 
-import msgspec
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -15,33 +19,70 @@ from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.step_advantages import finish_advantages
-from pipelinerl.preprocess.scoring import finish_step
+from pipelinerl.rl.advantages import ADVANTAGES
 from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.batch import collate, sentinel
+from pipelinerl.rl.microbatch import collate, sentinel
 
-SETTINGS = [
-    {"advantage_estimator": "rloo"},
-    {"advantage_estimator": "rloo", "relu_log_p_weights": True},
-    {"advantage_estimator": "reinforce_baseline"},
-    {"advantage_estimator": "reinforce", "normalize_reward": True, "relu_log_p_weights": True},
-    {"advantage_estimator": "reinforce", "use_advantages": False},
-    {"advantage_estimator": "gae"},
+OPTIONS = [
+    {
+        "advantage_estimator": name,
+        "normalize_reward": normalize,
+        "relu_log_p_weights": cut,
+        "use_advantages": use,
+        "reward_minus_kl_coef": kl,
+    }
+    for name, normalize, cut, use, kl in itertools.product(ADVANTAGES, (0, 1), (0, 1), (0, 1), (0.0, 0.1))
 ]
 
 
 def with_reference(samples, seed=3):
+    """Log-probs as a server gives them: float32 values in float64."""
     draw = random.Random(seed)
 
-    def scored(item):
-        refs = [-draw.uniform(0.5, 6.0) for _ in item.sample.logprobs]
-        return msgspec.structs.replace(item, sample=msgspec.structs.replace(item.sample, ref_logprobs=refs))
+    def rounded(values):
+        return [float(np.float32(value)) for value in values]
 
-    return [scored(item) for item in samples]
+    return [
+        replace(s, logprobs=rounded(s.logprobs), ref_logprobs=rounded(-draw.uniform(0.5, 6) for _ in s.logprobs))
+        for s in samples
+    ]
 
 
-def collated(samples, plan, packed):
+def collated(samples, plan=None, packed=True):
     scale = step_scale(samples)
+    plan = [list(range(len(samples)))] if plan is None else plan
     return [collate(samples, indices, scale=scale, packed=packed, pad_id=0) for indices in plan]
+
+
+def by_sample(micro_batches, name="advantages"):
+    """Values of the trained tokens by index of the sample."""
+    return {
+        index: getattr(batch, name)[batch.mask & (batch.segment_ids == segment)].tolist()
+        for batch in micro_batches
+        for segment, index in enumerate(batch.indices)
+    }
+
+
+def on_lists(samples, rl):
+    """Advantages (and token rewards) of every trained token, in Python floats."""
+    rewards = [
+        [-rl.reward_minus_kl_coef * (mu - ref) for mu, ref in zip(s.logprobs, s.ref_logprobs, strict=True)]
+        for s in samples
+    ]
+    values = [[s.advantage] * s.num_trained_tokens for s in samples]
+    if rl.advantage_estimator == "gae":
+        return values, rewards
+    if rl.reward_minus_kl_coef:
+        to_go = [list(accumulate(reversed(row)))[::-1] for row in rewards]
+        values = [[a + kl for a, kl in zip(*pair, strict=True)] for pair in zip(values, to_go, strict=True)]
+    if rl.use_advantages and (rl.normalize_reward or rl.advantage_estimator == "reinforce_baseline"):
+        flat = [value for row in values for value in row]
+        middle = math.fsum(flat) / len(flat)
+        scale = math.sqrt(math.fsum((value - middle) ** 2 for value in flat) / len(flat)) + 1e-8
+        values = [[(value - middle) / scale for value in row] for row in values]
+    if rl.relu_log_p_weights:
+        values = [[max(value, 0.0) for value in row] for row in values]
+    return values, rewards
 
 
 class TwoRanks(Ranks):
@@ -58,44 +99,88 @@ class TwoRanks(Ranks):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_tensors_and_lists_agree(kit, settings, packed):
-    rl = RLConfig(reward_minus_kl_coef=0.1, **settings)
+def test_every_option_equals_the_lists_bit_by_bit(kit, packed):
     samples = with_reference(kit.samples(12, masked_every=5))
     plan = [[0, 1, 2, 3, 4], [6], [5, 7, 8, 9, 10, 11]]
-    expected = collated(finish_step(samples, rl), plan, packed)
-    found = finish_advantages(collated(samples, plan, packed), rl, Ranks())
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine.advantages, theirs.advantages, atol=1e-5, rtol=1e-5)
-        if rl.advantage_estimator == "gae":
-            torch.testing.assert_close(mine.token_rewards, theirs.token_rewards, atol=1e-6, rtol=1e-6)
+    for options in OPTIONS:
+        rl = RLConfig(**options)
+        found = finish_advantages(collated(samples, plan, packed), samples, rl, Ranks())
+        advantages, rewards = ([np.asarray(row, np.float32).tolist() for row in rows] for rows in on_lists(samples, rl))
+        assert by_sample(found) == dict(enumerate(advantages))
+        if rl.advantage_estimator == "gae" and rl.reward_minus_kl_coef:
+            assert by_sample(found, "token_rewards") == dict(enumerate(rewards))
         else:
-            assert mine.token_rewards is None
+            assert all(batch.token_rewards is None for batch in found)
+        assert all(not batch.advantages[~batch.mask].any() for batch in found)
 
 
-def test_a_token_pays_for_what_follows_in_its_own_sample_only(kit):
-    (item,) = with_reference([next(s for s in kit.samples(8) if s.sample.num_trained_tokens >= 3)])
-    (batch,) = collated([item, item], [[0, 1]], packed=True)
-    rl = RLConfig(reward_minus_kl_coef=0.5)
-    (found,) = finish_advantages([batch], rl, Ranks())
-    kl = [mu - ref for mu, ref in zip(item.sample.logprobs, item.sample.ref_logprobs, strict=True)]
-    expected = [item.advantages[0] - 0.5 * sum(kl[t:]) for t in range(len(kl))]
-    assert found.advantages[found.mask].tolist() == pytest.approx(expected * 2, abs=1e-5)
-    assert not found.advantages[~found.mask].any()
+def hand_made(kit, advantages, kl, **changes):
+    """Samples with these advantages whose trained tokens have log mu - log ref = `kl`."""
+    (longest,) = [s for s in kit.samples(8) if s.num_trained_tokens >= 3][:1]
+    cut = longest.prompt_tokens
+
+    def made(advantage, values):
+        n = len(values)
+        return replace(
+            longest,
+            input_ids=longest.input_ids[: cut + n],
+            labels=longest.labels[: cut + n],
+            logprobs=[-0.5] * n,
+            ref_logprobs=[-0.5 - value for value in values],
+            version_spans=[type(longest.version_spans[0])(0, 0, n)],
+            advantage=advantage,
+        )
+
+    return [made(*pair) for pair in zip(advantages, kl, strict=True)]
 
 
-def test_two_ranks_normalise_over_the_tokens_of_both(kit):
+@pytest.mark.parametrize(
+    ("advantages", "kl", "rl", "expected"),
+    [
+        # A token pays for itself and for what follows in its own sample.
+        ([1.0, -1.0], [[0.5, 0.1, 0.4], [0.0, 2.0]], {}, [0.9, 0.95, 0.96, -1.2, -1.2]),
+        # KL to go times 0.5: 1, 0.5 and 0; values -0.5, 0, -0.5, -0.5. Mean -3/8, variance 3/64.
+        (
+            [0.5, -0.5],
+            [[1.0, 1.0], [0.0, 0.0]],
+            {"advantage_estimator": "reinforce_baseline", "reward_minus_kl_coef": 0.5},
+            [-1 / math.sqrt(3), math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)],
+        ),
+        # Negative values are cut after the KL: 1 - (1.5, 0.5) and -1 - (-2, 0).
+        (
+            [1.0, -1.0],
+            [[1.0, 0.5], [-2.0, 0.0]],
+            {"relu_log_p_weights": True, "reward_minus_kl_coef": 1.0},
+            [0.0, 0.5, 1.0, 0.0],
+        ),
+        # Values 3 (1 token) and 1 (3 tokens): mean 1.5, variance (2.25 + 3 * 0.25) / 4 = 0.75.
+        (
+            [3.0, 1.0],
+            [[0.0], [0.0] * 3],
+            {"normalize_reward": True, "reward_minus_kl_coef": 0.0},
+            [1.5 / math.sqrt(0.75), *[-0.5 / math.sqrt(0.75)] * 3],
+        ),
+    ],
+)
+def test_m5_by_hand(kit, advantages, kl, rl, expected):
+    samples = hand_made(kit, advantages, kl)
+    (found,) = finish_advantages(collated(samples), samples, RLConfig(**{"reward_minus_kl_coef": 0.1, **rl}), Ranks())
+    assert found.advantages[found.mask].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_two_ranks_normalize_over_the_tokens_of_both(kit):
     rl = RLConfig(reward_minus_kl_coef=0.1, advantage_estimator="reinforce_baseline", relu_log_p_weights=True)
     samples = with_reference(kit.samples(12))
-    alone = finish_advantages(collated(samples, [list(range(7)), list(range(7, 12))], True), rl, Ranks())
-    shares = [collated(samples, [list(range(7))], True), collated(samples, [list(range(7, 12))], True)]
+    plan = [list(range(7)), list(range(7, 12))]
+    alone = finish_advantages(collated(samples, plan), samples, rl, Ranks())
+    shares = [[batch] for batch in collated(samples, plan)]
     # A rank may have nothing to train but a sentinel.
     shares[1].append(sentinel(pad_id=0, with_reference=True))
     meeting = ([None, None], threading.Barrier(2))
     found = [None, None]
 
     def work(rank):
-        found[rank] = finish_advantages(shares[rank], rl, TwoRanks(rank, 2, host_group=meeting))
+        found[rank] = finish_advantages(shares[rank], samples, rl, TwoRanks(rank, 2, host_group=meeting))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -107,50 +192,36 @@ def test_two_ranks_normalise_over_the_tokens_of_both(kit):
     assert not found[1][1].advantages.any()
 
 
-def test_equal_advantages_are_zero_and_nothing_trained_is_fine(kit):
-    rl = RLConfig(reward_minus_kl_coef=0.1, advantage_estimator="reinforce_baseline")
-    samples = [
-        msgspec.structs.replace(
-            item, advantages=[0.3], sample=msgspec.structs.replace(item.sample, ref_logprobs=item.sample.logprobs)
-        )
-        for item in kit.samples(4)
-    ]
-    (found,) = finish_advantages(collated(samples, [[0, 1, 2, 3]], True), rl, Ranks())
+def test_m1_equal_advantages_are_zero_and_nothing_trained_is_fine(kit):
+    rl = RLConfig(advantage_estimator="reinforce_baseline")
+    samples = [replace(s, advantage=0.3 if n else 0.1 + 0.2) for n, s in enumerate(kit.samples(4))]
+    (found,) = finish_advantages(collated(samples), samples, rl, Ranks())
     assert not found.advantages.any()
-    (found,) = finish_advantages([sentinel(pad_id=0, with_reference=True)], rl, Ranks())
+    (found,) = finish_advantages([sentinel(pad_id=0)], samples, rl, Ranks())
     assert not found.advantages.any()
 
 
-def test_without_a_reference_the_step_says_so(kit):
+def test_m4_without_a_reference_the_step_refuses(kit):
     config = kit.config(rl={"reward_minus_kl_coef": 0.1})
     runner = StepRunner(PlainBackend(kit.policy(), config, Ranks()), config, Ranks(), schedule_of(config))
-    with pytest.raises(ValueError, match=r"reward_minus_kl_coef: got 0\.1 without reference log-probs"):
+    with pytest.raises(ValueError, match=r"reward_minus_kl_coef"):
         runner.micro_batches(kit.batch(kit.samples(4)))
 
 
-def test_what_servers_scored_is_taken_as_it_is(kit):
-    """The preprocessor has put the KL in; a reference beside the trainer is for the loss then."""
-
+@pytest.mark.parametrize("from_servers", [True, False])
+def test_the_step_charges_kl_once_whoever_computed_the_reference(kit, from_servers):
     class Reference:
         def logprobs(self, micro_batches):
             return [torch.full_like(batch.old_logprobs, -9.0) for batch in micro_batches]
 
     rl = RLConfig(reward_minus_kl_coef=0.1)
     config = kit.config(rl=rl.model_dump())
+    reference = None if from_servers else Reference()
     backend = PlainBackend(kit.policy(), config, Ranks())
-    runner = StepRunner(backend, config, Ranks(), schedule_of(config), reference=Reference())
-    scored = finish_step(with_reference(kit.samples(4)), rl)
-    (charged,) = runner.micro_batches(kit.batch(scored, plan=[[[0, 1, 2, 3]]]))
-    (expected,) = collated(scored, [[0, 1, 2, 3]], True)
-    assert torch.equal(charged.advantages, expected.advantages)
-    # Without theirs the trainer's own is asked.
-    plain = kit.samples(4)
-    (charged,) = runner.micro_batches(kit.batch(plain, plan=[[[0, 1, 2, 3]]]))
-    own = [
-        msgspec.structs.replace(
-            s, sample=msgspec.structs.replace(s.sample, ref_logprobs=[-9.0] * s.sample.num_trained_tokens)
-        )
-        for s in plain
-    ]
-    (expected,) = collated(finish_step(own, rl), [[0, 1, 2, 3]], True)
-    torch.testing.assert_close(charged.advantages, expected.advantages, atol=1e-5, rtol=1e-5)
+    runner = StepRunner(backend, config, Ranks(), schedule_of(config), reference=reference)
+    plain = with_reference(kit.samples(4))
+    scored = [replace(s, ref_logprobs=[-9.0] * s.num_trained_tokens) for s in plain]
+    sent = scored if from_servers else [replace(s, ref_logprobs=[]) for s in plain]
+    (charged,) = runner.micro_batches(kit.batch(sent, plan=[[[0, 1, 2, 3]]]))
+    expected, _ = on_lists(scored, rl)
+    assert by_sample([charged]) == dict(enumerate(np.asarray(row, np.float32).tolist() for row in expected))

@@ -12,7 +12,7 @@ from preprocess_groups import context, group, sample
 
 from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.trainer_state import TrainerState
-from pipelinerl.preprocess.loop import preprocess, reference_scorer
+from pipelinerl.preprocess.main import main, reference_scorer
 from pipelinerl.records import (
     FateRecord,
     Group,
@@ -45,7 +45,7 @@ class Run:
 
     def _main(self):
         try:
-            preprocess(self.context)
+            main(self.context)
         except BaseException as error:  # noqa: BLE001 - shown by finish()
             self.error = error
 
@@ -84,7 +84,7 @@ def test_groups_become_batches_until_training_is_done(tmp_path):
         run.actor.write(group(name))
     batch = run.next_batch()
     assert (batch.step, batch.group_ids, batch.actor_offset) == (1, ["0-0", "0-1"], 2)
-    assert [item.advantages for item in batch.samples] == [[1.0], [-1.0], [1.0], [-1.0]]
+    assert [item.advantage for item in batch.samples] == [1.0, -1.0, 1.0, -1.0]
     assert batch.plan == [[[0, 1, 2, 3]]]
     assert batch.metrics["preprocessor/reward_mean"] == 0.5
     run.actor.write(group("0-3"))
@@ -103,8 +103,8 @@ def test_fates_of_what_is_not_trained(tmp_path):
     run.actor.write(group("0-2", rewards=(1.0, 0.0, 0.0)))
     batch = run.next_batch()
     # The long sample is not trained, but its reward stays in the baseline of the other.
-    assert batch.samples[0].sample.id == "0-0/r1/s0"
-    assert batch.samples[0].advantages == [-1.0]
+    assert batch.samples[0].id == "0-0/r1/s0"
+    assert batch.samples[0].advantage == -1.0
     run.finish()
     assert run.fates() == [
         (["0-0/r0/s0"], "filtered", "longer_than_seq_length"),
@@ -269,7 +269,7 @@ def test_ring_drops_the_oldest_when_training_is_slow(tmp_path):
     run.finish()
     assert third.step == 3
     dropped = {name for ids, fate, reason in run.fates() for name in ids if reason == "dropped_oldest"}
-    trained = {item.sample.id for item in third.samples}
+    trained = {item.id for item in third.samples}
     assert dropped and not dropped & trained
 
 
@@ -365,5 +365,5 @@ def test_no_reference_servers_means_no_scorer(tmp_path, rl):
 
 
 def test_the_preprocessor_imports_no_torch():
-    code = "import sys, pipelinerl.preprocess.loop, pipelinerl.preprocess.reference; assert 'torch' not in sys.modules"
+    code = "import sys, pipelinerl.preprocess.main; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

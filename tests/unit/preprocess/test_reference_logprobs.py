@@ -15,10 +15,10 @@ import pipelinerl.preprocess.reference as reference_module
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError, EndRunError, RolloutError
 from pipelinerl.llm.client import Fault, Reply, post
-from pipelinerl.preprocess.intake import Intake
-from pipelinerl.preprocess.loop import reference_scorer
+from pipelinerl.preprocess.main import reference_scorer
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.reference import ReferenceServers, read_prompt_logprobs
+from pipelinerl.preprocess.scoring import GroupScorer
 from pipelinerl.streams.base import Entry
 
 
@@ -137,19 +137,19 @@ def test_a_refused_sample_fails_alone_and_a_wrong_token_ends_the_run():
         ReferenceServers([server.url], "t", 1.0)([sample("g/r0/s0")])
 
 
-def test_intake_scores_before_the_advantages_and_fails_what_could_not_be_scored():
+def test_groups_are_scored_before_the_advantages_and_fails_what_could_not_be_scored():
     def scorer(samples):
         return [None if s.id == "g/r1/s0" else s for s in samples]
 
-    intake = Intake(FinetuneConfig(seq_length=16), ResumePoint(), scorer)
+    group_scorer = GroupScorer(FinetuneConfig(seq_length=16), ResumePoint(), scorer)
     items = [sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.5), sample("g/r2/s0", 0.0), sample("g/r3/s0", 0.0, output=60)]
-    ((ready, rejections),) = intake.digest([Entry(7, group("g", samples=items))])
+    ((ready, rejections),) = group_scorer.score([Entry(7, group("g", samples=items))])
     assert ready.offset == 7
     assert [(r.sample.id, r.fate, r.reason) for r in rejections] == [
         ("g/r1/s0", "failed", "no_ref_logprobs"),
         ("g/r3/s0", "filtered", "longer_than_seq_length"),
     ]
-    assert [item.advantages[0] for item in ready.samples] == [1.0, -0.5]
+    assert [item.advantage for item in ready.record.samples] == [1.0, -0.5]
 
 
 def test_a_sample_too_long_to_train_is_spared_though_kl_is_part_of_the_reward():
@@ -162,6 +162,6 @@ def test_a_sample_too_long_to_train_is_spared_though_kl_is_part_of_the_reward():
 
     config = FinetuneConfig(seq_length=16, rl={"reward_minus_kl_coef": 0.1})
     items = [sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0, output=60)]
-    ((ready, _),) = Intake(config, ResumePoint(), scorer).digest([Entry(0, group("g", samples=items))])
+    ((ready, _),) = GroupScorer(config, ResumePoint(), scorer).score([Entry(0, group("g", samples=items))])
     assert seen == ["g/r0/s0"]
-    assert [item.advantages[0] for item in ready.samples] == [1.0]
+    assert [item.advantage for item in ready.record.samples] == [1.0]

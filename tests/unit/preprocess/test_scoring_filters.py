@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import types
+
 import pytest
-from preprocess_groups import sample
+from msgspec.structs import replace
+from preprocess_groups import group, sample
 
 from pipelinerl.config.finetune import FinetuneConfig, RLConfig
-from pipelinerl.preprocess.filters import reject_faulty, reject_stale, reject_untrainable
-from pipelinerl.preprocess.scoring import finish_step, score_group
-from pipelinerl.records import ScoredSample, VersionSpan
+from pipelinerl.errors import ConfigError
+from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.scoring import GroupScorer, reject_stale, reject_untrainable, score_group
+from pipelinerl.records import VersionSpan
+from pipelinerl.streams.base import Entry
 
 
 def advantages(samples, rl=None, extra=()):
-    return [item.advantages[0] for item in score_group(samples, list(extra), rl or RLConfig())]
+    return [item.advantage for item in score_group(samples, list(extra), rl or RLConfig())]
 
 
 def test_m5_turns_of_a_rollout_share_its_advantage_and_count_once():
@@ -34,63 +41,44 @@ def test_step_rewards_become_returns():
     assert advantages(samples, RLConfig(gamma=0.5)) == pytest.approx([0.5, 1.0, -0.75])
 
 
-def test_a_soft_length_penalty_by_hand():
-    rl = RLConfig(overlong_buffer_tokens=4, overlong_limit_tokens=10, overlong_penalty=0.5, use_advantages=False)
-    samples = [sample(f"g/r{k}/s0", 1.0, output=tokens) for k, tokens in enumerate((5, 6, 7, 8, 10, 12))]
-    assert advantages(samples, rl) == pytest.approx([1.0, 1.0, 0.875, 0.75, 0.5, 0.5])
-    # The reward that is written down stays the task's own.
-    assert [item.sample.reward for item in score_group(samples, [], rl)] == [1.0] * 6
-    assert advantages(samples, RLConfig(use_advantages=False)) == [1.0] * 6
+def test_the_length_penalty_is_part_of_the_baseline_and_not_of_the_recorded_reward():
+    rl = RLConfig(overlong_buffer_tokens=4, overlong_limit_tokens=10, overlong_penalty=0.5)
+    samples = [sample("g/r0/s0", 1.0, output=5), sample("g/r1/s0", 1.0, output=10)]
     # Leave-one-out baseline of 1.0 and 0.5: the shorter of two right answers is preferred.
-    baseline = rl.model_copy(update={"use_advantages": True})
-    assert advantages([samples[0], samples[4]], baseline) == pytest.approx([0.5, -0.5])
+    assert advantages(samples, rl) == pytest.approx([0.5, -0.5])
+    assert [item.reward for item in score_group(samples, [], rl)] == [1.0, 1.0]
 
 
-def test_rewards_in_place_of_advantages_and_relu():
-    samples = [sample("g/r0/s0", 1.0), sample("g/r1/s0", -2.0)]
-    assert advantages(samples, RLConfig(use_advantages=False)) == [1.0, -2.0]
-    assert advantages(samples, RLConfig(relu_log_p_weights=True)) == [3.0, 0.0]
-    # The value head needs the rewards as they are.
-    assert advantages(samples, RLConfig(relu_log_p_weights=True, advantage_estimator="gae")) == [1.0, -2.0]
+def user_advantages(group):
+    """Reward of the sample minus a hundredth of the rollout's samples."""
+    pairs = zip(group.rewards, group.samples, strict=True)
+    return [[reward - len(samples) / 100 for reward in rewards] for rewards, samples in pairs]
 
 
-def test_negative_weights_are_cut_behind_the_normalisation():
-    # Advantages 0.5 and -0.5 of equal length: normalised 1 and -1. Cut before, they would come out as 1 and -1 again.
-    rl = RLConfig(advantage_estimator="reinforce_baseline", relu_log_p_weights=True)
-    scored = score_group([sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0)], [], rl)
-    assert [s.advantages[0] for s in finish_step(scored, rl)] == pytest.approx([1.0, 0.0])
-
-
-def test_batch_normalisation_only_where_asked():
-    scored = score_group([sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0)], [], RLConfig())
-    assert finish_step(scored, RLConfig()) == scored
-    rl = RLConfig(advantage_estimator="reinforce_baseline")
-    assert [s.advantages[0] for s in finish_step(scored, rl)] == pytest.approx([1.0, -1.0])
-    # The configuration refuses this one.
-    assert finish_step(scored, RLConfig(advantage_estimator="gae", normalize_reward=True)) == scored
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"logprobs": [-0.5, float("nan"), -0.5]}, "bad_logprob"),
-        ({"logprobs": [-0.5, -9999.0, -0.5]}, "bad_logprob"),
-        ({"logprobs": [-0.5, float("-inf"), -0.5]}, "bad_logprob"),
-        ({"logprobs": [-0.5, 0.5, -0.5]}, "bad_logprob"),
-        ({"logprobs": [-0.5, -0.5]}, "bad_lengths"),
-        ({"ref_logprobs": [-0.5, -0.5, float("nan")]}, "bad_ref_logprob"),
-        ({"reward": float("nan")}, "bad_reward"),
-        ({"version_spans": [VersionSpan(0, 0, 2)]}, "bad_lengths"),
-    ],
-)
-def test_faulty_samples_fail_with_a_reason(change, reason):
-    good, rejections = reject_faulty([sample("g/r0/s0", **change), sample("g/r1/s0")])
-    assert [s.id for s in good] == ["g/r1/s0"]
-    assert [(r.fate, r.reason) for r in rejections] == [("failed", reason)]
+def test_an_estimator_of_the_user_is_a_dotted_path(monkeypatch):
+    samples = [sample("g/r0/s0", 1.0), sample("g/r0/s1", 1.0), sample("g/r1/s0", 0.0)]
+    module = types.ModuleType("their_package")
+    module.estimator = user_advantages
+    monkeypatch.setitem(sys.modules, "their_package", module)
+    rl = RLConfig().model_copy(update={"advantage_estimator": "their_package.estimator"})
+    assert advantages(samples, rl, extra=[3.0]) == pytest.approx([0.98, 0.98, -0.01])
+    module.estimator = lambda group: [[math.nan for _ in rewards] for rewards in group.rewards]
+    with pytest.raises(ValueError, match="not finite"):
+        advantages(samples, rl)
+    module.estimator = lambda group: [[0.0]]
+    with pytest.raises(ValueError, match=r"\[2, 1\]"):
+        advantages(samples, rl)
+    user_for_next = lambda group: []  # noqa: E731
+    user_for_next.api_version = 2
+    module.estimator = user_for_next
+    for path in ("their_package.estimator", "their_package.missing", "no_such_package.f"):
+        with pytest.raises(ConfigError) as error:
+            advantages(samples, RLConfig().model_copy(update={"advantage_estimator": path}))
+        assert error.value.key == "finetune.rl.advantage_estimator"
 
 
 def scored(*items, value=1.0):
-    return [ScoredSample(sample=item, advantages=[value]) for item in items]
+    return [replace(item, advantage=value) for item in items]
 
 
 def test_untrainable_samples_are_filtered_with_a_reason():
@@ -102,7 +90,7 @@ def test_untrainable_samples_are_filtered_with_a_reason():
         sample("g/r3/s0", finished=False),
     )
     kept, rejections = reject_untrainable(items, config)
-    assert [item.sample.id for item in kept] == ["g/r1/s0"]
+    assert [item.id for item in kept] == ["g/r1/s0"]
     assert [(r.sample.id, r.reason) for r in rejections] == [
         ("g/r0/s0", "longer_than_seq_length"),
         ("g/r2/s0", "no_trained_tokens"),
@@ -118,6 +106,14 @@ def test_zero_advantage_groups():
     assert [r.reason for r in reject_untrainable(items, on)[1]] == ["zero_advantage"] * 2
     mixed = scored(sample("g/r0/s0"), value=0.0) + scored(sample("g/r1/s0"), value=1.0)
     assert len(reject_untrainable(mixed, on)[0]) == 2
+
+
+def test_a_group_of_equal_rewards_is_filtered_whatever_its_kl():
+    rl = {"advantage_estimator": "grpo", "reward_minus_kl_coef": 1e-3, "filter_zero_advantage_groups": True}
+    items = [sample(f"g/r{k}/s0", 1.0, ref_logprobs=[-0.5 - 0.05 * k] * 3) for k in range(4)]
+    scorer = GroupScorer(FinetuneConfig(seq_length=16, rl=rl), ResumePoint())
+    ((ready, rejections),) = scorer.score([Entry(0, group("g", samples=items))])
+    assert ready.record.samples == [] and [r.reason for r in rejections] == ["zero_advantage"] * 4
 
 
 def test_groups_outside_the_range_of_mean_rewards():

@@ -11,7 +11,6 @@ from pipelinerl.records import (
     MetricRecord,
     RolloutSummary,
     Sample,
-    ScoredSample,
     StepDone,
     TrainerMessage,
     TrainingBatch,
@@ -180,8 +179,8 @@ def test_a_packed_union_and_a_packed_batch() -> None:
         id="b",
         step=1,
         samples=[
-            ScoredSample(sample=arrays(), advantages=[0.1]),
-            ScoredSample(sample=arrays(), advantages=[0.1], token_rewards=[-0.25, 0.1]),
+            msgspec.structs.replace(arrays(), advantage=0.1),
+            msgspec.structs.replace(arrays(), advantage=-0.25),
         ],
         group_ids=["0-1"],
         plan=[[[0, 1]]],
@@ -190,23 +189,6 @@ def test_a_packed_union_and_a_packed_batch() -> None:
     batches = RecordCodec[TrainingBatch](TrainingBatch, packed=True)
     assert batches.decode(batches.encode(batch)) == batch
     assert decode(encode(batch), TrainingBatch) == batch
-
-
-def test_scored_samples_without_rewards_of_tokens_are_those_of_older_files() -> None:
-    (sample,) = group().samples
-    line = msgspec.json.encode(ScoredSample(sample=sample, advantages=[0.5]))
-    assert set(msgspec.json.decode(line)) == {"sample", "advantages"}
-    assert msgspec.json.decode(line, type=ScoredSample).token_rewards == []
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_numbers_are_refused_in_packed_records_too(bad: float) -> None:
-    with pytest.raises(StreamError, match=r"samples\[0\]\.logprobs\[0\] is"):
-        PACKED.encode(group(logprob=bad))
-    with pytest.raises(StreamError, match=r"samples\[0\]\.reward is"):
-        PACKED.encode(msgspec.structs.replace(group(), samples=[arrays(reward=bad)]))
-    with pytest.raises(StreamError, match=r"values\['loss'\] is"):
-        RecordCodec(MetricRecord, packed=True).encode(metric(loss=bad))
 
 
 def test_what_is_no_number_is_refused_in_packed_records() -> None:

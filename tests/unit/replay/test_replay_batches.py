@@ -6,10 +6,8 @@ import msgspec
 import pytest
 
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.preprocess.batcher import ClosedStep
-from pipelinerl.preprocess.intake import Intake
 from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.preprocess.scoring import finish_step
+from pipelinerl.preprocess.scoring import GroupScorer
 from pipelinerl.records import Group, RolloutSummary, Sample, TrainingBatch, VersionSpan
 from pipelinerl.replay.batches import BatchReplay
 from pipelinerl.rl.packing import make_plan
@@ -56,11 +54,11 @@ GROUPS = [group(0, (1, 0)), group(1, (1, 1)), group(2, (0, 3)), group(3, (2, 0))
 
 def recorded(step: int, chosen: list[Group], config: FinetuneConfig = CONFIG) -> TrainingBatch:
     """The batch as the preprocessor makes it."""
-    intake = Intake(config, ResumePoint(), lambda samples: [_with_kl(s) for s in samples])
-    ready = [found for found, _ in intake.digest([Entry(n, item) for n, item in enumerate(chosen)])]
-    samples = finish_step(ClosedStep(step, tuple(ready)).samples, config.rl)
-    plan = make_plan([len(s.sample.input_ids) for s in samples], 1, 16, True, 1)
-    names = [item.group_id for item in ready]
+    scorer = GroupScorer(config, ResumePoint(), lambda samples: [_with_kl(s) for s in samples])
+    groups = [found.record for found, _ in scorer.score([Entry(n, item) for n, item in enumerate(chosen)])]
+    samples = [sample for group in groups for sample in group.samples]
+    plan = make_plan([len(s.input_ids) for s in samples], 1, 16, True, 1)
+    names = [group.id for group in groups]
     return TrainingBatch(id=f"0-{step}", step=step, samples=samples, group_ids=names, plan=plan, actor_offset=0)
 
 
@@ -73,10 +71,8 @@ def test_kl_in_the_reward_is_rebuilt_from_the_recorded_reference(estimator: str)
     rl = {"advantage_estimator": estimator, "reward_minus_kl_coef": 0.1}
     config = FinetuneConfig(gradient_accumulation_passes=4, seq_length=16, rl=rl)
     batch = recorded(1, [GROUPS[0], GROUPS[2]], config)
-    per_token = [s.token_rewards if estimator == "gae" else s.advantages for s in batch.samples]
-    assert [len(values) for values in per_token] == [3] * 4
+    assert all(s.ref_logprobs and s.advantage is not None for s in batch.samples)
     assert BatchReplay(config, iter(GROUPS)).difference(batch) is None
-    assert BatchReplay(config, iter(GROUPS), finish_in_trainer=True).difference(batch) is not None
 
 
 def test_batches_are_rebuilt_equal_in_any_order_of_groups() -> None:
@@ -89,8 +85,8 @@ def test_batches_are_rebuilt_equal_in_any_order_of_groups() -> None:
     ("change", "message"),
     [
         (
-            lambda b: {"samples": [msgspec.structs.replace(b.samples[0], advantages=[9.0]), *b.samples[1:]]},
-            "advantages",
+            lambda b: {"samples": [msgspec.structs.replace(b.samples[0], advantage=9.0), *b.samples[1:]]},
+            "advantage",
         ),
         (lambda b: {"samples": b.samples[::-1]}, "other samples"),
         (lambda b: {"plan": [[[0], [1], [2], [3]]]}, "plan"),

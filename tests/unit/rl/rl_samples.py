@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pipelinerl.records import IGNORED_LABEL, Sample, ScoredSample, VersionSpan
+import torch
+
+from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
+from pipelinerl.rl.aggregation import step_scale
+from pipelinerl.rl.microbatch import MicroBatch, collate
 
 
 def make_sample(
@@ -12,12 +17,10 @@ def make_sample(
     output: list[int],
     *,
     sample_id: str = "0-0/r0/s0",
-    reward: float = 1.0,
+    advantage: float | None = 1.0,
     logprobs: list[float] | None = None,
     ref_logprobs: list[float] | None = None,
     spans: list[tuple[int, int, int]] | None = None,
-    finished: bool = True,
-    finish_reason: str = "stop",
 ) -> Sample:
     group_id, rollout, _ = sample_id.split("/")
     return Sample(
@@ -28,15 +31,26 @@ def make_sample(
         labels=[*[IGNORED_LABEL] * len(prompt), *output],
         logprobs=logprobs if logprobs is not None else [-0.5] * len(output),
         ref_logprobs=ref_logprobs or [],
-        reward=reward,
-        finished=finished,
-        finish_reason=finish_reason,
+        advantage=advantage,
+        reward=1.0,
+        finished=True,
+        finish_reason="stop",
         prompt_tokens=len(prompt),
         output_tokens=len(output),
         version_spans=[VersionSpan(*span) for span in (spans or [(0, 0, len(output))])],
     )
 
 
-def scored(sample: Sample, advantages: list[float] | float = 1.0, token_rewards: Sequence[float] = ()) -> ScoredSample:
-    values = advantages if isinstance(advantages, list) else [advantages]
-    return ScoredSample(sample=sample, advantages=values, token_rewards=list(token_rewards))
+def collated(
+    samples: Sequence[Sample], *, packed: bool = True, aggregation: str = "sample", advantages: Sequence[float] = ()
+) -> MicroBatch:
+    """All `samples` in one micro-batch. `advantages`: of every trained token, in place of those of the samples."""
+    scale = step_scale(samples, aggregation, 8)
+    batch = collate(samples, range(len(samples)), scale=scale, packed=packed, pad_id=0)
+    return replace(batch, advantages=on_trained(batch, advantages)) if advantages else batch
+
+
+def on_trained(batch: MicroBatch, values: Sequence[float]) -> torch.Tensor:
+    """[R, T] float32 with `values` on the trained tokens, 0 elsewhere."""
+    zeros = torch.zeros(batch.mask.shape)
+    return zeros.masked_scatter(batch.mask, torch.tensor(values, dtype=torch.float32)) if values else zeros

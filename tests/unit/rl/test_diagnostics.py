@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rl_samples import make_sample, scored
+from rl_samples import collated, make_sample
 
-from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.batch import collate, sentinel
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.losses import LossInputs
+from pipelinerl.rl.microbatch import sentinel
 
 
 def inputs_for(log_ratios, spans=None, trainer_version=3):
     n = len(log_ratios)
-    sample = scored(make_sample([1], [2] * n, logprobs=[-6.0] * n, spans=spans))
-    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    batch = collated([make_sample([1], [2] * n, logprobs=[-6.0] * n, spans=spans)])
     new = torch.tensor([[*[-6.0 + r for r in log_ratios], 0.0]])
     return LossInputs.of(batch, new, trainer_version=trainer_version)
 
@@ -53,8 +51,7 @@ def test_entropy_estimate_is_the_entropy_of_the_policy_in_training():
     g = torch.Generator().manual_seed(0)
     sampler, policy = (torch.randn(6, generator=g).log_softmax(-1) for _ in range(2))
     drawn = torch.multinomial(sampler.exp(), 50_000, replacement=True, generator=g)
-    sample = scored(make_sample([1], [2] * len(drawn), logprobs=sampler[drawn].tolist()))
-    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    batch = collated([make_sample([1], [2] * len(drawn), logprobs=sampler[drawn].tolist())])
     inputs = LossInputs.of(batch, torch.cat([policy[drawn], torch.zeros(1)])[None])
     expected = -(policy.exp() * policy).sum().item()
     assert StepDiagnostics.of(inputs, clamp=5.0).values()["rl/entropy_estimate"] == pytest.approx(expected, rel=0.02)

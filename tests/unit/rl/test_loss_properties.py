@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rl_samples import make_sample, scored
+from rl_samples import collated, make_sample
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.aggregation import AGGREGATIONS, step_scale
-from pipelinerl.rl.batch import collate, sentinel
+from pipelinerl.rl.aggregation import AGGREGATIONS
 from pipelinerl.rl.diagnostics import StepDiagnostics
 from pipelinerl.rl.losses import POLICY_LOSSES, Coefficients, LossInputs, compute_loss
+from pipelinerl.rl.microbatch import sentinel
 
 ON = Coefficients(kl=0.1, entropy=0.1)
 NAN = float("nan")
@@ -71,11 +71,8 @@ def micro_batch(tokens, aggregation="sample"):
     )
     labels = [-100, *[token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]]
     ordinary = make_sample([1], [2, 3], sample_id="0-1/r0/s0", logprobs=[-1.0, -2.0], ref_logprobs=[-1.0, -1.0])
-    samples = [
-        scored(replace(drawn, labels=labels), [advantages[place] for place in kept] or 0.0),
-        scored(ordinary, [0.5, -0.5]),
-    ]
-    return collate(samples, [0, 1], scale=step_scale(samples, aggregation, 8), packed=True, pad_id=0)
+    per_token = [*(advantages[place] for place in kept), 0.5, -0.5]
+    return collated([replace(drawn, labels=labels), ordinary], aggregation=aggregation, advantages=per_token)
 
 
 def leaves(batch, tokens):
@@ -103,7 +100,7 @@ def check_finite_and_masked(batch, tokens, rl):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @settings(max_examples=15, deadline=None)
 @given(tokens=TOKENS)
-def test_masked_tokens_have_no_gradient_and_everything_is_finite(combination, tokens):
+def test_m2_masked_tokens_have_no_gradient_and_everything_is_finite(combination, tokens):
     check_finite_and_masked(micro_batch(tokens), tokens, RLConfig(**combination))
 
 
@@ -116,7 +113,7 @@ def test_the_same_with_a_value_head_and_every_aggregation(aggregation, tokens):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_sentinel_adds_exactly_nothing(combination):
+def test_m2_a_sentinel_adds_exactly_nothing(combination):
     """Whatever the model gives for it: loss, gradient and every metric are 0."""
     for estimator in ("rloo", "gae"):
         new, entropy, values = (torch.full((1, 2), NAN, requires_grad=True) for _ in range(3))

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from rl_samples import make_sample, scored
+from rl_samples import collated, make_sample
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.finetune.step_metrics import _RENAMED
-from pipelinerl.preprocess import filters
+from pipelinerl.preprocess import scoring
 from pipelinerl.rl.advantages import ADVANTAGES
-from pipelinerl.rl.aggregation import AGGREGATIONS, step_scale
-from pipelinerl.rl.batch import collate
+from pipelinerl.rl.aggregation import AGGREGATIONS
 from pipelinerl.rl.diagnostics import StepDiagnostics
 from pipelinerl.rl.losses import POLICY_LOSSES, Coefficients, LossInputs, compute_loss
 
@@ -22,8 +21,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_every_metric_is_explained():
-    sample = scored(make_sample([1], [2, 3], ref_logprobs=[-1.0, -1.0]))
-    batch = collate([sample], [0], scale=step_scale([sample]), packed=True, pad_id=0)
+    batch = collated([make_sample([1], [2, 3], ref_logprobs=[-1.0, -1.0])])
     zeros = torch.zeros(1, 3)
     inputs = LossInputs.of(batch, zeros, entropy=zeros, values=zeros)
     names = set(StepDiagnostics.of(inputs, 5.0).values())
@@ -56,7 +54,7 @@ def test_code_and_metrics_that_the_page_names_exist():
     metrics = (DOCS / "metrics.md").read_text()
     for name in re.findall(r"`((?:rl|finetune|preprocessor)/[a-z_0-9]+)`", text):
         assert name == "finetune/current" or f"`{name}`" in metrics, name
-    package = Path(filters.__file__).parents[1]
+    package = Path(scoring.__file__).parents[1]
     for file in re.findall(r"`([a-z_/]+\.py)`", text):
         assert list(package.glob(f"**/{file}")) or (DOCS.parent / file).exists(), file
 
@@ -71,6 +69,6 @@ def test_config_names_are_the_registered_ones():
 
 
 def test_every_rejection_reason_is_in_the_table():
-    source = Path(filters.__file__).read_text()
-    for reason in ("bad_lengths", "overlong", "zero_advantage", "max_version_lag", "dropped_oldest", "no_ref_logprobs"):
+    source = Path(scoring.__file__).read_text()
+    for reason in ("overlong", "zero_advantage", "max_version_lag", "dropped_oldest", "no_ref_logprobs"):
         assert f"| {reason} " in source

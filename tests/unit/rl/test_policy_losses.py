@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from rl_samples import make_sample, scored
+from rl_samples import collated, make_sample, on_trained
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.advantages import rewards_to_go
-from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.batch import collate
 from pipelinerl.rl.kl import token_kl
 from pipelinerl.rl.losses import Coefficients, LossInputs, compute_loss
 
@@ -25,9 +24,11 @@ def run(log_ratios, advantages, *, versions=None, trainer_version=0, values=None
     for k, ratios in enumerate(log_ratios):
         n = len(ratios)
         spans = [(v, i, i + 1) for i, v in enumerate(versions[k])] if versions else None
-        sample = make_sample([1], [2] * n, logprobs=[-2.0] * n, sample_id=f"0-{k}/r0/s0", spans=spans)
-        samples.append(scored(sample, advantages[k], token_rewards[k] if token_rewards else ()))
-    batch = collate(samples, range(len(samples)), scale=step_scale(samples), packed=True, pad_id=0)
+        samples.append(make_sample([1], [2] * n, logprobs=[-2.0] * n, sample_id=f"0-{k}/r0/s0", spans=spans))
+    per_token = [a if isinstance(a, list) else [a] * len(r) for a, r in zip(advantages, log_ratios, strict=True)]
+    batch = collated(samples, advantages=list(chain(*per_token)))
+    if token_rewards is not None:
+        batch = replace(batch, token_rewards=on_trained(batch, token_rewards))
     flat = torch.tensor([-2.0 + r for ratios in log_ratios for r in ratios], dtype=torch.float64, requires_grad=True)
     new = torch.zeros(batch.mask.shape, dtype=torch.float64).masked_scatter(batch.mask, flat)
     if values is not None:
@@ -182,7 +183,7 @@ def test_what_tokens_earn_goes_into_the_recursion():
         [[0.0, 0.0], [0.0]],
         [1.0, 2.0],
         values=[0.5, 0.4, 0.0],
-        token_rewards=[[-0.1, -0.2], []],
+        token_rewards=[-0.1, -0.2, 0.0],
         advantage_estimator="gae",
         value_loss_coef=0.1,
         gamma=0.9,
@@ -195,9 +196,9 @@ def test_what_tokens_earn_goes_into_the_recursion():
 def test_without_values_and_discount_the_recursion_is_the_sum_to_go():
     earned = [-0.3, 0.1, -0.2, 0.05]
     _, grad, _, _ = run(
-        [[0.0] * 4], [1.5], values=[0.0] * 4, token_rewards=[earned], advantage_estimator="gae", value_loss_coef=0.1
+        [[0.0] * 4], [1.5], values=[0.0] * 4, token_rewards=earned, advantage_estimator="gae", value_loss_coef=0.1
     )
-    assert grad == pytest.approx([-1.5 - to_go for to_go in rewards_to_go(earned)])
+    assert grad == pytest.approx([-1.5 - sum(earned[t:]) for t in range(4)])
 
 
 def test_negative_weights_of_a_value_head_are_cut_and_its_targets_are_not():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.advantages import group_advantages
+from pipelinerl.rl.advantages import AdvantageInputs, group_advantages
 from pipelinerl.rl.losses import Coefficients, LossInputs, compute_loss
 
 pytestmark = pytest.mark.slow
@@ -240,6 +240,7 @@ def test_grpo_and_rloo_advantages():
     rewards = torch.tensor([0.3, 1.0, -0.5, 0.25, 0.7], dtype=torch.float64)
     grpo = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     loo = rewards - (rewards.sum() - rewards) / 4
-    rows = [[r] for r in rewards.tolist()]
-    assert [a[0] for a in group_advantages(rows, "grpo")] == pytest.approx(grpo.tolist(), abs=1e-12)
-    assert [a[0] for a in group_advantages(rows, "rloo")] == pytest.approx(loo.tolist(), abs=1e-12)
+    group = AdvantageInputs([[r] for r in rewards.tolist()])
+    for name, expected in (("grpo", grpo), ("rloo", loo)):
+        found = group_advantages(group, RLConfig(advantage_estimator=name))
+        assert [a[0] for a in found] == pytest.approx(expected.tolist(), abs=1e-12)

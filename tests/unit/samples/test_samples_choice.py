@@ -11,7 +11,7 @@ from fakes.recorded_run import RecordedRun
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.records import FateRecord, ScoredSample, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
+from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
 from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.samples import scan
 from pipelinerl.samples.choose import Chooser, Seen, Wanted
@@ -172,9 +172,8 @@ def test_a_step_that_is_not_there_is_refused_with_the_last_one(
     run = RecordedRun(tmp_path, streams={"shard_bytes": shard_bytes})
     streams = run.streams()
     for last, group in enumerate(run.plain_groups(5), 1):
-        scored = [ScoredSample(sample=sample, advantages=[0.0]) for sample in group.samples]
         batch = TrainingBatch(
-            id=f"b{last}", step=last, samples=scored, group_ids=[group.id], plan=[[[0, 1]]], actor_offset=last
+            id=f"b{last}", step=last, samples=group.samples, group_ids=[group.id], plan=[[[0, 1]]], actor_offset=last
         )
         run.write(batch, topic=TRAINING_DATA_TOPIC, instance="preprocessor_0", kind=TrainingBatch)
         assert samples_of_step(streams, last) == {sample.id for sample in group.samples}
@@ -189,7 +188,7 @@ def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
         TrainingBatch(
             id=f"b{step}",
             step=step,
-            samples=[ScoredSample(sample=sample, advantages=[0.0]) for sample in groups[step].samples],
+            samples=groups[step].samples,
             group_ids=[groups[step].id],
             plan=[[[0, 1]]],
             actor_offset=step,

@@ -46,7 +46,7 @@ def test_padding_is_not_counted_and_every_sample_is_in_one_row(scripts: None) ->
     from benchmark_trainer import make_samples, padded_rows
 
     samples = make_samples(600, 64, 512, seed=1)
-    tokens = sum(len(scored.sample.input_ids) for scored in samples)
+    tokens = sum(len(sample.input_ids) for sample in samples)
     rows = padded_rows(samples, 128)
     assert sum(int(mask.sum()) for _, _, mask, _ in rows) == tokens
     assert sum(len(ids) for ids, _, _, _ in rows) == len(samples)

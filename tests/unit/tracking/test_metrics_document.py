@@ -15,8 +15,8 @@ import pipelinerl
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.finetune.step_metrics import _RENAMED
-from pipelinerl.preprocess.filters import Rejection
-from pipelinerl.preprocess.outputs import Outputs
+from pipelinerl.preprocess.main import Outputs
+from pipelinerl.preprocess.scoring import Rejection
 from pipelinerl.records import EvaluationResult, MetricRecord, Sample, WeightUpdateSuccess
 from pipelinerl.rl.diagnostics import StepDiagnostics
 from pipelinerl.rl.losses import LossInputs

@@ -1,0 +1,228 @@
+"""Samples -> tensors of one micro-batch, and sums over its samples.
+
+Targets are shifted here, once: `targets[r, t]` is the token that the hidden state at `t` predicts, so every per-token
+tensor lines up with the model's outputs and no later code shifts anything. The last token of one sample never
+predicts the first of the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelinerl.records import IGNORED_LABEL, Sample
+from pipelinerl.rl.aggregation import StepScale
+
+PADDING_SEGMENT = -1
+NO_VERSION = -1
+_NEWEST = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass: R rows of T positions (R = 1 if packed). Token tensors are 0 where `mask` is False.
+
+    Attributes:
+        input_ids, position_ids: [R, T] int64; positions restart at 0 for every sample.
+        attention_mask: [R, T] int64, 1 for real tokens; None if packed (segments say what may attend to what).
+        segment_ids: [R, T] int64, 0..num_segments-1 by sample, -1 on padding.
+        targets: [R, T] int64, next token if it is trained, else -100.
+        mask: [R, T] bool, `targets != -100`.
+        trained: [N] int64, where `mask` is True in the flattened row-major tensors. Computed on the CPU, because on a
+            GPU looking for them makes the host wait.
+        old_logprobs: [R, T] float32, log-prob of the target under the policy that sampled it.
+        ref_logprobs: the same under the frozen reference model, or None.
+        advantages: [R, T] float32; from `collate`, those of the group stage (`finetune/step_advantages.py` adds the rest).
+        weights: [R, T] float32, weight of the token in the step's loss (see `rl/aggregation.py`).
+        versions: [R, T] int64, policy version that sampled the target, -1 where nothing is trained.
+        oldest_versions: the same, the oldest of the whole sample: what came before an update stays in the KV cache that
+            later tokens were sampled with.
+        num_segments: samples in this micro-batch; 0 for a sentinel.
+        step_tokens: trained tokens of the whole step (over all micro-batches and ranks).
+        indices: which samples of the step these are.
+        token_rewards: [R, T] float32, reward of each token on top of its sample's (KL in the reward with `gae`), or
+            None.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    segment_ids: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor
+    trained: torch.Tensor
+    old_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    versions: torch.Tensor
+    oldest_versions: torch.Tensor
+    num_segments: int
+    step_tokens: int
+    indices: tuple[int, ...]
+    token_rewards: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, prompts included, padding excluded."""
+        return int((self.segment_ids != PADDING_SEGMENT).sum())
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        moved: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+def collate(
+    samples: Sequence[Sample], indices: Sequence[int], *, scale: StepScale, packed: bool, pad_id: int
+) -> MicroBatch:
+    """Build the micro-batch of `indices`.
+
+    Args:
+        samples: all samples of the step.
+        indices: those of this micro-batch (one entry of the plan).
+        scale: `step_scale(samples, ...)`, computed once per step.
+        packed: one row with restarting positions, or padded rows.
+        pad_id: token of padding (any valid id; padding is never attended to or trained).
+
+    Raises:
+        ValueError: lengths of a sample disagree, its first token is marked as trained, it has no advantage, or only
+            some samples have reference log-probs.
+    """
+    if not indices:
+        return sentinel(pad_id=pad_id, step_tokens=scale.num_tokens)
+    chosen = [samples[index] for index in indices]
+    with_ref = _all_or_none_have_reference(chosen)
+    columns = [
+        _token_columns(sample, scale.token_weights[index], segment)
+        for segment, (index, sample) in enumerate(zip(indices, chosen, strict=True))
+    ]
+    rows = [columns] if packed else [[column] for column in columns]
+    width = max(sum(len(column["input_ids"]) for column in row) for row in rows)
+    padding = {"input_ids": pad_id, "segment_ids": PADDING_SEGMENT, "targets": IGNORED_LABEL}
+    padding |= {"versions": NO_VERSION, "oldest_versions": NO_VERSION}
+    tensors = {name: _tensor(rows, width, name, padding.get(name, 0)) for name in columns[0]}
+    segment_ids, mask = tensors["segment_ids"], tensors["targets"] != IGNORED_LABEL
+    ref_logprobs = tensors.pop("ref_logprobs")
+    return MicroBatch(
+        attention_mask=None if packed else (segment_ids != PADDING_SEGMENT).to(torch.int64),
+        mask=mask,
+        trained=positions_of(mask),
+        ref_logprobs=ref_logprobs if with_ref else None,
+        num_segments=len(chosen),
+        step_tokens=scale.num_tokens,
+        indices=tuple(indices),
+        **tensors,
+    )
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """Flat positions [N] int64 where `mask` is True. On a GPU the host waits for everything before it."""
+    return mask.reshape(-1).nonzero(as_tuple=True)[0]
+
+
+def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False) -> MicroBatch:
+    """A micro-batch that trains nothing, for ranks that have fewer than others, so that collectives stay in step.
+
+    Its loss and every gradient are exactly zero.
+    """
+    shape = (1, 2)
+    zeros = torch.zeros(shape)
+    return MicroBatch(
+        input_ids=torch.full(shape, pad_id),
+        position_ids=torch.arange(2).unsqueeze(0),
+        attention_mask=None,
+        segment_ids=torch.zeros(shape, dtype=torch.int64),
+        targets=torch.full(shape, IGNORED_LABEL),
+        mask=torch.zeros(shape, dtype=torch.bool),
+        trained=torch.zeros(0, dtype=torch.int64),
+        old_logprobs=zeros,
+        ref_logprobs=zeros.clone() if with_reference else None,
+        advantages=zeros.clone(),
+        weights=zeros.clone(),
+        versions=torch.full(shape, NO_VERSION),
+        oldest_versions=torch.full(shape, NO_VERSION),
+        num_segments=0,
+        step_tokens=step_tokens,
+        indices=(),
+    )
+
+
+def segment_sum(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
+    """Sum of `values` [R, T] where `mask`, by sample: [num_segments]. Samples are never split, so it is complete."""
+    out = values.new_zeros(max(num_segments, 1))
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    return out.index_add(0, segment_ids.clamp(min=0).reshape(-1), kept.reshape(-1))
+
+
+def segment_mean(
+    values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
+) -> torch.Tensor:
+    """Mean of `values` over the trained tokens of every sample: [num_segments]; 0 for a sample without any."""
+    counts = segment_sum(mask.to(values.dtype), mask, segment_ids, num_segments)
+    return segment_sum(values, mask, segment_ids, num_segments) / counts.clamp(min=1)
+
+
+def to_tokens(per_segment: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
+    """Give every position the value of its sample: [R, T]. Padding gets that of sample 0; it is masked anyway."""
+    return per_segment[segment_ids.clamp(min=0)]
+
+
+def _token_columns(sample: Sample, weight: float, segment: int) -> dict[str, np.ndarray]:
+    """Arrays of one sample, one value per token; position t predicts token t + 1, the last one nothing."""
+    labels, length = np.asarray(sample.labels, dtype=np.int64), len(sample.input_ids)
+    at = np.flatnonzero(labels != IGNORED_LABEL) - 1
+    runs = [span.end - span.start for span in sample.version_spans]
+    versions = np.repeat(np.asarray([span.version for span in sample.version_spans], dtype=np.int64), runs)
+    refs = sample.ref_logprobs or [0.0] * len(at)
+    lengths = {"labels": length, "logprobs": len(at), "ref_logprobs": len(at), "version_spans": len(at)}
+    got = dict(zip(lengths, (len(labels), len(sample.logprobs), len(refs), len(versions)), strict=True))
+    if got != lengths:
+        raise ValueError(f"sample {sample.id}: got lengths {got}, expected {lengths}")
+    if len(at) and at[0] < 0:
+        raise ValueError(f"sample {sample.id}: the first token is marked as trained, but nothing predicts it")
+    if sample.advantage is None:
+        raise ValueError(f"sample {sample.id}: got no advantage, expected that of its group")
+
+    def scatter(values: Any, fill: int, dtype: type) -> np.ndarray:
+        out: np.ndarray = np.full(length, fill, dtype=dtype)
+        out[at] = values
+        return out
+
+    targets = np.full(length, IGNORED_LABEL, dtype=np.int64)
+    targets[:-1] = labels[1:]
+    return {
+        "input_ids": np.asarray(sample.input_ids, dtype=np.int64),
+        "position_ids": np.arange(length, dtype=np.int64),
+        "segment_ids": np.full(length, segment, dtype=np.int64),
+        "targets": targets,
+        "old_logprobs": scatter(sample.logprobs, 0, np.float32),
+        "ref_logprobs": scatter(refs, 0, np.float32),
+        "advantages": scatter(sample.advantage, 0, np.float32),
+        "weights": scatter(weight, 0, np.float32),
+        "versions": scatter(versions, NO_VERSION, np.int64),
+        "oldest_versions": scatter(versions.min(initial=_NEWEST), NO_VERSION, np.int64),
+    }
+
+
+def _tensor(rows: Sequence[Sequence[dict[str, np.ndarray]]], width: int, name: str, padding: int) -> torch.Tensor:
+    out: np.ndarray = np.full((len(rows), width), padding, dtype=rows[0][0][name].dtype)
+    for line, row in zip(out, rows, strict=True):
+        flat = np.concatenate([column[name] for column in row])
+        line[: len(flat)] = flat
+    return torch.from_numpy(out)
+
+
+def _all_or_none_have_reference(chosen: Sequence[Sample]) -> bool:
+    have = [bool(sample.ref_logprobs) for sample in chosen if sample.num_trained_tokens]
+    if any(have) and not all(have):
+        raise ValueError(f"{have.count(False)} of {len(have)} samples have no ref_logprobs, expected all or none")
+    return bool(have) and all(have)

@@ -1,0 +1,38 @@
+"""Loss and advantage functions of the user, by dotted path. No torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+
+
+def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
+    """Import `package.module.function`.
+
+    The function may carry an attribute `api_version` to say which version of its inputs record it was written for.
+
+    Args:
+        key: the configuration key that names the function.
+        api_version: of the inputs record.
+
+    Raises:
+        ConfigError: nothing callable is there, or it was written for another version.
+    """
+    module_name, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise ConfigError(
+            key, path, "the dotted path of a function that can be imported", f"The import failed: {error}"
+        ) from error
+    if not callable(function):
+        raise ConfigError(key, path, f"a function in {module_name}", f"{module_name} has no function {name!r}.")
+    wanted = getattr(function, "api_version", api_version)
+    if wanted != api_version:
+        raise ConfigError(
+            key, path, f"a function for api_version {api_version}", f"It says {wanted}; see docs/algorithms.md."
+        )
+    return function
