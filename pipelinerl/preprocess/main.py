@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.config.schedule import rounds_of, update_interval
 from pipelinerl.errors import NoRoom
 from pipelinerl.preprocess.batcher import Batcher, Groups
 from pipelinerl.preprocess.dispatch import LastStep, TrainerView
@@ -33,7 +34,6 @@ from pipelinerl.records import FateRecord, Group, MetricRecord, PassesOver, Trai
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.role import RoleContext, run_role
 from pipelinerl.run.recorded_streams import recorded_streams
-from pipelinerl.config.schedule import rounds_of, update_interval
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
     FATES_TOPIC,

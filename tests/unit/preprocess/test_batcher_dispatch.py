@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from preprocess_groups import group, sample
 
+from pipelinerl.config.schedule import Rounds
 from pipelinerl.errors import StreamError
 from pipelinerl.preprocess.batcher import Batcher, num_samples
 from pipelinerl.preprocess.dispatch import MAX_STEPS_AHEAD, LastStep, TrainerView
 from pipelinerl.records import StepDone, TrainerStarted, TrainingDone, WeightUpdateSuccess
-from pipelinerl.config.schedule import Rounds
 from pipelinerl.streams.base import Entry
 
 
