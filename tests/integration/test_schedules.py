@@ -28,7 +28,7 @@ def finish(run: WholeRun, *overrides: str) -> None:
 
 
 def samples_by_step(run: WholeRun) -> dict[int, list[dict[str, Any]]]:
-    return {batch["step"]: [item["sample"] for item in batch["samples"]] for batch in run.records("training_data")}
+    return {batch["step"]: batch["samples"] for batch in run.records("training_data")}
 
 
 def published_samples(run: WholeRun) -> list[dict[str, Any]]:
