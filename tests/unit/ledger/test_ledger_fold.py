@@ -10,7 +10,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.ledger.audit import audit_run
-from pipelinerl.ledger.evidence import BatchHead, Evidence, GroupHead, SampleHead, ScoredHead
+from pipelinerl.ledger.evidence import BatchHead, Evidence, GroupHead, SampleHead
 from pipelinerl.ledger.fold import fold
 from pipelinerl.ledger.lengths import compare, describe
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, VersionSpan
@@ -27,7 +27,7 @@ def sample(name: str, tokens: int = 10, version: int = 0) -> SampleHead:
 
 
 def batch(step: int, *names: str) -> BatchHead:
-    return BatchHead(step=step, samples=[ScoredHead(sample(name)) for name in names])
+    return BatchHead(step=step, samples=[sample(name) for name in names])
 
 
 def fate(kind: Any, *names: str, version: int = 0, inc: int = 0, reason: str = "r", rollouts: int = 0) -> FateRecord:
