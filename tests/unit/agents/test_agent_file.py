@@ -19,9 +19,8 @@ import pytest
 from fakes.fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.agents import agent_file
-from pipelinerl.agents.agent_file import AgentFile
-from pipelinerl.agents.agent_func import check_config, generate_agent_rollout, read_step
+from pipelinerl.agents import agent_func
+from pipelinerl.agents.agent_func import AgentFile, check_config, generate_agent_rollout, read_step
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
@@ -200,7 +199,7 @@ async def test_a_step_that_outlives_its_rollout_keeps_its_module(
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
-    assert "its thread goes on" in caplog.text and "agent_func.py:5" in caplog.text
+    assert len(caplog.records) == 1 and "agent_func.py:5" in caplog.text
     name = next(iter(our_modules()))
     with file.episode() as other:
         assert other.__module__ != name
@@ -217,7 +216,7 @@ def test_a_step_that_never_returns_does_not_keep_its_process(tmp_path: Path) -> 
     path = write(tmp_path, "import threading\n\ndef step(state, action, label):\n    threading.Event().wait()\n")
     program = (
         "import asyncio, sys\n"
-        "from pipelinerl.agents.agent_file import AgentFile\n\n"
+        "from pipelinerl.agents.agent_func import AgentFile\n\n"
         "async def main():\n"
         "    file = AgentFile(sys.argv[1])\n"
         "    with file.episode() as step:\n"
@@ -256,7 +255,7 @@ async def test_where_a_step_runs(
     [
         (None, "There is no such file"),
         ("x = 1", "agent_func.py has no function step"),
-        ("\nimport nothing_of_this_name", r"agent_func.py:2 failed: ModuleNotFoundError.*are its imports complete"),
+        ("\nimport nothing_of_this_name", r"agent_func.py:2 failed: ModuleNotFoundError"),
         ("def broken():\n    return 1 / 0\n\nbroken()\n", r"agent_func.py:2 failed: ZeroDivisionError"),
         ("\ndef step(state): ...", r"step of \S*agent_func.py:2: too many positional arguments"),
         ("\n\ndef step(", r"agent_func.py:3 cannot be compiled: SyntaxError"),
@@ -303,7 +302,7 @@ async def test_a_file_that_fails_later_fails_that_rollout_only(
 def test_a_file_that_is_slow_to_run_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent_file, "_SLOW_S", -1.0)
+    monkeypatch.setattr(agent_func, "_SLOW_S", -1.0)
     file = AgentFile(write(tmp_path, "def step(state, action, label): ...\n"))
     with caplog.at_level(logging.WARNING):
         for _ in range(6):
@@ -323,7 +322,7 @@ def test_what_a_file_makes_is_freed_by_the_time_that_running_it_took(
     try:
         freed = []
         for limit_s in (1e9, -1.0):
-            monkeypatch.setattr(agent_file, "_COLLECT_AFTER_S", limit_s)
+            monkeypatch.setattr(agent_func, "_COLLECT_AFTER_S", limit_s)
             with file.episode() as step:
                 large = weakref.ref(step.__globals__["large"])
             del step

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import black_box
 from pipelinerl.agents.openai_agent import BlackBox
-from pipelinerl.agents.openai_format import BadRequestError, read_request
+from pipelinerl.agents.openai_format import BadRequestError, read_chat_request
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
@@ -281,4 +281,4 @@ def test_it_has_the_shape_of_a_rollout_function() -> None:
 )
 def test_requests_that_cannot_be_served(body: Any) -> None:
     with pytest.raises(BadRequestError):
-        read_request(body)
+        read_chat_request(body)

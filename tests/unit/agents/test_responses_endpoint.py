@@ -12,8 +12,7 @@ from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import black_box
-from pipelinerl.agents.openai_format import BadRequestError
-from pipelinerl.agents.responses_format import read_responses_request
+from pipelinerl.agents.openai_format import BadRequestError, read_responses_request
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
@@ -116,7 +115,7 @@ async def test_t6_a_full_context_is_told(server: FakeServer, tokenizer: PreTrain
             with pytest.raises(openai.BadRequestError, match="maximum context length is") as caught:
                 await client.responses.create(model="any", input="x" * 200)
             assert caught.value.code == "context_length_exceeded"
-            with pytest.raises(openai.BadRequestError, match="no response of this rollout"):
+            with pytest.raises(openai.BadRequestError, match="previous_response_id"):
                 await client.responses.create(model="any", input="x", previous_response_id="resp_1")
         return 1.0
 
@@ -156,5 +155,5 @@ def test_items_become_messages() -> None:
             ]
         }
     )
-    assert [message["role"] for message in request.new] == ["system", "assistant", "tool"]
-    assert [call["function"]["name"] for call in request.new[1]["tool_calls"]] == ["f", "g"]
+    assert [message["role"] for message in request.messages] == ["system", "assistant", "tool"]
+    assert [call["function"]["name"] for call in request.messages[1]["tool_calls"]] == ["f", "g"]

@@ -1,4 +1,4 @@
-"""Plain functions of the user in threads, since they may block. Called by the agent rollouts; waits for nothing."""
+"""Plain functions of the user, which may block, in threads of their own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 
 def start_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run `function` in a thread of its own and return what its answer will be in.
+    """Run `function` in a daemon thread and return its future.
 
-    The end of the process does not wait for it, as it would for an executor's: a function that never returns would keep
-    a check or a worker from ending. StopIteration comes out as RuntimeError, as of a coroutine: asyncio's futures
-    cannot hold it and would never be done.
+    An executor is not used because the exit of the process would wait for a function that never returns. StopIteration
+    becomes a RuntimeError, as in a coroutine: asyncio's futures cannot hold it and would never finish.
     """
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
@@ -25,7 +24,7 @@ def start_thread(function: Callable[[], Any]) -> Future[Any]:
             stopped = RuntimeError("the function raised StopIteration")
             stopped.__cause__ = error
             future.set_exception(stopped)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the future gets it
+        except BaseException as error:  # noqa: BLE001 - passed on to whoever awaits the future
             future.set_exception(error)
         else:
             future.set_result(result)
