@@ -37,7 +37,6 @@ class AgentConfig(Section):
     apply_chat_template: bool = False
     prompt_max_len: int = Field(default=1024, ge=1, description="tokens; longer prompts are left out")
     max_samples: int | None = Field(default=None, ge=1)
-    max_epochs: int | None = Field(default=None, ge=1, description="passes over the prompts; null: no such end")
     max_steps: int = Field(default=64, ge=1, description="calls of the agent function in one rollout")
     reward: Literal["sum", "last"] = "sum"
     action_special_tokens: bool = False

@@ -17,13 +17,10 @@ from pydantic import ValidationError
 from pipelinerl.config.agent import settle_agent
 from pipelinerl.config.arguments import DEFAULT_CONFIG, Arguments, parse_arguments
 from pipelinerl.config.deepspeed_file import read_deepspeed_file
-from pipelinerl.config.epochs import settle_epochs
 from pipelinerl.config.help_text import help_text
 from pipelinerl.config.keys import known_keys
-from pipelinerl.config.linked import settle_linked_keys
 from pipelinerl.config.messages import faults_of, raise_faults
 from pipelinerl.config.paths import conf_dir, group_file
-from pipelinerl.config.retired import take_retired_keys
 from pipelinerl.config.rules import advice, validate
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
@@ -63,11 +60,9 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     if arguments.show_config:
         return ComposedConfig(help_text=composed.to_yaml(), search_dirs=search_dirs)
     data = composed.data
-    notes = [*composed.notes, *_default_experiment(arguments), *take_retired_keys(data, composed.origin_of)]
+    notes = [*composed.notes, *_default_experiment(arguments)]
     _require_output_dir(data, arguments)
-    taken = settle_linked_keys(data, composed.interpolated, composed.override_keys)
     settle_agent(data, search_dirs)
-    settle_epochs(data)
     refuse_secrets(data, os.environ)
     _find_named_files(data, search_dirs)
     try:
@@ -79,7 +74,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
                 data,
                 known_keys(),
                 composed.origin_of,
-                lambda key: composed.source_of(taken.get(key, key)),
+                composed.source_of,
             )
         )
         raise
@@ -113,14 +108,9 @@ def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
 
 def _find_named_files(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
     """Check the files named for the trainer's backend; one of the user becomes a path, in place."""
-    for key, group, suffix, wanted in (
-        ("deepspeed_config", "deepspeed", ".json", data.get("use_deepspeed")),
-        ("accelerate_config", "accelerate", ".yaml", data.get("accelerate_config")),
-    ):
-        name = data.get(key)
-        if wanted and isinstance(name, str):
-            found = group_file(key, group, name, suffix, search_dirs)
-            if group == "deepspeed":
-                read_deepspeed_file(found, name)
-            if not found.is_relative_to(conf_dir()):
-                data[key] = str(found)
+    name = data.get("deepspeed_config")
+    if data.get("use_deepspeed") and isinstance(name, str):
+        found = group_file("deepspeed_config", "deepspeed", name, ".json", search_dirs)
+        read_deepspeed_file(found, name)
+        if not found.is_relative_to(conf_dir()):
+            data["deepspeed_config"] = str(found)

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.hydra_compose import compose_plain
-from pipelinerl.config.key_notes import HONOURED, NO_EFFECT, REFUSED, REFUSED_VALUES
+from pipelinerl.config.key_notes import HONOURED, REFUSED_VALUES
 from pipelinerl.config.keys import known_keys
-from pipelinerl.config.retired import RETIRED_KEYS
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def tables() -> str:
-    """Return the tables as Markdown: keys of the schema by section, then retired keys."""
+    """Return the tables as Markdown: keys of the schema by section."""
     from pipelinerl.config.arguments import Arguments
 
     shipped = compose_plain(Arguments(config_name="base")).data
@@ -28,11 +27,7 @@ def tables() -> str:
     parts: list[str] = []
     for section, keys in sections.items():
         rows = [_row(key, shipped) for key in keys]
-        parts += [f"### {section}", "", "| key | default | status | what it does |", "|---|---|---|---|", *rows, ""]
-    parts += ["### Keys of earlier versions", "", "| key | status | answer |", "|---|---|---|"]
-    for key, note, replacement in RETIRED_KEYS:
-        status = "does nothing" if replacement is None else "refused"
-        parts.append(f"| `{key}` | {status} | {note if replacement is None else f'{note}: use `{replacement}`'} |")
+        parts += [f"### {section}", "", "| key | default | what it does |", "|---|---|---|", *rows, ""]
     return "\n".join([*parts, ""])
 
 
@@ -47,15 +42,10 @@ def _row(key: str, shipped: dict[str, Any]) -> str:
     value: Any = shipped
     for part in key.split("."):
         value = value[part]
-    if key in NO_EFFECT:
-        status, note = "does nothing", NO_EFFECT[key]
-    elif key in REFUSED:
-        status, note = "refused", REFUSED[key]
-    else:
-        status, note = "honoured", HONOURED[key]
+    note = HONOURED[key]
     if key in REFUSED_VALUES:
         note += f". {REFUSED_VALUES[key][0].upper()}{REFUSED_VALUES[key][1:]}"
-    return f"| `{key}` | {_default(key, value)} | {status} | {note} |"
+    return f"| `{key}` | {_default(key, value)} | {note} |"
 
 
 def _default(key: str, value: Any) -> str:

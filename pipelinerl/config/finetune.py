@@ -6,17 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipelinerl.config.base import LARGEST_SEED, Section
+from pipelinerl.config.base import Section
 
 
 class LoraConfig(Section):
     enabled: bool = False
-    task_type: str = "CAUSAL_LM"
-    base_model_8bit: bool = False
-    base_model_4bit: bool = False
     r: int = Field(default=16, ge=1)
     alpha: float = Field(default=16, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
     bias: Literal["none", "all", "lora_only"] = "none"
     target_modules: list[str] = []
     sync: Literal["merged", "adapter"] = "merged"
@@ -51,8 +47,6 @@ class RLConfig(Section):
     use_advantages: bool = True
     relu_log_p_weights: bool = False
     clamp_log_ratio_ref_new_value: float = Field(default=5.0, gt=0)
-    temperature: float | None = Field(default=None, ge=0, description="null: llm.parameters.temperature")
-    aggregate_loss: Literal["sum"] = "sum"
     overlong_filtering: bool = False
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     overlong_limit_tokens: int | None = Field(default=None, ge=1)
@@ -83,22 +77,15 @@ class FinetuneConfig(Section):
     model_class: Literal["causal-language-modeling", "causal-language-modeling-with-value-head"] = (
         "causal-language-modeling"
     )
-    config_name: str | None = None
-    optim: Literal["adamw_torch"] = "adamw_torch"
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
     load_as_bf16: bool = True
     dtype: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
-    fp32_lm_head: bool = True
     attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = "auto"
     use_flash_attention: bool = True
-    auto_device_map: bool = False
     lora: LoraConfig = LoraConfig()
-    force_restart: bool = False
-    resume_dataloader: bool = True
     train_batch_size: int = Field(default=1, ge=1)
-    valid_batch_size: int = Field(default=4, ge=1)
     gradient_accumulation_passes: int = Field(default=1024, ge=1)
     weight_decay: float = Field(default=0.0, ge=0)
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -113,29 +100,18 @@ class FinetuneConfig(Section):
     interrupt_train_steps: int = Field(default=-1, ge=-1)
     seq_length: int = Field(default=12000, ge=2)
     seq_packing: bool = True
-    seq_parallel: int = Field(default=1, ge=1)
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
-    seed: int = Field(default=42, ge=0, le=LARGEST_SEED)
     save_checkpoint_steps: int = Field(default=100, ge=1)
     also_save_steps: list[int] = []
     keep_intermediate_checkpoints: bool = True
     keep_best: str | None = Field(default=None, min_length=1, description="metric of evaluations; null: not kept")
     keep_last_checkpoints: int | None = Field(default=None, ge=1)
     save_final_training_state: bool = True
-    use_safetensors: bool = True
     trust_remote_code: bool = False
-    cuda_empty_cache: bool = False
     log_each_n_steps: int = Field(default=1, ge=1)
-    objective: Literal["rl"] = "rl"
-    input: str = "training_data"
-    output_dir: str | None = None
     send_weight_updates: bool = True
     weight_update_interval: int = Field(default=1, ge=1)
-    queue_size: int = Field(default=32, ge=1)
-    max_lag: int | None = Field(default=None, ge=0)
     max_version_lag: int | None = Field(default=None, ge=0)
-    pop_old_data: bool = True
-    attempts: int = Field(default=8, ge=1)
     rl: RLConfig = RLConfig()
 
     @property

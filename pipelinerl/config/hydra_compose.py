@@ -25,7 +25,6 @@ from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.keys import is_known, known_keys
 from pipelinerl.config.messages import COMMAND_LINE, did_you_mean, unknown_key
 from pipelinerl.config.paths import conf_dir, config_names
-from pipelinerl.config.retired import is_retired_key
 from pipelinerl.errors import ConfigError
 
 _WHOLE_INTERPOLATION = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
@@ -138,17 +137,15 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
     group = key.replace(".", "/")
     if any((folder / group).is_dir() for folder in search_dirs):
         return _group_override(key, override)
-    if is_retired_key(key):
-        return "++" + text.lstrip("+")
     if not is_known(key):
         raise unknown_key(key, override.value(), known_keys(), COMMAND_LINE)
     return "++" + text.lstrip("+")
 
 
 def _group_override(group: str, override: Override) -> str:
-    """Check the choice of a file of a group; `deepspeed` and `accelerate` are folders of files, not groups."""
+    """Check the choice of a file of a group; `deepspeed` is a folder of files, not a group."""
     value = override.value()
-    if group in ("deepspeed", "accelerate"):
+    if group == "deepspeed":
         raise ConfigError(group, value, "no such key", f"Write {group}_config={value}.")
     if not isinstance(value, str):
         raise ConfigError(group, value, "the name of a file in that group", f"Set single keys as {group}.KEY=VALUE.")

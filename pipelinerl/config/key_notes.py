@@ -5,55 +5,8 @@ Read by the documentation and by the advice of the composition. A test keeps it 
 
 from __future__ import annotations
 
-#: Keys that are taken for the sake of old files. A changed value is answered with the reason.
-NO_EFFECT: dict[str, str] = {
-    "actor.problem_queue_size": "admission by max_lag and llm_max_rollouts bounds what is in flight",
-    "actor.result_queue_size": "finished groups go straight to the stream",
-    "actor.shared_memory_entry_size": "records travel in streams, there is no shared memory",
-    "preprocess.shared_memory_entry_size": "records travel in streams, there is no shared memory",
-    "preprocess.n_workers": "one process keeps up: it neither tokenizes nor loads a model",
-    "preprocess.raw_queue_size": "the stream is the queue",
-    "preprocess.input": "the names of the streams are fixed",
-    "preprocess.output": "the names of the streams are fixed",
-    "preprocess.log_every_n_samples": "every batch is logged",
-    "preprocess.input_queue_size": "the stream is the queue",
-    "preprocess.output_queue_size": "the stream is the queue",
-    "preprocess.dataset_buffer_size": "a batch is closed as soon as it has its samples",
-    "preprocess.max_ready_samples_per_lead": "all ranks read the same record, so there is no lead",
-    "finetune.input": "the names of the streams are fixed",
-    "finetune.output_dir": "models and checkpoints are always in output_dir/finetune",
-    "finetune.config_name": "the configuration of a model is in the folder of model_path",
-    "finetune.cuda_empty_cache": "the allocator's cache is left alone",
-    "finetune.queue_size": "the stream is the queue",
-    "finetune.valid_batch_size": "evaluation is the actor's",
-    "finetune.auto_device_map": "each rank owns one device",
-    "finetune.resume_dataloader": "data always resume where the checkpoint stands",
-    "finetune.use_safetensors": "models are always saved as safetensors",
-    "finetune.lora.task_type": "the model is a causal language model",
-    "finetune.lora.dropout": "dropout is off: the ratio of new to old log-probs comes from the weights alone",
-    "vllm_config.use_v1": "vLLM has one engine",
-    "fsdp.buffer_dtype": "FSDP2 leaves buffers as they are",
-    "accelerate_config": "the launcher starts the ranks itself; the file is only looked up",
-    "debug.place_inference_workers": "debug.mode decides which servers start",
-}
-
-#: Keys whose default is the one value that is taken: what they ask for is not there.
-REFUSED: dict[str, str] = {
-    "finetune.seq_parallel": "use gradient checkpointing or ZeRO-3",
-    "finetune.lora.base_model_8bit": "the servers sample from unquantised weights",
-    "finetune.lora.base_model_4bit": "the servers sample from unquantised weights",
-    "llm.parameters.top_p": "it would bias the policy: use test_llm.parameters.top_p",
-    "llm.parameters.top_k": "it would bias the policy: use test_llm.parameters.top_k",
-    "finetune.optim": "AdamW is the one optimizer",
-    "finetune.objective": "reinforcement learning is the one objective",
-    "finetune.rl.aggregate_loss": "finetune.rl.aggregation names the divisor",
-    "world.replicas": "one actor serves all servers: use world.num_actor_llms and actor.rollout_workers",
-    "debug.use_existing_llms": "a run starts its own servers",
-}
-
 #: Single values of honoured keys that are refused.
 REFUSED_VALUES: dict[str, str] = {
-    "finetune.rl.temperature": "another value than llm.parameters.temperature is refused",
     "vllm_config.quantization": "bf16_last_layer_fp32 is refused: use fp32_lm_head=true",
     "finetune.model_class": "seq2seq and vision models are refused",
 }
@@ -62,7 +15,7 @@ HONOURED: dict[str, str] = {
     "output_dir": "folder of the run (required)",
     "model_path": "Hugging Face name or folder of the model",
     "seed": "order of problems, request seeds, random state of the trainer; 0 to 2147483647",
-    "attempts": "rollouts per problem; the same setting as finetune.attempts",
+    "attempts": "rollouts per problem",
     "max_lag": "samples in flight beyond the batch being collected; 0 is on-policy, null unbounded; "
     "not used with schedule=conventional",
     "pop_old_data": "with an unbounded lag, new groups replace the oldest ready ones",
@@ -104,7 +57,6 @@ HONOURED: dict[str, str] = {
     "agent.apply_chat_template": "write prompts as the model's chat template does",
     "agent.prompt_max_len": "longest prompt in tokens; longer ones are left out",
     "agent.max_samples": "rows taken from the beginning of the data, of all data sets together; null: all",
-    "agent.max_epochs": "sets finetune.max_epochs",
     "agent.max_steps": "calls of the agent function in one rollout",
     "agent.action_special_tokens": "the action has special tokens, its end token and its stop string",
     "agent.reward": "sum of the steps' rewards, or the last one",
@@ -114,17 +66,14 @@ HONOURED: dict[str, str] = {
     "actor.examples": "questions with answers that come before a task of one question, as turns of a dialogue",
     "preprocess.chunk_n_groups": "groups that are taken in at once",
     "preprocess.ring_buffer_size": "ready batches that are kept when training is slow",
-    "preprocess.pop_old_data": "the same setting as pop_old_data",
     "finetune.model_class": "causal language model, with or without a value head",
     "finetune.adam_beta1": "AdamW",
     "finetune.adam_beta2": "AdamW",
     "finetune.adam_epsilon": "AdamW",
     "finetune.load_as_bf16": "dtype=auto multiplies in bf16 on GPUs; false: in fp32. Parameters are fp32 either way",
     "finetune.dtype": "of the trainer's products, parameters are fp32: fp32, tf32, bf16; auto: bf16 on GPUs, else fp32",
-    "finetune.fp32_lm_head": "the same setting as fp32_lm_head",
     "finetune.attn_implementation": "auto: the fastest that the machine has and the model may be trained with",
     "finetune.use_flash_attention": "false: never choose flash attention",
-    "finetune.force_restart": "the same setting as force_restart",
     "finetune.train_batch_size": "factor of the samples per step; without packing, rows of a micro-batch",
     "finetune.gradient_accumulation_passes": "factor of the samples per step, over all ranks",
     "finetune.weight_decay": "AdamW",
@@ -142,7 +91,6 @@ HONOURED: dict[str, str] = {
     "finetune.seq_length": "tokens of a packed micro-batch; longest sample",
     "finetune.seq_packing": "several samples in one row",
     "finetune.logprob_chunk_tokens": "tokens whose log-probs are computed at once",
-    "finetune.seed": "random state of the trainer; follows seed",
     "finetune.save_checkpoint_steps": "steps between checkpoints",
     "finetune.also_save_steps": "further steps with a checkpoint",
     "finetune.keep_best": "metric of evaluations (success_rate, mean_reward, one of your own): the best model by it is "
@@ -154,10 +102,7 @@ HONOURED: dict[str, str] = {
     "finetune.log_each_n_steps": "steps between two lines of the log; metrics are recorded at every step",
     "finetune.send_weight_updates": "false: the servers keep their first weights",
     "finetune.weight_update_interval": "steps between weight updates; each one more adds a version to the lag",
-    "finetune.max_lag": "the same setting as max_lag",
     "finetune.max_version_lag": "samples with older tokens are stale; null: no such limit",
-    "finetune.pop_old_data": "the same setting as pop_old_data",
-    "finetune.attempts": "the same setting as attempts",
     "finetune.lora.enabled": "train low-rank adapters on the frozen model",
     "finetune.lora.r": "rank of an adapter",
     "finetune.lora.alpha": "an adapter counts alpha / r",
@@ -190,7 +135,6 @@ HONOURED: dict[str, str] = {
     "finetune.rl.use_advantages": "false: plain rewards instead of advantages",
     "finetune.rl.relu_log_p_weights": "negative weights count as 0",
     "finetune.rl.clamp_log_ratio_ref_new_value": "bound of the log ratio inside the KL term",
-    "finetune.rl.temperature": "follows llm.parameters.temperature",
     "finetune.rl.overlong_filtering": "samples cut at the length limit are not trained",
     "finetune.rl.overlong_buffer_tokens": "output tokens before the limit that cost reward, in any task; 0: none",
     "finetune.rl.overlong_limit_tokens": "that limit, in output tokens of a sample",

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipelinerl.config.convert import fate_of
 from pipelinerl.errors import ConfigError
 
 #: What `origin_of` says of a key that was typed.
@@ -81,6 +82,10 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
 
 def unknown_key(key: str, got: object, known: Iterable[str], origin: str) -> ConfigError:
     """Return the error for a key that the schema does not have. `origin` says where it was set."""
+    fate = fate_of(key)
+    if fate is not None:
+        next_step = f"{fate} It was set {origin}. `python -m pipelinerl convert FILE` translates a file of PipelineRL."
+        return ConfigError(key, got, "a known key", next_step)
     near = nearest_key(key, known)
     next_step = f"It was set {origin}. Remove it; settings of your own task belong under `custom`."
     if near is None:

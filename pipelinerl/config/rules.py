@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from pipelinerl.config import rules_adapter, rules_algorithm, rules_run, rules_sampling, rules_training, rules_world
 from pipelinerl.config.agent import unused_agent_keys
-from pipelinerl.config.key_notes import NO_EFFECT
-from pipelinerl.config.keys import default_of
 from pipelinerl.config.messages import raise_faults
 from pipelinerl.config.remarks import remarks as remarks_of
 from pipelinerl.config.run import RunConfig
@@ -60,14 +58,4 @@ def advice(config: RunConfig) -> list[str]:
         )
     remarks += unused_agent_keys(config)
     remarks += remarks_of(config)
-    for key, reason in NO_EFFECT.items():
-        if _value(config, key) != default_of(key):
-            remarks.append(f"{key} does nothing here: {reason}")
     return remarks
-
-
-def _value(config: RunConfig, key: str) -> object:
-    value: object = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

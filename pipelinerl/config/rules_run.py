@@ -37,19 +37,6 @@ def missing_task(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def one_actor(config: RunConfig) -> ConfigError | None:
-    """Further actors would sample for readers that do not exist."""
-    if config.world.replicas > 1:
-        return ConfigError(
-            "world.replicas",
-            config.world.replicas,
-            "1: one actor serves all servers",
-            "Use world.num_actor_llms (or world.actor_fraction) for more servers, and actor.rollout_workers for more "
-            "processes that run rollouts.",
-        )
-    return None
-
-
 def greedy_training(config: RunConfig) -> ConfigError | None:
     """The most likely token has no distribution that it was sampled from."""
     if config.llm.parameters.temperature == 0:
@@ -62,4 +49,4 @@ def greedy_training(config: RunConfig) -> ConfigError | None:
     return None
 
 
-RULES = (one_actor, greedy_training)
+RULES = (greedy_training,)

@@ -69,40 +69,6 @@ def prompt_room(config: RunConfig) -> ConfigError | None:
     return None
 
 
-def unbiased_sampling(config: RunConfig) -> ConfigError | None:
-    """Training samples come from the whole distribution."""
-    parameters = config.llm.parameters
-    reason = "the trainer computes log-probs over all tokens, so a cut distribution would bias the policy silently"
-    if parameters.top_p < 1:
-        return ConfigError(
-            "llm.parameters.top_p",
-            parameters.top_p,
-            f"1: {reason}",
-            "Set it in test_llm.parameters if you want it there.",
-        )
-    if parameters.top_k > 0:
-        return ConfigError(
-            "llm.parameters.top_k",
-            parameters.top_k,
-            f"-1: {reason}",
-            "Set it in test_llm.parameters if you want it there.",
-        )
-    return None
-
-
-def one_temperature(config: RunConfig) -> ConfigError | None:
-    """Servers and trainer compute log-probs at one temperature."""
-    trainer, sampler = config.finetune.rl.temperature, config.llm.parameters.temperature
-    if trainer is not None and trainer != sampler:
-        return ConfigError(
-            "finetune.rl.temperature",
-            trainer,
-            f"llm.parameters.temperature={sampler}; otherwise old and new log-probs are of different policies",
-            "Set llm.parameters.temperature alone.",
-        )
-    return None
-
-
 def server_quantisation(config: RunConfig) -> ConfigError | None:
     """Precision of the head has a key of its own."""
     if config.vllm_config.quantization == "bf16_last_layer_fp32":
@@ -128,8 +94,6 @@ RULES = (
     context_number,
     context_fits,
     prompt_room,
-    unbiased_sampling,
-    one_temperature,
     server_quantisation,
     cpu_block_size,
 )

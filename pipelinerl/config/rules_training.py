@@ -6,46 +6,6 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
 
-def linked_keys(config: RunConfig) -> ConfigError | None:
-    """`attempts` and `max_lag` have two names each."""
-    for root, first, second in (
-        ("attempts", config.attempts, config.finetune.attempts),
-        ("max_lag", config.max_lag, config.finetune.max_lag),
-    ):
-        if first != second:
-            return ConfigError(
-                f"finetune.{root}", second, f"the value of {root}, which is {first!r}", f"Set {root} alone."
-            )
-    return None
-
-
-def seq_parallel(config: RunConfig) -> ConfigError | None:
-    """One sequence is never split over ranks."""
-    if config.finetune.seq_parallel > 1:
-        return ConfigError(
-            "finetune.seq_parallel",
-            config.finetune.seq_parallel,
-            "1: a sequence is not split over ranks",
-            "For long sequences use finetune.gradient_checkpointing, a smaller finetune.logprob_chunk_tokens, or more "
-            "ranks with deepspeed_config=deepspeed_stage3_bf16.",
-        )
-    return None
-
-
-def quantised_base(config: RunConfig) -> ConfigError | None:
-    """Quantised base weights would not be the weights that the servers sample from."""
-    lora = config.finetune.lora
-    for name, value in (("base_model_8bit", lora.base_model_8bit), ("base_model_4bit", lora.base_model_4bit)):
-        if value:
-            return ConfigError(
-                f"finetune.lora.{name}",
-                value,
-                "false: the servers sample from unquantised weights, so a quantised base would train another policy",
-                "Use bf16 weights with LoRA, or a DeepSpeed configuration with offload.",
-            )
-    return None
-
-
 def generation_steps(config: RunConfig) -> ConfigError | None:
     """Only rounds of generate-then-train have steps per generation."""
     if config.steps_per_generation > 1 and config.schedule != "conventional":
@@ -165,9 +125,6 @@ def best_needs_evaluations(config: RunConfig) -> ConfigError | None:
 
 
 RULES = (
-    linked_keys,
-    seq_parallel,
-    quantised_base,
     generation_steps,
     round_updates,
     one_backend,

@@ -12,9 +12,9 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.sections import (
     ActorConfig,
     DebugConfig,
+    EvaluationConfig,
     FSDPConfig,
     LLMConfig,
-    LLMParameters,
     PreprocessConfig,
     RewardsConfig,
     StreamsConfig,
@@ -53,7 +53,7 @@ class RunConfig(Section):
     preprocess: PreprocessConfig = PreprocessConfig()
     finetune: FinetuneConfig = FinetuneConfig()
     llm: LLMConfig = LLMConfig()
-    test_llm: LLMConfig = LLMConfig(parameters=LLMParameters())
+    test_llm: EvaluationConfig = EvaluationConfig()
     vllm_config: VLLMConfig = VLLMConfig()
     world: WorldConfig = WorldConfig()
     streams: StreamsConfig = StreamsConfig()
@@ -61,7 +61,6 @@ class RunConfig(Section):
     verifier: VerifierConfig = VerifierConfig()
     sandbox_endpoint: str | None = None
     supervise: SuperviseConfig = SuperviseConfig()
-    accelerate_config: str | None = None
     use_deepspeed: bool = False
     deepspeed_config: str = "deepspeed_stage3_bf16"
     use_fsdp: bool = False
@@ -96,4 +95,4 @@ class RunConfig(Section):
     @property
     def sampling_temperature(self) -> float:
         """Temperature at which trainer and servers compute log-probs in training."""
-        return self.finetune.rl.temperature or self.llm.parameters.temperature
+        return self.llm.parameters.temperature

@@ -12,25 +12,33 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class LLMParameters(Section):
-    """Sampling parameters of training (`llm`) or evaluation (`test_llm`)."""
+    """Sampling parameters of training (`llm`): whole distributions only, because the trainer assumes them."""
 
     max_tokens: int = Field(default=8192, ge=1)
     temperature: float = Field(default=1.0, ge=0, description="0: greedy, in evaluation only")
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1, description="-1 or 0: all tokens")
     min_tokens: int = Field(default=0, ge=0)
     stop: list[str] = []
     ignore_eos: bool = False
+
+
+class EvaluationParameters(LLMParameters):
+    """Sampling parameters of evaluation (`test_llm`)."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="-1 or 0: all tokens")
 
 
 class LLMConfig(Section):
     parameters: LLMParameters = LLMParameters()
 
 
+class EvaluationConfig(Section):
+    parameters: EvaluationParameters = EvaluationParameters()
+
+
 class VLLMConfig(Section):
     """`vllm_kwargs` go to vLLM's command line untouched: `{"max_model_len": 4096, "enforce-eager": ""}`."""
 
-    use_v1: bool | None = None
     quantization: str | None = None
     vllm_kwargs: dict[str, Any] = {}
     kv_cache: Literal["keep", "recompute"] = "keep"
@@ -52,10 +60,7 @@ class ActorConfig(Section):
     llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
     rollout_workers: int = Field(default=1, ge=1)
     discount_factor: float = Field(default=1.0, gt=0, le=1)
-    problem_queue_size: int = Field(default=64, ge=1)
-    result_queue_size: int = Field(default=64, ge=1)
     throughput_window_size: int = Field(default=50, ge=1)
-    shared_memory_entry_size: int = Field(default=10_000_000, ge=1)
     log_each_n_secs: float = Field(default=0, ge=0)
     rollout_timeout_s: float = Field(default=600, gt=0)
     request_timeout_s: float = Field(default=300, gt=0)
@@ -73,19 +78,8 @@ class ActorConfig(Section):
 
 
 class PreprocessConfig(Section):
-    input: str = "actor"
-    output: str = "training_data"
-    n_workers: int = Field(default=1, ge=1)
     chunk_n_groups: int = Field(default=2, ge=1)
-    raw_queue_size: int = Field(default=8, ge=1)
-    input_queue_size: int = Field(default=32, ge=1)
-    output_queue_size: int = Field(default=32, ge=1)
-    dataset_buffer_size: int = Field(default=0, ge=0)
     ring_buffer_size: int = Field(default=128, ge=1, description="batches kept when training is slow, drop-oldest")
-    max_ready_samples_per_lead: int = Field(default=64, ge=1)
-    pop_old_data: bool = True
-    shared_memory_entry_size: int = Field(default=100_000_000, ge=1)
-    log_every_n_samples: int = Field(default=128, ge=1)
 
 
 #: Lists of GPUs by pool, and the keys of the counts that follow from them.
@@ -102,7 +96,6 @@ class WorldConfig(Section):
     """How the cluster is split. Fractions share the GPUs; the `num_*` keys, if set, say the counts outright (and are
     the way to split a machine without GPUs)."""
 
-    replicas: int = Field(default=1, ge=1)
     actor_fraction: float = Field(default=4, ge=0)
     preprocessor_fraction: float = Field(default=0, ge=0)
     finetune_fraction: float = Field(default=4, ge=0)
@@ -167,8 +160,6 @@ class TensorBoardConfig(Section):
 class DebugConfig(Section):
     mode: Literal["", "actor", "preprocessor", "finetune", "open_loop", "finetune+preprocessor"] = ""
     streams_from: str | None = None
-    place_inference_workers: bool = True
-    use_existing_llms: bool = False
 
 
 class SuperviseConfig(Section):
@@ -191,7 +182,6 @@ class SuperviseConfig(Section):
 class FSDPConfig(Section):
     param_dtype: Literal["fp32", "bf16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    buffer_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 class RewardsConfig(Section):

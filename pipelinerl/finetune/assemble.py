@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from pipelinerl.config.schedule import EvaluationSchedule, update_interval
-from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.base import Backend, create_backend
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore
@@ -62,13 +61,9 @@ ACTOR = "actor_0"
 def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
     """Build everything, train to the end (or until SIGTERM), and take everything down again."""
     config = context.config
-    if config.finetune.seq_parallel > 1:
-        raise ConfigError(
-            "finetune.seq_parallel", config.finetune.seq_parallel, "1", "Sequence parallelism is not supported; use 1."
-        )
     if context.world.device == "cpu":
         torch.set_num_threads(max(context.job.cores, 1))
-    torch.manual_seed(config.finetune.seed)
+    torch.manual_seed(config.seed)
     with ExitStack() as stack:
         if context.world.device == "cuda" and config.world.placement == "colocated":
             wait_for_servers(context)

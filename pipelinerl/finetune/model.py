@@ -67,7 +67,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             language_model,
             temperature=config.sampling_temperature,
             chunk_tokens=settings.logprob_chunk_tokens,
-            fp32_head=config.fp32_lm_head and settings.fp32_lm_head,
+            fp32_head=config.fp32_lm_head,
             with_entropy=settings.rl.needs_entropy,
             with_values=settings.model_class.endswith("with-value-head"),
             compute_dtype=dtype,

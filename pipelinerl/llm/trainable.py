@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipelinerl.config.sections import LLMParameters
+from pipelinerl.config.sections import EvaluationParameters, LLMParameters
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
 from pipelinerl.llm.client import Verdict, classify, post, reason_of, retry_delay_s
@@ -38,9 +38,9 @@ def sampling_parameters(parameters: LLMParameters) -> dict[str, Any]:
     Without stop strings the server is told not to detokenize: text is made here, once, at the end.
     """
     values: dict[str, Any] = {"max_tokens": parameters.max_tokens, "temperature": parameters.temperature}
-    if parameters.top_p < 1:
+    if isinstance(parameters, EvaluationParameters) and parameters.top_p < 1:
         values["top_p"] = parameters.top_p
-    if parameters.top_k > 0:
+    if isinstance(parameters, EvaluationParameters) and parameters.top_k > 0:
         values["top_k"] = parameters.top_k
     if parameters.min_tokens > 0:
         values["min_tokens"] = parameters.min_tokens

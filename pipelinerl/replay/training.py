@@ -42,7 +42,7 @@ class TrainingReplay:
         _refuse_what_differs(config, run.world.num_finetune_ranks)
         self._states = run.run_dir.finetune / "training_state"
         torch.set_num_threads(max(run.world.jobs_of("finetune")[0].cores, 1))
-        torch.manual_seed(config.finetune.seed)
+        torch.manual_seed(config.seed)
         ranks = Ranks()
         policy = load_policy(config, ranks.device)
         has_servers = bool(run.world.jobs_of("preprocessor_llm"))

@@ -21,7 +21,7 @@ from pipelinerl.streams.base import TRAINER_TOPIC, StreamSpec
 from pipelinerl.streams.file_reader import FileReader
 from pipelinerl.streams.layout import list_shards, partition_dir
 
-NOT_COMPARED = ("output_dir", "force_restart", "dry_run", "finetune.force_restart")
+NOT_COMPARED = ("output_dir", "force_restart", "dry_run")
 _PROBLEMS = "the order of problems refers to its problems"
 _PARAMETERS = "the training state has those parameters"
 _BACKEND = "the training state is in that backend's format"
@@ -29,10 +29,8 @@ _RECORDS = "the records of the run are there"
 FIXED = {
     "model_path": "the training state is of that model",
     "seed": "the order of problems follows from it",
-    "finetune.seed": "it belongs to the training state",
     "finetune.model_class": _PARAMETERS,
     "finetune.lora": _PARAMETERS,
-    "finetune.optim": "the training state is of that optimizer",
     "streams.backend": _RECORDS,
     "streams.url": _RECORDS,
     "dataset_loader": _PROBLEMS,

@@ -128,8 +128,6 @@ def check_output_dir(start: Start) -> list[str]:
 def check_supported(start: Start) -> list[str]:
     """Refuse what can be planned but not run."""
     config, several = start.config, start.cluster.world_size > 1
-    if config.debug.use_existing_llms:
-        raise ConfigError("debug.use_existing_llms", True, "false: a run starts its own servers", "Remove the key.")
     if several and config.streams.backend == "redis" and not (config.streams.url or start.environ.get(REDIS_URL_KEY)):
         raise ConfigError(
             "streams.url",

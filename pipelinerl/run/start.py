@@ -211,7 +211,7 @@ def _refuse_finished(run_dir: RunDir, old: RunIdentity, started: RunConfig | Non
         epochs = started.finetune.max_epochs if started is not None and was_cut else None
         if epochs is None or config.finetune.max_epochs is None or config.finetune.max_epochs > epochs:
             return
-        steps, next_step = epochs, "Set finetune.max_epochs (or agent.max_epochs) to more than {} to train on."
+        steps, next_step = epochs, "Set finetune.max_epochs to more than {} to train on."
     expected = f"an unfinished run; run {old.run_id} in it is complete"
     raise ConfigError("output_dir", str(run_dir.root), expected, f"{next_step.format(steps)} {_CHOOSE}")
 

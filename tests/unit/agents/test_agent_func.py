@@ -370,8 +370,8 @@ def test_keys_that_nothing_reads_are_named(tmp_path: Path) -> None:
         return [note for note in compose([*words, "output_dir=x", "model_path=m"]).notes if note.startswith("agent.")]
 
     (tmp_path / "f.py").touch()
-    assert notes("--config-name=guessing", "agent.prompt_data=a", "agent.max_epochs=3") == [
-        "agent.prompt_data, agent.max_epochs do nothing without actor.agent_func_path"
+    assert notes("--config-name=guessing", "agent.prompt_data=a", "agent.max_samples=3") == [
+        "agent.prompt_data, agent.max_samples do nothing without actor.agent_func_path"
     ]
     assert notes("agent.max_steps=3") == ["agent.max_steps does nothing without actor.agent_func_path"]
     function = ["--config-name=base", f"actor.agent_func_path={tmp_path}/f.py"]
@@ -391,7 +391,7 @@ def test_a_run_that_ends_before_its_epochs_says_so(tmp_path: Path) -> None:
     batch = "finetune.gradient_accumulation_passes=128"
     (note,) = epoch_notes_of(tmp_path, 100_000, batch)
     assert note.startswith(
-        "finetune.max_train_steps=1000 ends the run before agent.max_epochs=1, which takes 6250 steps"
+        "finetune.max_train_steps=1000 ends the run before finetune.max_epochs=1, which takes 6250 steps"
     )
     assert epoch_notes_of(tmp_path, 16_000, batch) == []
 
@@ -400,8 +400,8 @@ def test_warm_up_and_evaluations_are_judged_by_the_steps_of_the_passes(tmp_path:
     """160 prompts with 8 samples are 10 steps of 128."""
     batch = "finetune.gradient_accumulation_passes=128"
     (note,) = epoch_notes_of(tmp_path, 160, batch)
-    assert note.startswith("finetune.num_warmup_steps=50 is not below the 10 steps that agent.max_epochs=1 takes")
-    for words in (["finetune.num_warmup_steps=9"], ["finetune.lr_scheduler_type=constant"], ["agent.max_epochs=6"]):
+    assert note.startswith("finetune.num_warmup_steps=50 is not below the 10 steps that finetune.max_epochs=1 takes")
+    for words in (["finetune.num_warmup_steps=9"], ["finetune.lr_scheduler_type=constant"], ["finetune.max_epochs=6"]):
         assert epoch_notes_of(tmp_path, 160, batch, *words) == []
     # The composition has said it already.
     config = composed(tmp_path, "agent.prompt_data=a", batch, "finetune.num_warmup_steps=2000")
@@ -413,7 +413,7 @@ def test_warm_up_and_evaluations_are_judged_by_the_steps_of_the_passes(tmp_path:
 def test_passes_with_a_ring_that_drops_samples_get_a_note(tmp_path: Path) -> None:
     words = ["finetune.num_warmup_steps=0", "finetune.gradient_accumulation_passes=128"]
     (note,) = epoch_notes_of(tmp_path, 160, *words, "max_lag=null")
-    assert note.startswith("agent.max_epochs=1 with max_lag=null: samples that are dropped")
+    assert note.startswith("finetune.max_epochs=1 with max_lag=null: samples that are dropped")
     assert epoch_notes_of(tmp_path, 160, *words) == []
     assert epoch_notes_of(tmp_path, 160, *words, "max_lag=null", "pop_old_data=false") == []
 
@@ -421,17 +421,3 @@ def test_passes_with_a_ring_that_drops_samples_get_a_note(tmp_path: Path) -> Non
 def test_steps_of_epochs() -> None:
     """12,500 prompts, 8 samples each, 192 a step: 520 whole steps and a part of one."""
     assert steps_of_epochs(12_500, 8, 1, 192) == 521
-
-
-def test_epochs_have_two_names(tmp_path: Path) -> None:
-    assert composed(tmp_path, "agent.prompt_data=a", "agent.max_epochs=3").config.finetune.max_epochs == 3
-    assert composed(tmp_path, "agent.prompt_data=a", "finetune.max_epochs=1").config.finetune.max_epochs == 1
-    with pytest.raises(ConfigError, match=r"finetune.max_epochs: got 2, .*set agent.max_epochs alone"):
-        composed(tmp_path, "agent.prompt_data=a", "finetune.max_epochs=2")
-    own = composed(tmp_path, "agent.prompt_data=a", "agent.max_epochs=null", "finetune.max_epochs=2").config
-    assert own.finetune.max_epochs == 2
-    assert epoch_notes(own, 10**9)[0].split(", which")[0].endswith("before finetune.max_epochs=2")
-    with pytest.raises(ConfigError, match=r"agent.max_epochs"):
-        composed(tmp_path, "agent.prompt_data=a", "agent.max_epochs=0")
-    other = compose(["--config-name=guessing", "agent.max_epochs=3", "output_dir=x", "model_path=m"]).config
-    assert other is not None and other.finetune.max_epochs is None

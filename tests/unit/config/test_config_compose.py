@@ -8,7 +8,6 @@ import pytest
 
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError
 
 
 def run_config(*argv: str) -> RunConfig:
@@ -73,9 +72,9 @@ def test_overrides_in_each_form() -> None:
         "wandb.wandb_name=123",
         "finetune.seq_length=2e4",
     )
-    assert config.seed == config.finetune.seed == 7
+    assert config.seed == 7
     assert config.finetune.learning_rate == 2e-5
-    assert config.max_lag == config.finetune.max_lag == 0
+    assert config.max_lag == 0
     assert config.vllm_config.vllm_kwargs["enforce-eager"] == ""
     assert "gpu-memory-utilization" not in config.vllm_config.vllm_kwargs
     assert config.train_dataset_names == ["a", {"name": "b", "split": "c"}]
@@ -88,47 +87,14 @@ def test_overrides_in_each_form() -> None:
 def test_a_temperature_reaches_evaluation_and_trainer() -> None:
     config = run_config("llm.parameters.temperature=0.7")
     assert config.test_llm.parameters.temperature == 0.7
-    assert config.finetune.rl.temperature == config.sampling_temperature == 0.7
-
-
-@pytest.mark.parametrize("word", ["attempts=16", "finetune.attempts=16"])
-def test_attempts_has_two_names(word: str) -> None:
-    config = run_config(word)
-    assert config.attempts == config.finetune.attempts == 16
-
-
-@pytest.mark.parametrize("word", ["attempts=8", "finetune.attempts=8"])
-def test_a_command_line_wins_over_a_file_also_back_to_the_default(word: str) -> None:
-    config = run_config("--config-name=quickstart", word)
-    assert config.attempts == config.finetune.attempts == 8
-
-
-@pytest.mark.parametrize(
-    ("text", "attempts", "max_lag"),
-    [
-        ("attempts: 4\nmax_lag: 3\n", 4, 3),
-        ("finetune:\n  attempts: 4\n  max_lag: 3\n", 4, 3),
-        ("attempts: 4\nfinetune:\n  attempts: 4\n  max_lag: 3\n", 4, 3),
-    ],
-)
-def test_linked_keys_in_a_file(tmp_path: Path, text: str, attempts: int, max_lag: int) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\n" + text)
-    config = run_config("--config-dir", str(tmp_path), "--config-name=mine")
-    assert (config.attempts, config.finetune.attempts) == (attempts, attempts)
-    assert (config.max_lag, config.finetune.max_lag) == (max_lag, max_lag)
-
-
-@pytest.mark.parametrize("words", [["attempts=4", "finetune.attempts=5"], ["max_lag=4", "finetune.max_lag=5"]])
-def test_two_values_for_one_setting_are_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"got 5, expected the value of \w+, which is 4"):
-        run_config(*words)
+    assert config.sampling_temperature == 0.7
 
 
 def test_a_file_that_does_not_build_on_base(tmp_path: Path) -> None:
     (tmp_path / "alone.yaml").write_text("attempts: 4\nmodel_path: m\n")
     config = run_config("--config-dir", str(tmp_path), "--config-name=alone", "finetune.seq_length=99", "max_lag=1")
-    assert (config.attempts, config.finetune.attempts, config.finetune.seq_length) == (4, 4, 99)
-    assert config.max_lag == config.finetune.max_lag == 1
+    assert (config.attempts, config.finetune.seq_length) == (4, 99)
+    assert config.max_lag == 1
 
 
 def test_help_lists_files_of_user_and_package(user_dir: Path) -> None:
@@ -149,15 +115,6 @@ def test_cfg_shows_the_configuration_without_an_output_dir(flags: list[str]) -> 
     text = compose([*flags, "seed=7"]).help_text
     assert text is not None
     assert "output_dir: ???" in text and "seed: 7" in text
-
-
-def test_keys_that_do_nothing_are_taken_with_a_note() -> None:
-    composed = compose(
-        ["output_dir=x", "finetune.n_examples=10", "me.job_idx=1", "finetune.valid_batch_size=9", "jobs=[]"]
-    )
-    assert any(note.startswith("finetune.n_examples does nothing here") for note in composed.notes)
-    assert any(note.startswith("finetune.valid_batch_size does nothing here") for note in composed.notes)
-    assert not any(note.startswith("jobs") for note in composed.notes)
 
 
 def test_the_shipped_defaults_have_no_notes() -> None:

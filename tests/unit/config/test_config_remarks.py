@@ -106,11 +106,8 @@ def test_an_agent_function_on_a_task_names_the_file_without_one() -> None:
     [
         (["seed=-1"], "seed: got -1, expected at least 0. It was set on the command line."),
         (["seed=4294967296"], "seed: got 4294967296, expected at most 2147483647."),
-        (["finetune.seed=-1"], "finetune.seed: got -1, expected at least 0."),
         (["llm.parameters.temperature=-1"], "llm.parameters.temperature: got -1, expected at least 0.0."),
-        (["finetune.rl.temperature=0"], "finetune.rl.temperature: got 0.0, expected llm.parameters.temperature=1.0"),
         (["llm.parameters.temperature=0"], "For greedy evaluation set test_llm.parameters.temperature=0."),
-        (["world.actors=2"], "world.actors: got 2, expected actor.rollout_workers instead (one actor serves all"),
     ],
 )
 def test_values_out_of_range_are_one_line_with_the_next_step(words: list[str], expected: str) -> None:

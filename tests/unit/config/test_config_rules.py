@@ -45,11 +45,6 @@ CASES = {
         "finetune.rl.final_entropy_bonus: got 0.0, expected null with finetune.rl.target_entropy=0.1",
     ),
     "importance_bounds": (["finetune.rl.importance_low=3"], "finetune.rl.importance_low: got 3.0, expected less than"),
-    "seq_parallel": (["finetune.seq_parallel=2"], "finetune.seq_parallel: got 2, expected 1"),
-    "quantised_base": (
-        ["finetune.lora.base_model_8bit=true"],
-        "finetune.lora.base_model_8bit: got True, expected false",
-    ),
     "needs_an_adapter": (
         ["finetune.lora.sync=adapter"],
         "finetune.lora.sync: got 'adapter', expected merged with finetune.lora.enabled=false",
@@ -93,11 +88,6 @@ CASES = {
         "finetune.seq_length: got 9000, expected at least vllm_config.vllm_kwargs.max_model_len=10000",
     ),
     "prompt_room": (["llm.parameters.max_tokens=10000"], "llm.parameters.max_tokens: got 10000, expected less than"),
-    "unbiased_sampling": (["llm.parameters.top_p=0.9"], "llm.parameters.top_p: got 0.9, expected 1: the trainer"),
-    "one_temperature": (
-        ["finetune.rl.temperature=0.5"],
-        "finetune.rl.temperature: got 0.5, expected llm.parameters.temperature=1.0",
-    ),
     "server_quantisation": (["vllm_config.quantization=bf16_last_layer_fp32"], "fp32_lm_head=true"),
     "cpu_block_size": (
         ["world=cpu", "vllm_config.vllm_kwargs.block_size=16"],
@@ -132,10 +122,6 @@ CASES = {
         ["schedule=conventional", "steps_per_generation=8", "finetune.max_version_lag=6"],
         "finetune.max_version_lag: got 6, expected at least steps_per_generation - 1 = 7",
     ),
-    "one_actor": (
-        ["world.replicas=2"],
-        "world.replicas: got 2, expected 1: one actor serves all servers. Use world.num_actor_llms",
-    ),
     "greedy_training": (
         ["llm.parameters.temperature=0"],
         "llm.parameters.temperature: got 0.0, expected more than 0: greedy outputs come from no distribution",
@@ -150,11 +136,10 @@ CASES = {
     ),
 }
 # The composition already makes these agree.
-NEEDS_NO_CASE = {"linked_keys"}
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(CASES) | NEEDS_NO_CASE == {rule.__name__ for rule in RULES}
+    assert set(CASES) == {rule.__name__ for rule in RULES}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +223,6 @@ def test_the_rule_refuses(name: str) -> None:
         ["finetune.seq_length=10000"],
         ["~vllm_config.vllm_kwargs.max_model_len", "finetune.seq_length=128"],
         ["test_llm.parameters.top_p=0.9", "test_llm.parameters.top_k=50"],
-        ["llm.parameters.top_k=0"],
         ["llm.parameters.temperature=0.6"],
         ["test_llm.parameters.temperature=0"],
         ["world.actor_fraction=0", "world.num_actor_llms=1"],
@@ -324,7 +308,7 @@ def test_m4_a_kl_term_that_needs_servers_is_refused_without_them(overrides: list
 
 @pytest.mark.parametrize("override", ["llm.parameters.top_p=0.99", "llm.parameters.top_k=1000"])
 def test_t4_sampling_from_a_cut_distribution_is_refused_in_training_with_the_reason(override: str) -> None:
-    with pytest.raises(ConfigError, match="a cut distribution would bias the policy silently"):
+    with pytest.raises(ConfigError, match="would bias the policy"):
         compose([*KEEP, override])
     assert compose([*KEEP, f"test_{override}"]).config is not None
 
@@ -337,11 +321,11 @@ def test_a_lag_is_not_negative(key: str) -> None:
 
 def test_several_broken_rules_are_one_message() -> None:
     with pytest.raises(ConfigError) as caught:
-        compose([*KEEP, "attempts=1", "use_fsdp=true", "llm.parameters.top_k=3"])
+        compose([*KEEP, "attempts=1", "use_fsdp=true", "llm.parameters.temperature=0"])
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         "attempts",
         "use_fsdp",
-        "llm.parameters.top_k",
+        "llm.parameters.temperature",
     ]
 
 

@@ -121,7 +121,7 @@ def test_the_asynchronous_command(tmp_path: Path) -> None:
     assert gpus_of(world, "actor_llm") == [["0"], ["1"]] and gpus_of(world, "preprocessor_llm") == []
     assert gpus_of(world, "finetune") == [["2"], ["3"], ["4"], ["5"], ["6"], ["7"]]
     assert (config.schedule, config.max_lag, config.finetune.samples_per_step) == ("pipeline", 192 * 8, 192)
-    assert config.uses_local_reference(config.has_reference_pool) and config.agent.max_epochs == 1
+    assert config.uses_local_reference(config.has_reference_pool) and config.finetune.max_epochs == 1
 
 
 def test_the_synchronous_command(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.assemble import run_trainer
 from pipelinerl.records import FateRecord, MetricRecord, TrainerMessage, TrainerStarted, TrainingBatch, TrainingDone
 from pipelinerl.role import RoleContext
@@ -120,12 +119,3 @@ def test_a_value_head_is_trained_and_saved_beside_the_model(kit, start, tmp_path
     # Adam's first step moves every weight by its learning rate.
     assert head["bias"].abs().item() == pytest.approx(0.1, rel=1e-3)
     assert not any("value_head" in name for name in load_file(folder / "model.safetensors"))
-
-
-def test_sequence_parallelism_is_refused(start):
-    context = start()
-    config = context.config.model_copy(
-        update={"finetune": context.config.finetune.model_copy(update={"seq_parallel": 2})}
-    )
-    with pytest.raises(ConfigError, match=r"finetune.seq_parallel: got 2"):
-        run_trainer(dataclasses.replace(context, config=config), {})

@@ -114,7 +114,7 @@ def test_fates_of_what_is_not_trained(tmp_path):
 
 def test_dynamic_sampling_refills_the_batch_and_gives_the_budget_back(tmp_path):
     """On-policy, where the budget is one batch: each filtered group admits exactly one other, until it is full."""
-    run = Run(tmp_path, max_lag=0, finetune={**FINETUNE, "max_lag": 0, "rl": {"filter_zero_advantage_groups": True}})
+    run = Run(tmp_path, max_lag=0, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
     budget = SampleBudget(samples_per_step=4, max_lag=0, attempts=2)
     budget.observe_rollout(1)
     trainer = TrainerState(budget, incarnation=0)

@@ -78,7 +78,7 @@ def test_how_often(
     seen: list[tuple[bool, list[str]]] = []  # (starts anew, reasons so far)
 
     def launch_once(composed: Any, config: RunConfig, cluster: Any, restarts: list[str]) -> Outcome:
-        seen.append((config.force_restart or config.finetune.force_restart, list(restarts)))
+        seen.append((config.force_restart, list(restarts)))
         return outcomes[len(seen) - 1]
 
     monkeypatch.setattr(launch_module, "launch_once", launch_once)
@@ -86,7 +86,6 @@ def test_how_often(
         {
             "output_dir": "x",
             "force_restart": True,
-            "finetune": {"force_restart": True},
             "supervise": {"max_restarts": max_restarts},
         }
     )

@@ -39,7 +39,6 @@ def test_the_list_of_checks() -> None:
         ({"streams": {"backend": "redis"}}, 2, "streams.url"),
         ({"streams": {"backend": "redis", "url": "redis://h:1/0"}}, 2, None),
         ({"debug": {"mode": "actor"}}, 2, "debug.mode"),
-        ({"debug": {"use_existing_llms": True}}, 1, "debug.use_existing_llms"),
         ({"supervise": {"max_restarts": 1}}, 2, "supervise.max_restarts"),
     ],
 )

@@ -78,4 +78,4 @@ def test_a_job_from_the_queue_continues_what_its_first_start_began(programs: Pat
     _, second = run_job(programs, "force_restart=true", SLURM_RESTART_COUNT="1")
     assert first[-2:] == ["srun: supervise.shutdown_grace_s=240", "srun: force_restart=true"]
     # Of values of the same key the last one counts.
-    assert second == [*first, "srun: force_restart=false", "srun: finetune.force_restart=false"]
+    assert second == [*first, "srun: force_restart=false"]
