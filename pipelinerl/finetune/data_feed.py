@@ -1,29 +1,102 @@
-"""Reads the next `TrainingBatch`. Called by the loop of every rank; each rank reads the same records.
+"""The wait for the next batch, and everything else that can end it: SIGTERM, a server without weights, the last pass.
 
-Rank 0 waits for the preprocessor, at most `timeout_s`, and says so in the heartbeat; the others wait for rank 0. So all
-of them learn at the same place that the trainer is to stop, or that a server waits for weights.
+All ranks read the same records. Rank 0 waits for the preprocessor and the other ranks wait for rank 0, so every rank
+reaches the same decision at the same step.
 """
 
 from __future__ import annotations
 
 import enum
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from pipelinerl.errors import StreamError, WorkerError
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.records import TrainingBatch
-from pipelinerl.streams.base import StreamReader
+from pipelinerl.records import PassesOver, TrainingBatch
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.streams.base import Entry, StreamReader
+from pipelinerl.streams.feed import Feed
+
+if TYPE_CHECKING:
+    from pipelinerl.finetune.weights_feed import WeightsFeed
+
+EXIT_STOPPED = 128 + signal.SIGTERM
+_TERM, _QUIT = b"t", b"q"
 
 
-class Waiter(Protocol):
-    """The part of the heartbeat that the trainer uses."""
+class StopRequest:
+    """Whether this rank was asked to stop, and whether any rank was."""
 
-    def waiting(self, what: str, deadline_s: float | None = None) -> AbstractContextManager[object]: ...
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.requested = False
 
-    def progress(self, n: int = 1) -> None: ...
+    def agreed(self) -> bool:
+        """True on every rank if any rank was asked to stop. All ranks must call it at the same place."""
+        return self._ranks.max([float(self.requested)])[0] > 0
+
+
+@contextmanager
+def stop_on_sigterm(request: StopRequest, wake: Callable[[], None]) -> Iterator[None]:
+    """Set `request` and call `wake` when SIGTERM arrives. Does nothing outside the main thread.
+
+    The handler only writes a byte into a pipe and a thread does the rest: `wake` takes locks, which a signal handler
+    must not.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read_end, write_end = os.pipe()
+
+    def listen() -> None:
+        if os.read(read_end, 1) == _TERM:
+            request.requested = True
+            wake()
+
+    thread = threading.Thread(target=listen, name="stop-request", daemon=True)
+    thread.start()
+    before = signal.signal(signal.SIGTERM, lambda *_: os.write(write_end, _TERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.write(write_end, _QUIT)
+        thread.join()
+        os.close(read_end)
+        os.close(write_end)
+
+
+class PassesEnd:
+    """Follows the stream `passes` in a thread: after which step the passes over the problems leave nothing to train.
+
+    Args:
+        max_epochs: of this start. Records of a start with fewer passes are ignored.
+        wake: called when a record arrives or the thread fails.
+    """
+
+    def __init__(self, reader: StreamReader[PassesOver], max_epochs: int, wake: Callable[[], None]) -> None:
+        self._max_epochs = max_epochs
+        self._wake = wake
+        self._steps: set[int] = set()
+        self._feed = Feed(reader, self._take, "passes", lambda _: wake()).start()
+
+    def is_after(self, step: int) -> bool:
+        """Whether no batch follows that of `step`. Raises what the thread failed with."""
+        self._feed.raise_if_failed()
+        return step in self._steps
+
+    def close(self) -> None:
+        self._feed.stop()
+
+    def _take(self, entry: Entry[PassesOver]) -> None:
+        if entry.record.max_epochs >= self._max_epochs:
+            self._steps.add(entry.record.step)
+            self._wake()
 
 
 class _News(enum.IntEnum):
@@ -39,89 +112,86 @@ class _News(enum.IntEnum):
 class DataFeed:
     """Batches in the order of their steps.
 
-    After a restart the batches behind the checkpoint are read again, and trained as they are: the stream holds one
-    batch for every step, and the steps come out as they were.
+    After a restart the batches after the checkpoint are read and trained again as they are: the stream holds one batch
+    for every step.
 
     Args:
         reader: stream `training_data`, opened at the offset of the checkpoint.
-        should_stop: asked before the wait and when it was woken: True ends it without a batch.
-        ranks: of the trainer.
-        server_waits: asked then, too: whether a server waits for weights.
-        is_over: asked then, too: whether no batch follows that of the given step.
+        timeout_s: longest wait for a batch.
+        stop: ends the wait without a batch.
+        weights: interrupts the wait when a server needs weights.
+        passes: ends the wait when no batch follows (rank 0).
     """
 
     def __init__(
         self,
         reader: StreamReader[TrainingBatch],
-        heartbeat: Waiter,
+        heartbeat: Heartbeat,
         timeout_s: float,
-        should_stop: Callable[[], bool] = lambda: False,
-        ranks: Ranks | None = None,
-        server_waits: Callable[[], bool] = lambda: False,
-        is_over: Callable[[int], bool] = lambda step: False,
+        ranks: Ranks,
+        stop: StopRequest,
+        weights: WeightsFeed | None = None,
+        passes: PassesEnd | None = None,
     ) -> None:
-        self._ends_behind = is_over
-        #: Whether `next` gave no batch because none follows; the same on all ranks.
+        #: Whether `next` returned no batch because none follows; the same on all ranks.
         self.is_over = False
-        self._should_stop = should_stop
-        self._server_waits = server_waits
-        self._ranks = ranks or Ranks()
-        self._batch: TrainingBatch | None = None
         self._reader = reader
         self._heartbeat = heartbeat
         self._timeout_s = timeout_s
+        self._ranks = ranks
+        self._stop = stop
+        self._weights = weights
+        self._passes = passes
+        self._batch: TrainingBatch | None = None
 
     @property
     def offset(self) -> int:
-        """Offset behind the last batch that was handed out."""
+        """Offset after the last batch that was handed out."""
         return self._reader.offset
 
-    def next(self, step: int, serve: Callable[[], None] = lambda: None) -> TrainingBatch | None:
-        """The batch of `step`; None if the trainer is to stop, or if no batch follows: then `is_over` is set.
+    def next(self, step: int, serve: Callable[[int], None]) -> TrainingBatch | None:
+        """The batch of `step`; None if the trainer is to stop, or if no batch follows (then `is_over` is set).
 
         Args:
             step: the step that the batch must be of.
-            serve: called on every rank when a server waits for weights while there is no data.
+            serve: called on every rank with version step - 1 while a server needs weights and there is no batch.
 
         Raises:
-            WorkerError: none came in time.
-            StreamError: the next batch is of another step or is empty.
+            WorkerError: no batch came in time.
+            StreamError: the next batch is empty or of another step.
         """
-        batch = self._read(step, serve)
-        if batch is None:
-            return None
-        if batch.step != step:
-            raise StreamError(
-                f"training_data offset {self.offset - 1}: got the batch of step {batch.step}, expected step {step}"
-            )
-        if not batch.samples:
-            raise StreamError(f"training_data offset {self.offset - 1}: the batch of step {step} has no samples")
-        return batch
-
-    def _read(self, step: int, serve: Callable[[], None]) -> TrainingBatch | None:
         while True:
             with self._heartbeat.waiting("training data", deadline_s=self._timeout_s):
                 # Only rank 0's value counts.
                 news = self._ranks.broadcast(int(self._wait(step) if self._ranks.is_first else _News.BATCH))
-            if news in (_News.STOP, _News.OVER):
+            if news == _News.BATCH:
+                return self._checked(self._take(), step)
+            if news == _News.SERVER:
+                serve(step - 1)
+            elif news == _News.TIMEOUT:
+                raise self._no_data()
+            else:
                 self.is_over = news == _News.OVER
                 return None
-            if news == _News.BATCH:
-                return self._take()
-            if news == _News.TIMEOUT:
-                raise self._no_data()
-            serve()
+
+    def _checked(self, batch: TrainingBatch, step: int) -> TrainingBatch:
+        place = f"training_data offset {self.offset - 1}"
+        if batch.step != step:
+            raise StreamError(f"{place}: got the batch of step {batch.step}, expected step {step}")
+        if not batch.samples:
+            raise StreamError(f"{place}: the batch of step {step} has no samples")
+        return batch
 
     def _wait(self, step: int) -> _News:
         """Wait for the next batch, which is kept, or for something else to do."""
         end = time.monotonic() + self._timeout_s
         while True:
-            if self._should_stop():
+            if self._stop.requested:
                 return _News.STOP
-            if self._server_waits():
+            if self._weights is not None and self._weights.has_fresh:
                 return _News.SERVER
-            if self._ends_behind(step - 1):
-                # It was said behind the last batch, so that is here if there is one.
+            if self._passes is not None and self._passes.is_after(step - 1):
+                # This record is written after the last batch, so that batch is here if there is one.
                 return _News.BATCH if self._fetch(0) else _News.OVER
             left_s = end - time.monotonic()
             if left_s <= 0:
@@ -146,5 +216,5 @@ class DataFeed:
     def _no_data(self) -> WorkerError:
         return WorkerError(
             f"no training data for {self._timeout_s:g} s (supervise.progress_timeout_s): "
-            "the preprocessor or the actor made no progress"
+            "neither the preprocessor nor the actor made progress"
         )

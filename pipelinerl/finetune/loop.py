@@ -1,207 +1,312 @@
-"""The trainer's loop: fetch a batch, take a step, hand over the weights, report, save. Every rank runs it.
+"""The trainer's loop: fetch a batch, take a step, update the servers, report, save. Every rank runs it.
 
-Called by the entry point, which builds the parts. Waits only inside its parts:
+What a rank waits for, and what wakes it:
 
-| part        | waits for                          | woken by                                |
-|-------------|------------------------------------|-----------------------------------------|
-| feed        | the next `TrainingBatch`           | the preprocessor's write to the stream  |
-| steps       | the other ranks                    | their last backward                     |
-| pauses      | running rollouts (not `pipeline`)  | the actor's answer on stream `turns`    |
-| weights     | the servers                        | their answers, or the sync time-out     |
-| checkpoints | the other ranks, the disk          | their shards                            |
+| wait                                        | woken by                                             |
+|---------------------------------------------|------------------------------------------------------|
+| feed: the next `TrainingBatch`              | the preprocessor's write, SIGTERM, a server, the end |
+| steps: the other ranks                      | their last backward                                  |
+| pauses: running rollouts (not `pipeline`)    | the actor's answer on stream `turns`                 |
+| weights: the servers                        | their answers, or the sync time-out                  |
+| checkpoints: the other ranks, the disk      | their shards                                         |
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from msgspec.structs import replace
 
-from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.backends.base import Backend
-from pipelinerl.finetune.checkpoint import CheckpointStore
-from pipelinerl.finetune.data_feed import DataFeed, Waiter
+from pipelinerl.config.schedule import EvaluationSchedule, update_interval
+from pipelinerl.config.sections import LLMParameters
+from pipelinerl.errors import WeightSyncError
+from pipelinerl.finetune.backends.base import create_backend
+from pipelinerl.finetune.best_model import best_model_of
+from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
+from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, stop_on_sigterm
 from pipelinerl.finetune.keep_best import BestKeeper
+from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.on_policy_check import check_on_policy
-from pipelinerl.finetune.pauses import PausedUpdates
-from pipelinerl.finetune.probe_tokens import batch_tokens
-from pipelinerl.finetune.report import Reporter
-from pipelinerl.finetune.state import TrainerState
-from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
-from pipelinerl.finetune.stop_request import StopRequest
-from pipelinerl.finetune.weights_feed import Delivery, WeightsFeed
-from pipelinerl.records import TrainingBatch
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.pauses import open_pauses, wait_for_servers
+from pipelinerl.finetune.pool_setup import open_pool
+from pipelinerl.finetune.probe_tokens import batch_tokens, text_tokens
+from pipelinerl.finetune.ranks import Ranks, joined_ranks
+from pipelinerl.finetune.reference import load_reference
+from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
+from pipelinerl.finetune.step import StepResult, StepRunner
+from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.llm.tokens import load_tokenizer
+from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
+from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
+from pipelinerl.role import RoleContext
+from pipelinerl.run.recorded_streams import recorded_streams
+from pipelinerl.streams.base import (
+    ACTOR_TOPIC,
+    EVALUATION_TOPIC,
+    FATES_TOPIC,
+    METRICS_TOPIC,
+    PASSES_TOPIC,
+    TRAINER_CONSUMER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+    StreamReader,
+)
+from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
+PREPROCESSOR = "preprocessor_0"
+ACTOR = "actor_0"
+#: Largest mean gap between trainer and server in nats. Rounding in bf16 gives 0.02 on answers with high entropy, a
+#: quantized server about 0.1, a broken one more than 1.
+MAX_ON_POLICY_DIFF = 0.5
+#: Fewer tokens say little.
+MIN_ON_POLICY_TOKENS = 256
 
-@dataclass(frozen=True)
-class TrainingLoop:
-    """Everything one rank needs to train. `reporter` exists on rank 0 only; `weights` is None without servers."""
 
-    config: FinetuneConfig
-    backend: Backend
-    feed: DataFeed
-    steps: StepRunner
-    weights: WeightsFeed | None
-    checkpoints: CheckpointStore
-    exporter: ModelExporter
-    reporter: Reporter | None
-    heartbeat: Waiter
-    export_dtype: torch.dtype
-    first_probe_tokens: list[list[int]]
-    delivery_deadline_s: float | None = None
-    stop: StopRequest | None = None
-    pauses: PausedUpdates | None = None
-    #: None: the best model by evaluation is not kept.
-    best: BestKeeper | None = None
-    #: False: the servers keep the weights that they got at the start.
-    updates_servers: bool = True
-    #: Probe every n-th update of the run; 0: only the first one behind a start, and the last.
-    probe_every_n_updates: int = 0
-    #: Whether on-policy tokens have to have the servers' log-probs (see `on_policy_check`).
-    checks_sampling: bool = True
-    #: Metrics of the device, read once a step.
-    device_metrics: Callable[[], dict[str, float]] = dict
-    clock: Callable[[], float] = time.perf_counter
+def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
+    """Train to the end, or until SIGTERM; returns the state that was reached.
 
-    def run(self, state: TrainerState) -> TrainerState:
-        """Train from `state` to the last step; returns when the final weights are delivered and saved.
+    Waits for the other ranks (process group) and, on rank 0, for the servers to come up.
+    """
+    config = context.config
+    if context.world.device == "cpu":
+        torch.set_num_threads(max(context.job.cores, 1))
+    torch.manual_seed(config.seed)
+    with ExitStack() as stack:
+        if context.world.device == "cuda" and config.world.placement == "colocated":
+            wait_for_servers(context)
+        # Rank 0 waits for data and the others wait for rank 0: it reports first.
+        timeout_s = config.supervise.progress_timeout_s + 60
+        ranks = stack.enter_context(joined_ranks(environ, context.world.device, timeout_s, rendezvous_file(context)))
+        return Trainer(context, ranks, stack).run()
 
-        Asked to stop, it returns after the present step, with a training state saved.
+
+def rendezvous_file(context: RoleContext) -> Path | None:
+    """Where the ranks of one machine meet in this start of the run; None if there are several machines."""
+    if context.world.world_size > 1:
+        return None
+    return context.run_dir.finetune / f".ranks-{context.run_id}-{context.incarnation}"
+
+
+class Trainer:
+    """One rank of the trainer, resumed from the newest training state.
+
+    Args:
+        context: of this process.
+        ranks: of the trainer.
+        stack: closes what is opened here.
+    """
+
+    def __init__(self, context: RoleContext, ranks: Ranks, stack: ExitStack) -> None:
+        config = context.config
+        self.context, self.ranks, self.config = context, ranks, config.finetune
+        self.has_servers = bool(context.world.jobs_of("actor_llm"))
+        self.update_interval = update_interval(config)
+        self.heartbeat = context.heartbeat
+        policy = load_policy(config, ranks.device)
+        # Before the backend: it may shard or wrap the policy.
+        reference = load_reference(config, policy, ranks.device, bool(context.world.jobs_of("preprocessor_llm")))
+        self.backend = create_backend(policy, config, ranks)
+        self.checkpoints = CheckpointStore(
+            context.run_dir.finetune / "training_state",
+            ranks,
+            self.config.keep_last_checkpoints,
+            frozenset(self.config.also_save_steps),
+            on_safe=self._commit_streams,
+        )
+        restored = self.checkpoints.restore(self.backend) or TrainerState()
+        self.state = replace(restored, incarnation=context.incarnation)
+        self.exporter = ModelExporter(
+            context.run_dir.finetune,
+            config.model_path,
+            ranks,
+            self.config.keep_intermediate_checkpoints,
+            frozenset(self.config.also_save_steps),
+            trust_remote_code=self.config.trust_remote_code,
+        )
+        tokenizer = load_tokenizer(config.model_path, trust_remote_code=self.config.trust_remote_code)
+        self.first_probe = text_tokens(tokenizer, policy.language_model.config.get_text_config().vocab_size)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        schedule = schedule_of(self.config)
+        self.steps = StepRunner(self.backend, self.config, ranks, schedule, pad_id, reference, self.heartbeat.progress)
+        self.reporter = self._open_reporter(stack) if ranks.is_first else None
+        self._connect(stack)
+
+    def _connect(self, stack: ExitStack) -> None:
+        """Open the streams that this rank reads and, on rank 0, the connections to the servers."""
+        context, config, ranks = self.context, self.context.config, self.ranks
+        reader = self._open_batches(stack)
+        publisher = pool = passes = None
+        self.weights: WeightsFeed | None = None
+        if self.has_servers:
+            if ranks.is_first:
+                publisher, pool = open_pool(context, stack, reader.wake)
+            policy, start_timeout_s = self.backend.policy, config.vllm_config.start_timeout_s
+            self.weights = WeightsFeed(
+                self.backend,
+                ranks,
+                publisher,
+                policy.served_dtype,
+                pool,
+                self.first_probe,
+                start_timeout_s,
+                policy.sends_adapter,
+            )
+        self.stop = StopRequest(ranks)
+        self.pauses, pause = open_pauses(context, ranks, self.backend, publisher, self.stop, stack)
+
+        def wake() -> None:
+            reader.wake()
+            if pause is not None:
+                pause.wake()
+
+        stack.enter_context(stop_on_sigterm(self.stop, wake))
+        max_epochs = self.config.max_epochs
+        if ranks.is_first and max_epochs is not None and context.world.jobs_of("preprocessor"):
+            passes = PassesEnd(context.streams.reader(PASSES_TOPIC, PREPROCESSOR, PassesOver), max_epochs, reader.wake)
+            stack.callback(passes.close)
+        timeout_s = config.supervise.progress_timeout_s
+        self.feed = DataFeed(reader, self.heartbeat, timeout_s, ranks, self.stop, self.weights, passes)
+        self.best = self._best_keeper(stack)
+
+    def run(self) -> TrainerState:
+        """Train to the last step; returns when the final weights are delivered and saved.
+
+        Asked to stop, it returns after the present step with a training state saved.
         """
-        self._begin(state)
-        is_first_step = True
-        saved_step, is_over = state.step, False
-        while not self._is_complete(state):
-            start = self.clock()
-            batch = self.feed.next(state.step + 1, lambda step=state.step: self._serve_fresh(step))  # type: ignore[misc]
+        self._begin()
+        saved_step, is_first_update = self.state.step, True
+        while not self._is_complete():
+            start = perf_counter()
+            batch = self.feed.next(self.state.step + 1, self._serve_fresh)
             if batch is None and self.feed.is_over:
-                if not self._deliver_rest(state.step):
-                    return self._stop(state, saved_step)
-                is_over = True
+                if not self._deliver_rest():
+                    return self._stop(saved_step)
                 break
-            # Waits for ranks that got their data later.
-            if batch is None or (self.stop is not None and self.stop.agreed()):
-                return self._stop(state, saved_step)
-            fetched = self.clock()
-            if not self._may_train(state.step):
-                return self._stop(state, saved_step)
-            turned = self.clock()
-            result = self.steps.run(batch, state.entropy_control)
-            # Numbers that are not finite are the trainer's own (servers' are never samples): that step changed nothing.
-            if self.weights is not None and self.checks_sampling and not result.skipped:
-                check_on_policy(result.metrics, batch.step)
-            trained = self.clock()
-            state = state.after(batch, self.feed.offset, result.entropy_control)
-            is_last = self._is_complete(state)
-            is_stopped = False
-            drained = trained
-            if self._update_is_due(state.step, is_last):
-                probed = is_first_step or is_last or self._probe_is_due(state.step)
-                is_stopped = not self._may_update(state.step)
-                drained = self.clock()
+            # `agreed` waits for ranks that got their data later.
+            if batch is None or self.stop.agreed():
+                return self._stop(saved_step)
+            fetched = perf_counter()
+            if self.pauses is not None and not self.pauses.before_training(self.state.step):
+                return self._stop(saved_step)
+            switched = perf_counter()
+            result = self._train(batch)
+            trained = perf_counter()
+            is_last, is_stopped = self._is_complete(), False
+            update_starts = trained
+            if self._update_is_due(is_last):
+                is_stopped = self.pauses is not None and not self.pauses.before_update(self.state.step)
+                update_starts = perf_counter()
                 if is_stopped:
-                    logger.info("asked to stop while rollouts ended: version %d is not sent", state.step)
+                    logger.info("asked to stop while rollouts were ending: version %d is not sent", self.state.step)
                 else:
-                    self._deliver(state.step, batch_tokens(batch.samples) if probed else [], is_last)
-                    is_first_step = False
-            delivered = self.clock()
-            if result.skipped:
-                logger.warning("step %d: the gradient is not finite; the weights stay as they are", state.step)
-            switch_s = turned - fetched + drained - trained
-            times = StepTimes(fetched - start, switch_s, trained - turned, delivered - drained, delivered - start)
-            values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
-            self._report(batch, state, values | self.device_metrics())
+                    is_probed = is_first_update or is_last or self._probe_is_due()
+                    self._deliver(batch_tokens(batch.samples) if is_probed else [], is_last)
+                    is_first_update = False
+            delivered = perf_counter()
+            switch_s = switched - fetched + update_starts - trained
+            times = StepTimes(
+                fetched - start, switch_s, trained - switched, delivered - update_starts, delivered - start
+            )
+            self._report(batch, result, times)
             if is_stopped:
-                return self._stop(state, saved_step)
-            if not is_last and self._keep(state):
-                saved_step = state.step
+                return self._stop(saved_step)
+            if not is_last and self._keep():
+                saved_step = self.state.step
             self.heartbeat.progress()
-        exported = self._save(state, with_training_state=self.config.save_final_training_state)
+        exported = self._save(with_training_state=self.config.save_final_training_state)
         if self.best:
-            self.best.offer_final(state.step, exported)
+            self.best.offer_final(self.state.step, exported)
         if self.reporter:
-            self.reporter.training_done(state)
-        return replace(state, is_over=is_over)
+            self.reporter.training_done(self.state)
+        # Not saved: with more passes a later start trains on.
+        self.state = replace(self.state, is_over=self.feed.is_over)
+        return self.state
 
-    def _begin(self, state: TrainerState) -> None:
+    def _begin(self) -> None:
         if self.reporter:
-            self.reporter.started(state)
+            self.reporter.started(self.state)
         if self.best:
-            self.best.begin(state.step)
-        self._deliver(state.step, self.first_probe_tokens)
+            self.best.begin(self.state.step)
+        self._deliver(self.first_probe)
         if self.best:
-            self.best.offer(state.step, self.backend.policy, self._exported_weights)
+            self.best.offer(self.state.step, self.backend.policy, self._exported_weights)
 
-    def _keep(self, state: TrainerState) -> bool:
-        """Save what is to stay of a step that is not the last one; returns whether its training state does."""
-        is_saved = self._save_is_due(state.step)
-        exported = self._save(state) if is_saved else None
-        if self.best and self._update_is_due(state.step, is_last=False):
-            self.best.offer(state.step, self.backend.policy, self._exported_weights, exported)
+    def _train(self, batch: TrainingBatch) -> StepResult:
+        result = self.steps.run(batch, self.state.entropy_control)
+        if result.skipped:
+            # The trainer's own numbers (those of servers are checked on arrival): this step changed nothing.
+            logger.warning("step %d: the gradient is not finite; the weights stay as they are", batch.step)
+        elif self.weights is not None and samples_everything(self.context.config.llm.parameters):
+            check_on_policy(result.metrics, batch.step)
+        self.state = self.state.after(batch, self.feed.offset, result.entropy_control)
+        return result
+
+    def _keep(self) -> bool:
+        """Save what stays of a step that is not the last one; returns whether its training state was saved."""
+        step = self.state.step
+        is_saved = step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
+        exported = self._save() if is_saved else None
+        if self.best and self._update_is_due(is_last=False):
+            self.best.offer(step, self.backend.policy, self._exported_weights, exported)
         return is_saved
 
-    def _deliver_rest(self, step: int) -> bool:
-        """Nothing follows behind `step`: send what is not sent yet. False: asked to stop meanwhile."""
+    def _deliver_rest(self) -> bool:
+        """No batch follows: send what was not sent yet. False: asked to stop meanwhile."""
+        step = self.state.step
         logger.info("the passes over the problems are over: step %d was the last one", step)
-        if not self.updates_servers or step % self.config.weight_update_interval == 0:
+        if not self.config.send_weight_updates or step % self.update_interval == 0:
             return True
-        if not self._may_update(step):
+        if self.pauses is not None and not self.pauses.before_update(step):
             return False
-        self._deliver(step, self.first_probe_tokens, is_last=True)
+        self._deliver(self.first_probe, is_last=True)
         return True
 
-    def _stop(self, state: TrainerState, saved_step: int) -> TrainerState:
-        if state.step > saved_step:
-            self.checkpoints.save(state, self.backend)
-        logger.info("stopped on request behind step %d; its training state is saved", state.step)
-        return state
+    def _stop(self, saved_step: int) -> TrainerState:
+        if self.state.step > saved_step:
+            self.checkpoints.save(self.state, self.backend)
+        logger.info("stopped on request after step %d; its training state is saved", self.state.step)
+        return self.state
 
-    def _may_train(self, steps_done: int) -> bool:
-        return self.pauses is None or self.pauses.before_training(steps_done)
+    @property
+    def _delivery_deadline_s(self) -> float:
+        return 3 * self.context.config.supervise.weight_sync_timeout_s
 
-    def _may_update(self, version: int) -> bool:
-        return self.pauses is None or self.pauses.before_update(version)
-
-    def _deliver(self, version: int, probe_tokens: list[list[int]], is_last: bool = False) -> Delivery | None:
+    def _deliver(self, probe_tokens: list[list[int]], is_last: bool = False) -> None:
         if self.weights is None:
-            return None
-        deadline_s = self.delivery_deadline_s
-        if is_last and deadline_s is not None:
-            # Somebody has to have the final weights: a server that is just being started again is waited for.
-            deadline_s += self.weights.return_timeout_s
-        with self.heartbeat.waiting("servers to take the weights", deadline_s=deadline_s):
-            delivery = self.weights.send(version, probe_tokens, required=is_last)
+            return
+        # Some server must have the final weights: one that is being restarted is waited for.
+        deadline_s = self._delivery_deadline_s + (self.weights.return_timeout_s if is_last else 0.0)
+        with self.heartbeat.waiting("servers to load the weights", deadline_s=deadline_s):
+            delivery = self.weights.send(self.state.step, probe_tokens, required=is_last)
         if self.reporter:
             self.reporter.weights_delivered(delivery)
-        return delivery
 
     def _serve_fresh(self, version: int) -> None:
-        """Give a server that came (back) its weights while there is nothing to train on."""
-        if self.weights is None:
-            return
-        with self.heartbeat.waiting("a server to take the weights", deadline_s=self.delivery_deadline_s):
-            self.weights.send_to_fresh(version)
+        """Update a server that joined or came back while there is nothing to train on."""
+        if self.weights is not None:
+            with self.heartbeat.waiting("a server to load the weights", deadline_s=self._delivery_deadline_s):
+                self.weights.send_to_fresh(version)
 
-    def _report(self, batch: TrainingBatch, state: TrainerState, values: dict[str, float]) -> None:
+    def _report(self, batch: TrainingBatch, result: StepResult, times: StepTimes) -> None:
         if self.reporter is None:
             return
-        self.reporter.step_done(batch, state)
-        self.reporter.metrics.log(state.step, values)
-        if state.step % self.config.log_each_n_steps:
+        values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
+        self.reporter.step_done(batch, self.state)
+        self.reporter.metrics.log(self.state.step, values | peak_memory(self.ranks.device))
+        if self.state.step % self.config.log_each_n_steps:
             return
         logger.info(
             "step %d: loss %.4g, reward %.3f, ess %.3f, grad norm %.3g, lag %.2f, %d samples in %.2f s (waited %.2f s)",
-            state.step,
+            self.state.step,
             values["finetune/loss"],
             values["finetune/reward_mean"],
             values.get("finetune/ess", 0.0),
@@ -212,26 +317,95 @@ class TrainingLoop:
             values["finetune/wait_data_s"],
         )
 
-    def _is_complete(self, state: TrainerState) -> bool:
-        return state.is_complete(self.config, self.config.weight_update_interval)
+    def _is_complete(self) -> bool:
+        return self.state.is_complete(self.config, self.update_interval)
 
-    def _update_is_due(self, step: int, is_last: bool) -> bool:
-        return self.updates_servers and (step % self.config.weight_update_interval == 0 or is_last)
+    def _update_is_due(self, is_last: bool) -> bool:
+        return self.config.send_weight_updates and (is_last or self.state.step % self.update_interval == 0)
 
-    def _probe_is_due(self, step: int) -> bool:
-        """From the configuration and the step alone: all ranks agree, and a resumed run goes on in the same rhythm."""
-        number = step // self.config.weight_update_interval
-        return self.probe_every_n_updates > 0 and number % self.probe_every_n_updates == 0
+    def _probe_is_due(self) -> bool:
+        """From the configuration and the step alone: all ranks agree, and a resumed run keeps the rhythm."""
+        every = self.context.config.supervise.probe_every_n_updates
+        return every > 0 and self.state.step // self.update_interval % every == 0
 
-    def _save_is_due(self, step: int) -> bool:
-        return step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
-
-    def _save(self, state: TrainerState, with_training_state: bool = True) -> Path:
+    def _save(self, with_training_state: bool = True) -> Path:
         """Save model and training state; returns the folder of the model."""
-        folder = self.exporter.export(state.step, self.backend.policy, self._exported_weights())
+        folder = self.exporter.export(self.state.step, self.backend.policy, self._exported_weights())
         if with_training_state:
-            self.checkpoints.save(state, self.backend)
+            self.checkpoints.save(self.state, self.backend)
         return folder
 
     def _exported_weights(self) -> WeightSource:
-        return self.backend.weight_source(self.export_dtype, with_value_head=True)
+        return self.backend.weight_source(self.backend.policy.compute_dtype, with_value_head=True)
+
+    def _open_batches(self, stack: ExitStack) -> StreamReader[TrainingBatch]:
+        """The batches after those that the state holds; those of another run with `debug.streams_from`."""
+        recorded = recorded_streams(self.context.config)
+        reader = (recorded or self.context.streams).reader(
+            TRAINING_DATA_TOPIC,
+            PREPROCESSOR,
+            TrainingBatch,
+            offset=self.state.data_offset,
+            # All ranks take the same steps, and the records of another run stay as they are.
+            consumer=TRAINER_CONSUMER if self.ranks.is_first and recorded is None else None,
+        )
+        stack.callback(reader.close)
+        return reader
+
+    def _open_reporter(self, stack: ExitStack) -> Reporter:
+        name, streams = self.context.job.name, self.context.streams
+        messages = streams.writer(TRAINER_TOPIC, name, TrainerMessage)
+        fates = streams.writer(FATES_TOPIC, name, FateRecord)
+        metrics = MetricRecorder(streams.writer(METRICS_TOPIC, name, MetricRecord), name)
+        for writer in (messages, fates, metrics):
+            stack.callback(writer.close)
+        return Reporter(messages, fates, metrics, self.context.incarnation)
+
+    def _best_keeper(self, stack: ExitStack) -> BestKeeper | None:
+        """Keeps the best model by evaluation; None if not asked for, or if nothing new is ever evaluated."""
+        context = self.context
+        best = best_model_of(context.config, context.run_dir)
+        if best is None or not self.has_servers or not self.config.send_weight_updates:
+            return None
+        results = None
+        if self.ranks.is_first:
+            results = context.streams.reader(EVALUATION_TOPIC, ACTOR, EvaluationResult)
+            stack.callback(results.close)
+        schedule = EvaluationSchedule(context.config.eval_every_n_versions, self.config.last_step)
+        return BestKeeper(self.ranks, schedule, self.exporter, best, results, context.incarnation)
+
+    def _commit_streams(self, state: TrainerState) -> None:
+        """Tell the streams that no resume goes further back than `state`."""
+        self.context.streams.commit(TRAINING_DATA_TOPIC, PREPROCESSOR, state.data_offset)
+        self.context.streams.commit(ACTOR_TOPIC, ACTOR, state.actor_offset)
+
+
+def samples_everything(parameters: LLMParameters) -> bool:
+    """Whether servers sample from the whole distribution, which is what the trainer's log-probs are of.
+
+    `min_tokens` removes the end tokens from it: where the model would end its answer, the log-probs differ by far more
+    than rounding although no server is at fault.
+    """
+    return parameters.min_tokens == 0
+
+
+def check_on_policy(metrics: Mapping[str, float], step: int) -> None:
+    """Compare trainer and servers on the tokens that the weights in training sampled themselves.
+
+    The probe asks a server for one sequence at a time. A server may be right then and wrong under load (a kernel, or
+    CUDA graphs, that fail for large batches); this check sees it at the next step. `metrics` are the same on all ranks.
+
+    Raises:
+        WeightSyncError: the mean gap is larger than rounding explains.
+    """
+    tokens, difference = metrics.get(ON_POLICY_TOKENS, 0.0), metrics.get(ON_POLICY_DIFF, 0.0)
+    # Written so that NaN is refused.
+    if tokens < MIN_ON_POLICY_TOKENS or difference <= MAX_ON_POLICY_DIFF:
+        return
+    raise WeightSyncError(
+        "actor servers",
+        f"at step {step} their log-probs of {tokens:.0f} tokens sampled from the weights in training differ by "
+        f"{difference:.3g} nats on average from the trainer's, expected at most {MAX_ON_POLICY_DIFF:g}: a server is "
+        "wrong under load although the probe passed, or rollouts sample with other parameters than llm.parameters. "
+        "Set vllm_config.vllm_kwargs.enforce-eager='' to rule out CUDA graphs and compilation",
+    )

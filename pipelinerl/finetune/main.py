@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def main(context: RoleContext) -> None:
     """Train to the end (heavy imports happen here, after the arguments were checked)."""
     from pipelinerl.config.schedule import update_interval
-    from pipelinerl.finetune.assemble import run_trainer
-    from pipelinerl.finetune.stop_request import EXIT_STOPPED
+    from pipelinerl.finetune.data_feed import EXIT_STOPPED
+    from pipelinerl.finetune.loop import run_trainer
 
     config = context.config
     if not run_trainer(context, os.environ).is_complete(config.finetune, update_interval(config)):

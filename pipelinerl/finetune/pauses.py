@@ -25,8 +25,8 @@ from pipelinerl.config.schedule import next_update, pauses_rollouts
 from pipelinerl.errors import WeightSyncError, WorkerError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.data_feed import StopRequest
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.stop_request import StopRequest
 from pipelinerl.records import PauseRequest, RolloutsPaused
 from pipelinerl.role import RoleContext
 from pipelinerl.rundir.heartbeat import Heartbeat

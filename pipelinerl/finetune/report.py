@@ -1,4 +1,4 @@
-"""Tells the rest of the run what the trainer did: messages, fates, metrics. Called by the loop on rank 0.
+"""What the trainer reports to the rest of the run: messages, fates and metrics (rank 0).
 
 `TrainerStarted` comes first. Order of one step: weight update, fates of the trained samples, `StepDone`, metrics.
 `TrainingDone` comes last.
@@ -10,10 +10,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from pipelinerl.finetune.state import TrainerState
-from pipelinerl.finetune.weights_feed import Delivery
+import torch
+
+from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.records import (
     FateRecord,
     Sample,
@@ -25,28 +26,36 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.streams.base import StreamWriter
+from pipelinerl.tracking.recorder import MetricRecorder
+
+if TYPE_CHECKING:
+    from pipelinerl.finetune.weights_feed import Delivery
 
 SOURCE = "finetune_0"
-
-
-class Recorder(Protocol):
-    """The part of `MetricRecorder` that the trainer uses."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+_GIB = 2**30
+_RENAMED = {
+    "rl/loss": "finetune/loss",
+    "rl/ess": "finetune/ess",
+    "rl/ess_clamped": "finetune/ess_after_clamp",
+    "rl/lag_max_versions": "finetune/lag_max_versions",
+    "rl/lag_mean_versions": "finetune/lag_mean_versions",
+    "rl/logprob_abs_diff_mean": "finetune/logprob_abs_diff_mean",
+    "rl/kl_sampler_trainer": "finetune/kl_sampler_trainer",
+}
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """Writes what rank 0 has to say. Every write raises StreamError if the stream cannot take it."""
+    """Writes the messages of rank 0. Every write raises StreamError if the stream refuses it."""
 
     messages: StreamWriter[TrainerMessage]
     fates: StreamWriter[FateRecord]
-    metrics: Recorder
+    metrics: MetricRecorder
     incarnation: int = 0
     clock: Callable[[], float] = time.time
 
     def started(self, state: TrainerState) -> None:
-        """Say where this incarnation goes on: the steps that an older one did behind that do not count."""
+        """Announce where this incarnation continues: later steps of an older one do not count."""
         self.messages.write(
             TrainerStarted(
                 step=state.step, data_offset=state.data_offset, time=self.clock(), incarnation=self.incarnation
@@ -69,7 +78,7 @@ class Reporter:
         self.messages.flush()
 
     def step_done(self, batch: TrainingBatch, state: TrainerState) -> None:
-        """Settle the samples of `batch` as trained, one fate record for each group, then say that the step is done."""
+        """Settle the samples of `batch` as trained, one fate record per group, then announce the step."""
         for group_id, samples in _by_group(batch).items():
             self.fates.write(
                 FateRecord(
@@ -113,3 +122,73 @@ def _by_group(batch: TrainingBatch) -> dict[str, list[Sample]]:
     for sample in batch.samples:
         groups[sample.group_id].append(sample)
     return groups
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step on rank 0: waiting for data, switching between generation and training (rollouts that end,
+    devices that are handed over), training, updating the servers, and the whole step."""
+
+    wait_data_s: float
+    switch_s: float
+    train_s: float
+    weight_update_s: float
+    step_s: float
+
+    def values(self) -> dict[str, float]:
+        """Under their published names; `idle_s` is the part of the step that trained nothing."""
+        return {
+            "finetune/wait_data_s": self.wait_data_s,
+            "finetune/switch_s": self.switch_s,
+            "finetune/train_s": self.train_s,
+            "finetune/weight_update_s": self.weight_update_s,
+            "finetune/step_s": self.step_s,
+            "finetune/idle_s": max(self.step_s - self.train_s, 0.0),
+        }
+
+
+def step_metrics(
+    batch: TrainingBatch, rl: Mapping[str, float], grad_norm: float, learning_rate: float, times: StepTimes
+) -> dict[str, float]:
+    """All metrics of a step under their published names. `rl` holds those of loss and diagnostics, over all ranks."""
+    values = {"finetune/grad_norm": grad_norm, "finetune/learning_rate": learning_rate}
+    values.update(batch_metrics(batch))
+    values.update(times.values())
+    values["finetune/samples_per_s"] = len(batch.samples) / max(times.step_s, 1e-9)
+    for name, value in rl.items():
+        values[_RENAMED.get(name, name)] = value
+    return values
+
+
+def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Metrics of the batch alone. Lag of a token = version trained against (step - 1) - its own version."""
+    samples = batch.samples
+    spans = [span for sample in samples for span in sample.version_spans]
+    tokens = sum(span.end - span.start for span in spans)
+    weighted = sum((batch.step - 1 - span.version) * (span.end - span.start) for span in spans)
+    return {
+        "finetune/samples": len(samples),
+        "finetune/tokens": sum(len(sample.input_ids) for sample in samples),
+        "finetune/output_tokens": sum(sample.output_tokens for sample in samples),
+        "finetune/trained_tokens": tokens,
+        "finetune/reward_mean": sum(sample.reward for sample in samples) / max(len(samples), 1),
+        "finetune/lag_mean_versions": weighted / max(tokens, 1),
+        "finetune/lag_max_versions": max((batch.step - 1 - span.version for span in spans), default=0),
+        "finetune/epochs_done": batch.epochs_done,
+        "finetune/multi_version_samples": sum(len(sample.version_spans) > 1 for sample in samples),
+    }
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """`finetune/gpu_memory_peak_gib` since the last call: memory that PyTorch held for tensors, and reserved for them.
+
+    Empty on a CPU.
+    """
+    if device.type != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "finetune/gpu_memory_peak_gib": allocated / _GIB,
+        "finetune/gpu_memory_reserved_peak_gib": reserved / _GIB,
+    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +20,6 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.optimizer import Schedule
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.reductions import reduce_diagnostics, reduce_metrics
 from pipelinerl.finetune.step_advantages import finish_advantages
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.advantages import has_signal
@@ -173,3 +172,24 @@ def _with_reference(batch: MicroBatch, has_reference: bool) -> MicroBatch:
     if has_reference == (batch.ref_logprobs is not None):
         return batch
     return replace(batch, ref_logprobs=torch.zeros_like(batch.old_logprobs) if has_reference else None)
+
+
+def reduce_metrics(metrics: Mapping[str, TensorMetric], ranks: Ranks) -> dict[str, float]:
+    """Final values; all ranks hold the same names, because even a sentinel goes through the loss."""
+    values: dict[str, float] = {}
+    for reduction, operation in (("sum", ranks.sum), ("max", ranks.max), ("min", ranks.min)):
+        names = sorted(name for name, metric in metrics.items() if metric.reduction == reduction)
+        reduced = operation([float(metrics[name].value) for name in names])
+        values.update(zip(names, reduced, strict=True))
+    return values
+
+
+def reduce_diagnostics(diagnostics: StepDiagnostics, ranks: Ranks) -> dict[str, float]:
+    """The step's diagnostics over all ranks (empty if nothing was trained)."""
+    if ranks.world_size > 1:
+        diagnostics = replace(
+            diagnostics,
+            sums=torch.tensor(ranks.sum(diagnostics.sums.tolist()), dtype=torch.float64),
+            maxima=torch.tensor(ranks.max(diagnostics.maxima.tolist()), dtype=torch.float64),
+        )
+    return diagnostics.values()

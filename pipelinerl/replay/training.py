@@ -19,8 +19,8 @@ from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reference import load_reference
+from pipelinerl.finetune.report import StepTimes, step_metrics
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.step_metrics import StepTimes, step_metrics
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.entropy_control import EntropyControl

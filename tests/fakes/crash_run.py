@@ -24,9 +24,9 @@ from pipelinerl.actor.publish import Publisher
 from pipelinerl.actor.resume import INTERRUPTED, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.trainer_state import TrainerState as ActorView
 from pipelinerl.config import RunConfig
+from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.report import Reporter
-from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.weights_feed import Delivery
 from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes.varlen_kernel import plain_varlen_attn
 
-from pipelinerl.finetune.varlen_attention import can_use_varlen, varlen_attention, varlen_layout
+from pipelinerl.finetune.attention import can_use_varlen, varlen_attention, varlen_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -35,9 +35,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import NoRoom
+from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause
 from pipelinerl.finetune.report import Reporter
-from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.weights_feed import Delivery
 from pipelinerl.ledger.evidence import read_evidence
 from pipelinerl.ledger.fold import fold

@@ -16,14 +16,12 @@ from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.best_model import BestModel
-from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import end_process, start_ranks
-from pipelinerl.finetune.reductions import reduce_metrics
-from pipelinerl.finetune.state import TrainerState
-from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.step import StepRunner, reduce_metrics
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.rl.packing import make_plan
 

@@ -19,7 +19,7 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import read_tensors, write_tensors
-from pipelinerl.finetune.checkpoint import CheckpointStore
+from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
@@ -27,7 +27,6 @@ from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import end_process
 from pipelinerl.finetune.reference import ReferenceModel
-from pipelinerl.finetune.state import TrainerState
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.rl.packing import make_plan
 

@@ -1,20 +1,20 @@
-"""The wait for the next batch: it ends for a server that needs weights, for a stop, and in time."""
+"""The wait for the next batch: a server that needs weights, a stop, the last pass or the deadline ends it."""
 
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import WorkerError
-from pipelinerl.finetune.data_feed import DataFeed
+from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.records import TrainingBatch
+from pipelinerl.records import PassesOver, TrainingBatch
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -22,72 +22,91 @@ def hub(tmp_path):
     return StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
 
 
-def reader_of(hub):
+@pytest.fixture
+def reader(hub):
     return hub.reader("training_data", "preprocessor_0", TrainingBatch)
 
 
-def test_a_server_that_waits_is_served_while_there_is_no_data(hub, kit):
-    waiting, served = threading.Event(), []
-    reader, writer = reader_of(hub), hub.writer("training_data", "preprocessor_0", TrainingBatch)
-    feed = DataFeed(reader, kit.heartbeat(), WAIT_S, server_waits=waiting.is_set)
+@pytest.fixture
+def writer(hub):
+    return hub.writer("training_data", "preprocessor_0", TrainingBatch)
 
-    def serve():
-        served.append(feed.offset)
-        waiting.clear()
+
+@pytest.fixture
+def feed_of(reader, kit):
+    def make(timeout_s=60.0, ranks=None, **others):
+        ranks = ranks or Ranks()
+        return DataFeed(reader, kit.heartbeat(), timeout_s, ranks, StopRequest(ranks), **others)
+
+    return make
+
+
+def refuse(version):
+    raise AssertionError(version)
+
+
+def test_a_server_that_waits_is_served_while_there_is_no_data(feed_of, reader, writer, kit):
+    weights, served = SimpleNamespace(has_fresh=False), []
+    feed = feed_of(weights=weights)
+
+    def serve(version):
+        served.append((version, feed.offset))
+        weights.has_fresh = False
         if len(served) == 1:  # another server comes while the first is served
-            waiting.set()
+            weights.has_fresh = True
             reader.wake()
         else:
             writer.write(kit.batch(kit.samples(4), step=1))
 
     def arrive():
-        waiting.set()
+        weights.has_fresh = True
         reader.wake()
 
     thread = threading.Thread(target=arrive)
     thread.start()
     assert feed.next(1, serve).step == 1
     thread.join()
-    assert served == [0, 0] and feed.offset == 1
+    assert served == [(0, 0), (0, 0)] and feed.offset == 1
 
 
-def test_a_wake_up_for_nothing_does_not_end_the_wait(hub, kit):
-    reader, writer = reader_of(hub), hub.writer("training_data", "preprocessor_0", TrainingBatch)
-    feed = DataFeed(reader, kit.heartbeat(), WAIT_S)
+def test_a_wake_up_for_nothing_does_not_end_the_wait(feed_of, reader, writer, kit):
     reader.wake()
     writer.write(kit.batch(kit.samples(4), step=1))
-    assert feed.next(1).step == 1
+    assert feed_of().next(1, refuse).step == 1
 
 
-def test_the_deadline_holds_whatever_wakes_it(hub, kit):
-    reader = reader_of(hub)
-    feed = DataFeed(reader, kit.heartbeat(), 0.2)
+def test_the_deadline_holds_whatever_wakes_it(feed_of, reader):
     reader.wake()
-    with pytest.raises(WorkerError, match=r"no training data for 0\.2 s"):
-        feed.next(1)
+    with pytest.raises(WorkerError, match=r"0\.2 s"):
+        feed_of(0.2).next(1, refuse)
 
 
-@pytest.mark.parametrize("ends_behind", [1, 2])
-def test_the_end_of_the_passes_is_heard_behind_the_last_batch(hub, kit, ends_behind):
-    """Also where it is known before that batch was read, and where it comes while the feed waits."""
-    reader, writer = reader_of(hub), hub.writer("training_data", "preprocessor_0", TrainingBatch)
-    ends: set[int] = set()
-    feed = DataFeed(reader, kit.heartbeat(), WAIT_S, is_over=ends.__contains__)
-    for step in range(1, ends_behind + 1):
+@pytest.mark.parametrize("last", [1, 2])
+def test_the_end_of_the_passes_is_heard_after_the_last_batch(hub, feed_of, reader, writer, kit, last):
+    """Also where it is known before that batch was read, and where it comes while the feed waits. What a start with
+    fewer passes wrote is ignored."""
+    passes = PassesEnd(hub.reader("passes", "preprocessor_0", PassesOver), 2, reader.wake)
+    ends = hub.writer("passes", "preprocessor_0", PassesOver)
+    feed = feed_of(passes=passes)
+
+    def say(step, max_epochs):
+        ends.write(PassesOver(step=step, max_epochs=max_epochs, time=0.0))
+        ends.flush()
+
+    say(0, 1)
+    for step in range(1, last + 1):
         writer.write(kit.batch(kit.samples(4), step=step))
-    if ends_behind == 1:
-        ends.add(1)
-    for step in range(1, ends_behind + 1):
-        assert feed.next(step).step == step and not feed.is_over
-
-    def say():
-        ends.add(ends_behind)
-        reader.wake()
-
-    thread = threading.Thread(target=say)
+    if last == 1:
+        say(1, 2)
+        while not passes.is_after(1):
+            time.sleep(0.001)
+    for step in range(1, last + 1):
+        assert feed.next(step, refuse).step == step and not feed.is_over
+    thread = threading.Thread(target=say, args=(last, 2))
     thread.start()
-    assert feed.next(ends_behind + 1) is None and feed.is_over
+    assert feed.next(last + 1, refuse) is None and feed.is_over
     thread.join()
+    passes.close()
 
 
 class OtherRank(Ranks):
@@ -105,18 +124,17 @@ class OtherRank(Ranks):
         return self.news.pop(0)
 
 
-def test_other_ranks_do_what_rank_0_says(hub, kit):
-    hub.writer("training_data", "preprocessor_0", TrainingBatch).write(kit.batch(kit.samples(4), step=1))
+def test_other_ranks_do_what_rank_0_says(feed_of, writer, kit):
+    writer.write(kit.batch(kit.samples(4), step=1))
     served = []
     batch, stop, server, timeout, over = range(5)
-    feed = DataFeed(
-        reader_of(hub), kit.heartbeat(), WAIT_S, lambda: True, OtherRank([server, batch, stop, timeout, over])
-    )
+    feed = feed_of(ranks=OtherRank([server, batch, stop, timeout, over]))
     # Its own wish to stop does not count: the ranks agree on that elsewhere.
-    assert feed.next(1, lambda: served.append(1)).step == 1
-    assert served == [1]
-    assert feed.next(2) is None
+    feed._stop.requested = True
+    assert feed.next(1, served.append).step == 1
+    assert served == [0]
+    assert feed.next(2, refuse) is None
     assert not feed.is_over
-    with pytest.raises(WorkerError, match="no training data"):
-        feed.next(2)
-    assert feed.next(2) is None and feed.is_over, "all ranks end at the same step"
+    with pytest.raises(WorkerError):
+        feed.next(2, refuse)
+    assert feed.next(2, refuse) is None and feed.is_over, "all ranks end at the same step"

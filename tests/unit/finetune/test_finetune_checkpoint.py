@@ -9,9 +9,8 @@ import torch
 from pipelinerl.errors import UserError
 from pipelinerl.finetune import checkpoint
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.checkpoint import CheckpointStore, newest_complete
+from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState, newest_complete
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.state import TrainerState
 from pipelinerl.rundir import durable
 from pipelinerl.rundir.durable import point_link
 

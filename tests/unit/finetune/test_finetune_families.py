@@ -16,11 +16,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from pipelinerl.finetune import varlen_attention
-from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
+from pipelinerl.finetune import attention
+from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, VARLEN_ATTENTION, register_own_attention
 from pipelinerl.finetune.model import find_fault, remove_dropout
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.varlen_attention import VARLEN_ATTENTION
 
 SHAPE = dict(
     vocab_size=64,
@@ -37,7 +36,7 @@ WAYS = [(VARLEN_ATTENTION, torch.bfloat16), (SEGMENTED_ATTENTION, torch.float32)
 @pytest.fixture(autouse=True)
 def plain_kernel(monkeypatch):
     register_own_attention()
-    monkeypatch.setattr(varlen_attention, "_kernel", lambda: plain_varlen_attn)
+    monkeypatch.setattr(attention, "_kernel", lambda: plain_varlen_attn)
 
 
 def policy_of(model, scale, attention, dtype):

@@ -14,9 +14,9 @@ import torch
 from fakes.rank_group import run_ranks
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.finetune.assemble import meeting_file
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.backends.tensor_files import read_tensors
+from pipelinerl.finetune.loop import rendezvous_file as meeting_file
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks, _meet, joined_ranks
 from pipelinerl.finetune.step import StepRunner

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fakes.varlen_kernel import plain_varlen_attn, plain_without_grouped_heads
 
-from pipelinerl.finetune import varlen_attention as varlen
+from pipelinerl.finetune import attention as varlen
 from pipelinerl.finetune.attention import candidate_implementations, segment_layout, segmented_attention
 from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
 

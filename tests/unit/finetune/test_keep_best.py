@@ -15,17 +15,10 @@ from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune import keep_best
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.best_model import BestModel
-from pipelinerl.finetune.checkpoint import CheckpointStore
-from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.keep_best import BestKeeper
-from pipelinerl.finetune.loop import TrainingLoop
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.state import TrainerState
-from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import EvaluationResult
 
 
@@ -46,48 +39,19 @@ def tokenizer_folder(tmp_path, kit):
     return kit.tokenizer(tmp_path / "tokenizer")
 
 
-@pytest.fixture
-def batches(kit):
-    return [kit.batch(kit.samples(12, seed=step), step=step) for step in range(1, 5)]
-
-
 class Evaluated:
-    """A trainer beside an actor that answers with `values` by due version: at once, as the trainer asks for results."""
+    """A trainer next to an actor that answers with `values` by due version, as soon as the trainer asks for results."""
 
-    def __init__(self, kit, root, tokenizer, batches, values, every=1, known=(), incarnation=0, **config):
-        config, ranks = kit.config(**config), Ranks()
-        self.root, self.reader, self.policy = root, kit.reader(known), kit.policy()
-        backend = PlainBackend(self.policy, config, ranks)
-        store = CheckpointStore(root / "training_state", ranks)
-        self.state = store.restore(backend) or TrainerState()
-        self.publisher, self.exporter = kit.publisher(), ModelExporter(root, str(tokenizer), ranks)
-        schedule = EvaluationSchedule(every, config.last_step)
-        best = BestModel(root, "success_rate", 0.5)
-        heartbeat = kit.heartbeat()
-        self.loop = TrainingLoop(
-            config=config,
-            backend=backend,
-            feed=DataFeed(kit.reader(batches, self.state.data_offset), heartbeat, 1.0),
-            steps=StepRunner(backend, config, ranks, schedule_of(config)),
-            weights=WeightsFeed(backend, ranks, self.publisher, torch.float32),
-            checkpoints=store,
-            exporter=self.exporter,
-            reporter=None,
-            heartbeat=heartbeat,
-            export_dtype=torch.float32,
-            first_probe_tokens=[[3, 5, 7, 9]],
-            best=BestKeeper(ranks, schedule, self.exporter, best, self.reader, incarnation),
-        )
-        self.answer(values, incarnation)
-
-    def answer(self, values, incarnation):
-        """Publish the result of an evaluation as soon as its version has reached the servers."""
+    def __init__(self, kit, trainer, values, known):
+        self.trainer, self.reader = trainer, kit.reader(known)
+        self.root, self.exporter, self.publisher = trainer.root, trainer.exporter, trainer.publisher
+        trainer.best.results = self.reader
         deliver = self.publisher.publish
 
         def publish(version, source):
             report = deliver(version, source)
             if version in values:
-                self.publish(result(version, values[version], incarnation=incarnation))
+                self.publish(result(version, values[version], incarnation=trainer.context.incarnation))
             return report
 
         self.publisher.publish = publish
@@ -100,7 +64,7 @@ class Evaluated:
         return list(self.reader._records)
 
     def go(self):
-        self.state = self.loop.run(self.state)
+        self.trainer.go()
         return self
 
     @property
@@ -114,9 +78,10 @@ class Evaluated:
 
 
 @pytest.fixture
-def start(kit, tmp_path, tokenizer_folder, batches):
-    def make(values, folder="run", **options):
-        return Evaluated(kit, tmp_path / folder, tokenizer_folder, batches, values, **options)
+def evaluated(kit, start):
+    def make(values, folder="run", every=1, known=(), **settings):
+        settings = {"keep_best": "success_rate", "eval_every_n_versions": every, **settings}
+        return Evaluated(kit, start(folder, **settings), values, known)
 
     return make
 
@@ -125,51 +90,51 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def test_the_best_version_is_kept_as_it_was_sent(start, tmp_path):
-    ended = start({0: 0.1, 1: 0.2, 2: 0.6, 3: 0.3}).go()
+def test_the_best_version_is_kept_as_it_was_sent(evaluated, tmp_path):
+    ended = evaluated({0: 0.1, 1: 0.2, 2: 0.6, 3: 0.3}).go()
     assert (ended.best["version"], ended.best["value"], ended.best["metric"]) == (2, 0.6, "success_rate")
     # The last version waits for the final evaluation.
     assert ended.left() == [2, 4]
-    whole = start({}, "again", also_save_steps=[2]).go()
-    kept, saved = weights_of(tmp_path / "run" / "best"), weights_of(whole.root / "intermediate" / "2")
+    whole = evaluated({}, "again", also_save_steps=[2]).go()
+    kept, saved = weights_of(tmp_path / "run" / "finetune" / "best"), weights_of(whole.root / "intermediate" / "2")
     for name, tensor in saved.items():
         assert torch.equal(kept[name], tensor), name
-    assert (tmp_path / "run" / "best" / "tokenizer.json").exists()
+    assert (tmp_path / "run" / "finetune" / "best" / "tokenizer.json").exists()
 
 
-def test_the_final_evaluation_is_settled_by_whoever_lives_to_see_it(start, tmp_path):
-    ended = start({0: 0.1, 2: 0.6}, every=2).go()
+def test_the_final_evaluation_is_settled_by_whoever_lives_to_see_it(evaluated, tmp_path):
+    ended = evaluated({0: 0.1, 2: 0.6}, every=2).go()
     assert ended.left() == [2, 4]
-    launcher = BestModel(tmp_path / "run", "success_rate", 0.5)
+    launcher = BestModel(tmp_path / "run" / "finetune", "success_rate", 0.5)
     launcher.fold([*ended.results, result(4, 0.7, is_final=True)])
     launcher.drop_rest()
     assert (ended.best["version"], ended.left()) == (4, [4])
-    final, current = tmp_path / "run" / "best", tmp_path / "run" / "current"
+    final, current = tmp_path / "run" / "finetune" / "best", tmp_path / "run" / "finetune" / "current"
     assert os.path.samefile(final / "model.safetensors", current / "model.safetensors"), "no second copy on the disk"
 
 
-def test_a_version_that_is_saved_anyway_is_not_written_twice(start, tmp_path):
-    ended = start({0: 0.1, 2: 0.6}, every=2, save_checkpoint_steps=2).go()
-    saved = tmp_path / "run" / "intermediate" / "2"
-    assert os.path.samefile(saved / "model.safetensors", tmp_path / "run" / "best" / "model.safetensors")
+def test_a_version_that_is_saved_anyway_is_not_written_twice(evaluated, tmp_path):
+    ended = evaluated({0: 0.1, 2: 0.6}, every=2, save_checkpoint_steps=2).go()
+    saved = tmp_path / "run" / "finetune" / "intermediate" / "2"
+    assert os.path.samefile(saved / "model.safetensors", tmp_path / "run" / "finetune" / "best" / "model.safetensors")
     assert not (saved / "evaluation.json").exists() and ended.best["version"] == 2
 
 
-def test_updates_and_evaluations_at_different_distances(start):
+def test_updates_and_evaluations_at_different_distances(evaluated):
     """Updates behind steps 2 and 4, evaluations every 1: the one due at 2 measures 2; nothing else is sent."""
-    ended = start({0: 0.1, 2: 0.6}, weight_update_interval=2).go()
+    ended = evaluated({0: 0.1, 2: 0.6}, weight_update_interval=2).go()
     assert (ended.best["version"], ended.left()) == (2, [2, 4])
 
 
-def test_results_that_never_come_leave_two_candidates_at_most(start):
-    ended = start({}).go()
+def test_results_that_never_come_leave_two_candidates_at_most(evaluated):
+    ended = evaluated({}).go()
     # 0 is taken for the one that is being measured.
     assert ended.left() == [0, 4] and ended.best is None
 
 
-def test_an_evaluation_that_failed_altogether_does_not_cost_the_next_one_its_version(start):
+def test_an_evaluation_that_failed_altogether_does_not_cost_the_next_one_its_version(evaluated):
     """Nothing came of the evaluation of 1; that of 2 is known at 3 only, when 3 is to be exported."""
-    run = start({0: 0.1})
+    run = evaluated({0: 0.1})
     deliver = run.publisher.publish
 
     def publish(version, source):
@@ -193,43 +158,43 @@ def test_an_evaluation_that_failed_altogether_does_not_cost_the_next_one_its_ver
     assert run.best["version"] == 2
 
 
-def test_a_run_whose_first_evaluation_failed_altogether_makes_it_at_its_next_start(start):
+def test_a_run_whose_first_evaluation_failed_altogether_makes_it_at_its_next_evaluated(evaluated):
     failed = result(0, None, num_failed=4, mean_reward=None)
-    run = start({0: 0.3}, known=[failed], incarnation=1).go()
+    run = evaluated({0: 0.3}, known=[failed], incarnation=1).go()
     assert run.best["version"] == 0
 
 
-def test_a_result_that_was_there_before_its_export_counts(start):
+def test_a_result_that_was_there_before_its_export_counts(evaluated):
     """A long save between update and export: the evaluation is over when the version is exported."""
-    ended = start({0: 0.1, 1: 0.9}, save_checkpoint_steps=1, interrupt_train_steps=2)
+    ended = evaluated({0: 0.1, 1: 0.9}, save_checkpoint_steps=1, interrupt_train_steps=2)
     ended.go()
     assert ended.best["version"] == 1
 
 
-def test_a_resumed_run_goes_on_with_what_was_best(start, tmp_path):
-    first = start({0: 0.1, 1: 0.7}, interrupt_train_steps=2).go()
+def test_a_resumed_run_goes_on_with_what_was_best(evaluated, tmp_path):
+    first = evaluated({0: 0.1, 1: 0.7}, interrupt_train_steps=2).go()
     known = first.results
     assert (first.best["version"], first.left()) == (1, [1, 2])
     # The final evaluation of the first start was cut off; the second one begins at 2, with it due again.
-    second = start({2: 0.5, 3: 0.4}, known=known, incarnation=1).go()
+    second = evaluated({2: 0.5, 3: 0.4}, known=known, incarnation=1).go()
     assert (second.best["version"], second.left()) == (1, [1, 4])
-    third = start({}, "new", known=[], incarnation=0).go()
+    third = evaluated({}, "new", known=[], incarnation=0).go()
     assert third.best is None
 
 
-def test_a_crash_between_export_and_result_is_made_up_for(start):
-    first = start({0: 0.1}, interrupt_train_steps=2).go()
+def test_a_crash_between_export_and_result_is_made_up_for(evaluated):
+    first = evaluated({0: 0.1}, interrupt_train_steps=2).go()
     assert first.left() == [0, 1, 2], "the best one, the one that was being measured, the last one"
     known = first.results
     # The result of version 2 came after the trainer's end, and the launcher was killed before it took it.
     known.append(result(2, 0.8, is_final=True))
-    second = start({3: 0.2}, known=known, incarnation=1).go()
+    second = evaluated({3: 0.2}, known=known, incarnation=1).go()
     assert (second.best["version"], second.left()) == (2, [2, 4])
 
 
 @pytest.mark.parametrize("rust", [False, True], ids=["system", "tokenizer"])
-def test_o1_a_full_disk_costs_the_candidate_and_not_the_run(start, monkeypatch, caplog, rust):
-    run = start({0: 0.1, 1: 0.2, 2: 0.9, 3: 0.15})
+def test_o1_a_full_disk_costs_the_candidate_and_not_the_run(evaluated, monkeypatch, caplog, rust):
+    run = evaluated({0: 0.1, 1: 0.2, 2: 0.9, 3: 0.15})
     write = run.exporter.write
 
     def full(final, policy, source, files=None):
@@ -241,14 +206,14 @@ def test_o1_a_full_disk_costs_the_candidate_and_not_the_run(start, monkeypatch, 
     monkeypatch.setattr(run.exporter, "write", full)
     with caplog.at_level(logging.WARNING):
         run.go()
-    assert run.state.step == 4 and run.best["version"] == 1
+    assert run.trainer.state.step == 4 and run.best["version"] == 1
     assert not (run.root / "evaluated" / ".partial-2").exists()
     assert "finetune.keep_best=null" in caplog.text and "No space left" in caplog.text
 
 
-def test_an_export_that_would_leave_no_room_for_the_training_state_is_not_made(start, monkeypatch, caplog):
-    run = start({0: 0.1, 3: 0.9}, save_checkpoint_steps=2)
-    model_bytes = sum(p.numel() * 4 for p in run.policy.parameters())
+def test_an_export_that_would_leave_no_room_for_the_training_state_is_not_made(evaluated, monkeypatch, caplog):
+    run = evaluated({0: 0.1, 3: 0.9}, save_checkpoint_steps=2)
+    model_bytes = sum(p.numel() * 4 for p in run.trainer.policy.parameters())
     usage = shutil.disk_usage(run.root.parent)
     # Enough for the model alone: a training state (weights and two moments) is there from step 2 on.
     monkeypatch.setattr(keep_best.shutil, "disk_usage", lambda path: usage._replace(free=2 * model_bytes))
@@ -257,8 +222,8 @@ def test_an_export_that_would_leave_no_room_for_the_training_state_is_not_made(s
     assert run.best["version"] == 0 and "the next training state" in caplog.text
 
 
-def test_a_fault_that_is_not_the_disks_is_not_hidden(start, monkeypatch):
-    run = start({})
+def test_a_fault_that_is_not_the_disks_is_not_hidden(evaluated, monkeypatch):
+    run = evaluated({})
     monkeypatch.setattr(run.exporter, "write", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.go()

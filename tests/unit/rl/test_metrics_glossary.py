@@ -10,7 +10,7 @@ import torch
 from rl_samples import collated, make_sample
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.finetune.step_metrics import _RENAMED
+from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.preprocess import scoring
 from pipelinerl.rl.advantages import ADVANTAGES
 from pipelinerl.rl.aggregation import AGGREGATIONS

@@ -14,7 +14,7 @@ from fakes.metrics_page import explained_names, pattern_of, unexplained
 import pipelinerl
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.finetune.step_metrics import _RENAMED
+from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.preprocess.main import Outputs
 from pipelinerl.preprocess.scoring import Rejection
 from pipelinerl.records import EvaluationResult, MetricRecord, Sample, WeightUpdateSuccess
