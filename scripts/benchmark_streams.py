@@ -30,10 +30,9 @@ import redis
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import Group, Sample, VersionSpan
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
-from pipelinerl.streams.redis_client import connect
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer, connect
 
 TOPIC, INSTANCE, NAIVE_KEY = "actor", "actor_0", "naive"
 POLL_S = 0.01

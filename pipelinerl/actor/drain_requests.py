@@ -16,9 +16,8 @@ from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.trainer_state import TRAINER_INSTANCE
 from pipelinerl.records import PauseRequest, RolloutsPaused
 from pipelinerl.streams.base import TURNS_TOPIC, Entry
-from pipelinerl.streams.feed import Feed
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.loop_writer import LoopWriter
+from pipelinerl.streams.hub import LoopWriter, StreamHub
+from pipelinerl.streams.read import Feed
 
 
 class DrainAnswers:

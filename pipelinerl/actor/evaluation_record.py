@@ -16,7 +16,7 @@ from pipelinerl.actor.scheduler import Attempt
 from pipelinerl.domains.datasets import Problem
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationRollout
-from pipelinerl.streams.loop_writer import LoopWriter
+from pipelinerl.streams.hub import LoopWriter
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
-from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import Feed
 
 logger = logging.getLogger(__name__)
 TRAINER_INSTANCE = "finetune_0"

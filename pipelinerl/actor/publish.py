@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipelinerl.actor.groups import FinishedGroup
 from pipelinerl.errors import NoRoom
 from pipelinerl.records import EvaluationResult, Fate, FateRecord, Group, MetricRecord, Sample
-from pipelinerl.streams.loop_writer import LoopWriter
+from pipelinerl.streams.hub import LoopWriter
 
 #: Why a group was given up that was finished or running when training ended.
 TRAINING_DONE = "training_done"

@@ -6,9 +6,7 @@ Called once, when the servers have their weights again. Only the few fields that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -16,6 +14,7 @@ from pipelinerl.actor.trainer_state import PREPROCESSOR_INSTANCE
 from pipelinerl.records import SCHEMA_VERSION, Fate
 from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_all
 
 INTERRUPTED = "interrupted"
 # Groups that ended for these reasons were cut off by the end of the run, not by their problem: it is due again.
@@ -84,14 +83,14 @@ def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
     started: dict[str, int] = {}
     failed: Counter[str] = Counter()
     cut_off: set[str] = set()
-    for fate in _all(streams, FATES_TOPIC, actor, _FateHead):
+    for fate in read_all(streams, FATES_TOPIC, actor, _FateHead):
         if fate.fate == "pending":
             started[fate.group_id] = fate.num_rollouts
         else:
             failed[fate.group_id] += fate.num_rollouts
             if fate.reason in CUT_OFF_REASONS:
                 cut_off.add(fate.group_id)
-    published = {group.id for group in _all(streams, ACTOR_TOPIC, actor, _GroupId)}
+    published = {group.id for group in read_all(streams, ACTOR_TOPIC, actor, _GroupId)}
     result = StartedGroups()
     finished: set[int] = {number_of(group_id) for group_id in published}
     for group_id, rollouts in started.items():
@@ -114,16 +113,16 @@ def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> di
     """
     trained: set[str] = set()
     offset = 0
-    for batch in _all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR_INSTANCE, _BatchHead):
+    for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR_INSTANCE, _BatchHead):
         if batch.step <= steps_done:
             trained.update(batch.group_ids)
             offset = max(offset, batch.actor_offset)
     dropped: set[str] = set()
-    for fate in _all(streams, FATES_TOPIC, PREPROCESSOR_INSTANCE, _FateHead):
+    for fate in read_all(streams, FATES_TOPIC, PREPROCESSOR_INSTANCE, _FateHead):
         if fate.fate != "pending":
             dropped.update(fate.sample_ids)
     unsettled = {}
-    for group in _all(streams, ACTOR_TOPIC, actor, _GroupHead, offset):
+    for group in read_all(streams, ACTOR_TOPIC, actor, _GroupHead, offset):
         ids = [sample.id for sample in group.samples if sample.id not in dropped]
         if ids and group.id not in trained:
             unsettled[group.id] = ids
@@ -137,16 +136,6 @@ def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
     """
     return {
         (evaluation.due_version, evaluation.is_final)
-        for evaluation in _all(streams, EVALUATION_TOPIC, actor, _EvaluationHead)
+        for evaluation in read_all(streams, EVALUATION_TOPIC, actor, _EvaluationHead)
         if evaluation.success_rate is not None
     }
-
-
-def _all(streams: StreamHub, topic: str, instance: str, record_type: Any, offset: int = 0) -> Iterator[Any]:
-    reader = streams.reader(topic, instance, record_type, offset)
-    try:
-        while entries := reader.read(timeout_s=0):
-            for entry in entries:
-                yield entry.record
-    finally:
-        reader.close()

@@ -22,8 +22,8 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.streams.base import FATES_TOPIC, TRAINER_TOPIC, Entry
-from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import Feed
 
 TRAINER_INSTANCE = "finetune_0"
 PREPROCESSOR_INSTANCE = "preprocessor_0"

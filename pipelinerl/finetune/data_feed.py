@@ -20,7 +20,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import PassesOver, TrainingBatch
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.streams.base import Entry, StreamReader
-from pipelinerl.streams.feed import Feed
+from pipelinerl.streams.read import Feed
 
 if TYPE_CHECKING:
     from pipelinerl.finetune.weights_feed import WeightsFeed

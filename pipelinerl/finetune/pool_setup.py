@@ -14,7 +14,7 @@ from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.records import PoolAnswer, PoolChange
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC
-from pipelinerl.streams.feed import Feed
+from pipelinerl.streams.read import Feed
 from pipelinerl.weights.base_print import base_print
 from pipelinerl.weights.manifest import local_folder
 from pipelinerl.weights.publisher import WeightPublisher

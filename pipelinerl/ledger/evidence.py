@@ -6,17 +6,22 @@ first, the actor's last), so that whatever is seen has its cause in what is read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from pipelinerl.records import SCHEMA_VERSION, FateRecord, TrainerMessage, VersionSpan
-from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.streams.base import (
+    ACTOR,
+    ACTOR_TOPIC,
+    FATES_TOPIC,
+    PREPROCESSOR,
+    TRAINER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+)
 from pipelinerl.streams.hub import StreamHub
-
-TRAINER, PREPROCESSOR, ACTOR = "finetune_0", "preprocessor_0", "actor_0"
+from pipelinerl.streams.read import read_all
 
 
 class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,20 +68,10 @@ class Evidence:
 
 def read_evidence(streams: StreamHub) -> Evidence:
     """Read all of it. Raises StreamError for a corrupt record, with file, offset and reason."""
-    messages = list(_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage))
-    fates = list(_all(streams, FATES_TOPIC, TRAINER, FateRecord))
-    fates += _all(streams, FATES_TOPIC, PREPROCESSOR, FateRecord)
-    batches = list(_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead))
-    groups = list(_all(streams, ACTOR_TOPIC, ACTOR, GroupHead))
-    fates += _all(streams, FATES_TOPIC, ACTOR, FateRecord)
+    messages = list(read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage))
+    fates = list(read_all(streams, FATES_TOPIC, TRAINER, FateRecord))
+    fates += read_all(streams, FATES_TOPIC, PREPROCESSOR, FateRecord)
+    batches = list(read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead))
+    groups = list(read_all(streams, ACTOR_TOPIC, ACTOR, GroupHead))
+    fates += read_all(streams, FATES_TOPIC, ACTOR, FateRecord)
     return Evidence(messages, fates, batches, groups)
-
-
-def _all(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Any]:
-    reader = streams.reader(topic, instance, record_type)
-    try:
-        while entries := reader.read(timeout_s=0):
-            for entry in entries:
-                yield entry.record
-    finally:
-        reader.close()

@@ -44,8 +44,8 @@ from pipelinerl.streams.base import (
     TRAINING_DATA_TOPIC,
     Entry,
 )
-from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import Feed
 
 logger = logging.getLogger(__name__)
 

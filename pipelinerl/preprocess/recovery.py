@@ -7,15 +7,14 @@ are needed are decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from pipelinerl.records import SCHEMA_VERSION, Fate, Sample
 from pipelinerl.streams.base import FATES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_all
 
 
 class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +69,7 @@ class ResumePoint:
 def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -> ResumePoint:
     """Scan the own streams; a first start gives the beginning of everything."""
     point = ResumePoint()
-    for head in _all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
+    for head in read_all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
         point.next_step = max(point.next_step, head.step + 1)
         point.actor_offset = max(point.actor_offset, head.actor_offset)
         point.epochs_done = max(point.epochs_done, head.epochs_done)
@@ -78,17 +77,7 @@ def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -
         point.step_samples[head.step] = head.num_samples
         point.first_steps.setdefault(head.incarnation, head.step)
     point.first_steps.setdefault(incarnation, point.next_step)
-    for fate in _all(streams, FATES_TOPIC, job_name, FateHead):
+    for fate in read_all(streams, FATES_TOPIC, job_name, FateHead):
         if fate.fate != "pending":
             point.settled_samples.update(fate.sample_ids)
     return point
-
-
-def _all(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Any]:
-    reader = streams.reader(topic, instance, record_type)
-    try:
-        while entries := reader.read(timeout_s=0):
-            for entry in entries:
-                yield entry.record
-    finally:
-        reader.close()

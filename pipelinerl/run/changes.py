@@ -17,9 +17,9 @@ from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.base import TRAINER_TOPIC, StreamSpec
-from pipelinerl.streams.file_reader import FileReader
-from pipelinerl.streams.layout import list_shards, partition_dir
+from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
+from pipelinerl.streams.hub import StreamHub, backend_of
+from pipelinerl.streams.read import read_all
 
 NOT_COMPARED = ("output_dir", "force_restart", "dry_run")
 _PROBLEMS = "the order of problems refers to its problems"
@@ -103,24 +103,16 @@ def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
         steps = json.loads(run_dir.summary_file.read_text(encoding="utf-8")).get("steps")
     except (OSError, ValueError, AttributeError):
         steps = None  # the previous start did not come to count them
-    if steps or config.streams.backend != "files":
-        return bool(steps != 0)  # records in Redis are in a server that is not up: only the summary knows
-    return _has_step(partition_dir(run_dir.streams, StreamSpec(TRAINER_TOPIC, "finetune_0")))
+    if steps or not backend_of(config.streams).is_on_disk:
+        return bool(steps != 0)  # the records are in a server that is not up: only the summary knows
+    return _has_step(StreamHub(config.streams, run_dir))
 
 
-def _has_step(directory: Path) -> bool:
-    if not list_shards(directory):
-        return False
-    reader = FileReader[Any](directory, TrainerMessage)
+def _has_step(streams: StreamHub) -> bool:
     try:
-        while entries := reader.read(timeout_s=0):
-            if any(isinstance(entry.record, StepDone) for entry in entries):
-                return True
+        return any(isinstance(record, StepDone) for record in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage))
     except StreamError:
         return True  # who knows what was there
-    finally:
-        reader.close()
-    return False
 
 
 def _reference_keys(old: RunConfig, new: RunConfig) -> dict[str, str]:

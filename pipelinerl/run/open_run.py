@@ -1,7 +1,6 @@
 """Opens a run that exists, for commands that look at it from another terminal: its configuration, plan and streams.
 
-Called by the commands `audit`, `status` and `replay`. Writes nothing of the run. Waits for a Redis server if it has to
-start one on the files of a run that has ended.
+Writes nothing of the run. May have to start a server on the streams of a run that has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.run.start import is_running
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.streams.hub import StreamHub, backend_of
 from pipelinerl.world import WorldMap
 
 
@@ -57,32 +56,13 @@ def find_run(folder: str | Path) -> StartedRun:
 
 @contextmanager
 def open_streams(run: StartedRun, environ: Mapping[str, str] | None = None) -> Iterator[StreamHub]:
-    """The streams of `run`, with its own Redis server up if it needs one.
+    """The streams of `run`, with the server that holds them, if they need one.
 
     Raises:
-        ConfigError: the run's own Redis server is in use and its address is in nobody's hands but the launcher's.
+        ConfigError: only the run's launcher can reach that server, or it is another one than the run used.
         StreamError: there are no streams of this run.
     """
-    env = os.environ if environ is None else environ
     streams = run.config.streams
-    url = env.get(REDIS_URL_KEY) or streams.url
-    if streams.backend == "redis":
-        from pipelinerl.run.stream_place import check_place
-
-        # A server of the run's own that is still up has an address, too.
-        if not (run.is_running and url):
-            check_place(run.run_dir, url)
-    if streams.backend != "redis" or url:
-        yield StreamHub(streams, run.run_dir, run.identity.run_id, env)
-        return
-    if run.is_running:
-        raise ConfigError(
-            "streams.backend",
-            "redis",
-            f"the address of the running run's own server in {REDIS_URL_KEY}",
-            "Its password is in no file. Wait for the end of the run, or use a server of your own (streams.url).",
-        )
-    from pipelinerl.run.redis_server import RedisServer
-
-    with RedisServer(run.run_dir.root / "redis", streams) as server:
-        yield StreamHub(streams, run.run_dir, run.identity.run_id, {**env, REDIS_URL_KEY: server.url})
+    environ = os.environ if environ is None else environ
+    with backend_of(streams).reopen(streams, run.run_dir, environ, run.is_running) as served:
+        yield StreamHub(streams, run.run_dir, run.identity.run_id, served)

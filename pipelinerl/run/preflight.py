@@ -6,7 +6,6 @@ The user's code is imported in a child process only: the launcher stays free of 
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
 import importlib.util
 import os
@@ -25,14 +24,14 @@ from pipelinerl.config.epochs import epoch_notes
 from pipelinerl.config.load import save_config
 from pipelinerl.config.rules_run import missing_task
 from pipelinerl.config.stages import has_stage
-from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, StreamError, UserError
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_options
 from pipelinerl.inference.option_names import check_names
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size
 from pipelinerl.run.start import inspect
-from pipelinerl.streams.hub import REDIS_URL_KEY
+from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, nvml_gpu_lister
 
 #: What the check of the user's code prints when it succeeds.
@@ -128,14 +127,6 @@ def check_output_dir(start: Start) -> list[str]:
 def check_supported(start: Start) -> list[str]:
     """Refuse what can be planned but not run."""
     config, several = start.config, start.cluster.world_size > 1
-    if several and config.streams.backend == "redis" and not (config.streams.url or start.environ.get(REDIS_URL_KEY)):
-        raise ConfigError(
-            "streams.url",
-            None,
-            "the address of a Redis server that all nodes reach (WORLD_SIZE is above 1)",
-            f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the environment of every node), "
-            "or use streams=files with output_dir on a shared file system.",
-        )
     if several and config.debug.mode:
         raise ConfigError(
             "debug.mode", config.debug.mode, "'' with several nodes (WORLD_SIZE)", "Run the stage on one node."
@@ -180,18 +171,9 @@ def check_device(start: Start) -> list[str]:
 
 
 def check_streams(start: Start) -> list[str]:
-    """Refuse a Redis server of the user's that cannot be reached or would lose records."""
+    """Refuse streams that this run could not use, a server that does not answer for instance."""
     streams = start.config.streams
-    url = start.environ.get(REDIS_URL_KEY) or streams.url
-    if streams.backend != "redis" or not url:
-        return []
-    from pipelinerl.streams.redis_client import check_server, connect
-
-    try:
-        with contextlib.closing(connect(url, retries=1)) as client:
-            check_server(client, url)
-    except StreamError as error:
-        raise UserError(str(error)) from error
+    backend_of(streams).check(streams, start.environ, start.cluster.world_size)
     return []
 
 

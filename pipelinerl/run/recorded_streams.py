@@ -11,8 +11,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import SCHEMA_VERSION
 from pipelinerl.run.open_run import find_run
-from pipelinerl.streams.base import TRAINING_DATA_TOPIC
-from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.base import PREPROCESSOR, TRAINING_DATA_TOPIC
+from pipelinerl.streams.hub import StreamHub, backend_of
+from pipelinerl.streams.read import read_all
 
 _KEY = "debug.streams_from"
 
@@ -33,7 +34,7 @@ def recorded_streams(config: RunConfig) -> StreamHub | None:
     if config.debug.streams_from is None:
         return None
     run = find_run(config.debug.streams_from)
-    if run.config.streams.backend != "files":
+    if not backend_of(run.config.streams).is_on_disk:
         raise ConfigError(
             _KEY,
             config.debug.streams_from,
@@ -45,14 +46,7 @@ def recorded_streams(config: RunConfig) -> StreamHub | None:
 
 def count_batches(streams: StreamHub) -> int:
     """Number of steps whose batches are in `streams`."""
-    reader = streams.reader(TRAINING_DATA_TOPIC, "preprocessor_0", _BatchStep)
-    last = 0
-    try:
-        while entries := reader.read(timeout_s=0):
-            last = max(last, *(entry.record.step for entry in entries))
-    finally:
-        reader.close()
-    return last
+    return max((batch.step for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, _BatchStep)), default=0)
 
 
 def bounded_by_record(config: RunConfig) -> RunConfig:

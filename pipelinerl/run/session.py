@@ -10,8 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,8 +35,8 @@ from pipelinerl.run.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Super
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER_TOPIC, Entry
-from pipelinerl.streams.feed import Feed
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.streams.hub import StreamHub, backend_of
+from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
 from pipelinerl.tracking.wandb_sink import first_line
@@ -67,29 +67,9 @@ class RunSession:
 def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
     """Start and supervise all processes, then write the summary and say how it went."""
     _greet(session, moved_to)
-    with _stream_server(session) as with_streams, server_sockets(with_streams) as environ:
+    streams = backend_of(session.config.streams).serve(session.config.streams, session.run_dir, session.environ)
+    with streams as with_streams, server_sockets(with_streams) as environ:
         return _supervise_and_report(replace(session, environ=environ))
-
-
-@contextmanager
-def _stream_server(session: RunSession) -> Iterator[Mapping[str, str]]:
-    """The environment of the processes, with the address of a Redis server that lives as long as the run if it needs
-    one of its own."""
-    streams = session.config.streams
-    if streams.backend != "redis":
-        yield session.environ
-        return
-    from pipelinerl.run.redis_server import RedisServer
-    from pipelinerl.run.stream_place import check_place, remember_place
-
-    url = session.environ.get(REDIS_URL_KEY) or streams.url
-    check_place(session.run_dir, url)
-    remember_place(session.run_dir, url)
-    if url:
-        yield session.environ
-        return
-    with RedisServer(session.run_dir.root / "redis", streams) as server:
-        yield {**session.environ, REDIS_URL_KEY: server.url}
 
 
 def _supervise_and_report(session: RunSession) -> Outcome:

@@ -17,7 +17,8 @@ from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.run.open_run import StartedRun, open_streams
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir, newest_training_state
-from pipelinerl.streams.base import TRAINER_TOPIC
+from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
+from pipelinerl.streams.read import read_all
 from pipelinerl.tracking.lineage import Lineage
 
 
@@ -86,15 +87,10 @@ def _last_step(run: StartedRun) -> tuple[int | None, float | None]:
     lineage, times = Lineage(), dict[int, float]()
     try:
         with open_streams(run) as streams:
-            reader = streams.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage)
-            try:
-                while entries := reader.read(timeout_s=0):
-                    for entry in entries:
-                        lineage.fold(entry.record)
-                        if isinstance(entry.record, StepDone):
-                            times[entry.record.step] = entry.record.time
-            finally:
-                reader.close()
+            for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+                lineage.fold(message)
+                if isinstance(message, StepDone):
+                    times[message.step] = message.time
     except (StreamError, ConfigError):
         return None, None
     return lineage.last_step, times.get(lineage.last_step)

@@ -1,21 +1,47 @@
-"""Folders that are complete or absent: written beside their place, made durable, then renamed. No torch.
+"""Writes that survive a crash: replaced files, folders that are complete or absent, fsync policies, locks.
 
-Called by checkpoints, the model export and the choice of the best model. A crash at any byte leaves the old state, and
-a leftover `.partial-*` folder that the next write removes.
+A folder is written next to its final place as `.partial-<name>`, synced, then renamed. A crash at any byte leaves the
+old state and at most a partial folder, which the next write removes. No torch.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
+import threading
+import time
 import zlib
 from pathlib import Path
+from typing import Literal
 
 logger = logging.getLogger(__name__)
 
 PARTIAL_PREFIX = ".partial-"
+FsyncPolicy = Literal["never", "interval", "always"]
+DEFAULT_INTERVAL_S = 1.0
 _BLOCK_BYTES = 1 << 20
+
+
+def replace_file(path: Path, content: bytes, durable: bool = False) -> None:
+    """Write `content` to `path` in one atomic step; its folder is created. `durable` also syncs it to the disk.
+
+    Raises:
+        OSError: the disk refuses it; the old file is unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        draft.write_bytes(content)
+        if durable:
+            sync_path(draft)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_path(path.parent)
 
 
 def partial_folder(final: Path) -> Path:
@@ -33,7 +59,7 @@ def start_folder(final: Path) -> Path:
 
 
 def finish_folder(final: Path) -> None:
-    """Make the partial folder durable and give it its name. An older folder of that name is replaced."""
+    """Make the partial folder durable and give it its final name. An older folder of that name is replaced."""
     partial = partial_folder(final)
     sync_tree(partial)
     if final.exists():
@@ -51,7 +77,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def point_link(link: Path, target: Path) -> None:
-    """Let the symbolic link `link` point to `target` in one atomic step (relative, so that the run may be moved)."""
+    """Point the symbolic link `link` to `target` in one atomic step (relative, so that the run can be moved)."""
     draft = link.parent / f"{PARTIAL_PREFIX}{link.name}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
@@ -60,14 +86,15 @@ def point_link(link: Path, target: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and folder below `folder` to the disk."""
+    """Sync every file and folder below `folder` to the disk."""
     for path in sorted(folder.rglob("*")):
         sync_path(path)
     sync_path(folder)
 
 
 def sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Sync one file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
@@ -89,3 +116,128 @@ def crc32(file: Path) -> int:
         while block := stream.read(_BLOCK_BYTES):
             value = zlib.crc32(block, value)
     return value
+
+
+class FileLock:
+    """An exclusive lock on `path`, held from construction to `release` or to the end of the process.
+
+    The kernel drops it however the process ends, so there are no stale locks. The file holds the owner's process id.
+
+    Raises:
+        BlockingIOError: someone else holds it; `strerror` names the process.
+        OSError: the file cannot be created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError(error.errno, f"locked by process {owner}", str(path)) from None
+            raise
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode("ascii"), 0)
+
+    def release(self) -> None:
+        """Drop the lock. May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds the `FileLock` of `path` now. Creates nothing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+class Syncer:
+    """Syncs one file descriptor to the disk: `never`, at an `interval` (from a thread), or `always` (every write).
+
+    The policy matters when the machine dies. What was handed to the kernel survives the death of the process anyway.
+    Call `wrote`, `sync` and `replace` under the writer's lock; an error in the thread is raised by the next of them.
+    """
+
+    def __init__(self, policy: FsyncPolicy, interval_s: float = DEFAULT_INTERVAL_S) -> None:
+        self.policy = policy
+        self._interval_s = interval_s
+        self._condition = threading.Condition()
+        self._fd = -1
+        self._dirty = False
+        self._closed = False
+        self._error: OSError | None = None
+        self._thread: threading.Thread | None = None
+        if policy == "interval":
+            self._thread = threading.Thread(target=self._run, name="stream-fsync", daemon=True)
+            self._thread.start()
+
+    def wrote(self) -> None:
+        """Call after each write."""
+        if self.policy == "always":
+            os.fdatasync(self._fd)
+        elif self.policy == "interval":
+            with self._condition:
+                self._raise_error()
+                self._dirty = True
+                self._condition.notify()
+
+    def sync(self) -> None:
+        """Sync everything written so far, unless the policy is `never`."""
+        if self.policy == "never" or self._fd < 0:
+            return
+        with self._condition:
+            self._raise_error()
+            self._dirty = False
+            os.fdatasync(self._fd)
+
+    def replace(self, fd: int) -> None:
+        """Sync the current file, then continue with `fd`."""
+        self.sync()
+        with self._condition:
+            self._fd = fd
+
+    def close(self) -> None:
+        """Sync a last time and end the thread. The file descriptor stays open."""
+        try:
+            self.sync()
+        finally:
+            with self._condition:
+                self._closed = True
+                self._fd = -1
+                self._condition.notify()
+            if self._thread is not None:
+                self._thread.join()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        last_sync = time.monotonic()
+        with self._condition:
+            while not self._closed:
+                self._condition.wait_for(lambda: self._dirty or self._closed)
+                rest = last_sync + self._interval_s - time.monotonic()
+                if rest > 0:
+                    self._condition.wait_for(lambda: self._closed, timeout=rest)
+                if self._dirty and not self._closed:
+                    self._dirty = False
+                    try:
+                        os.fdatasync(self._fd)
+                    except OSError as error:
+                        logger.error("fsync failed: %s", error)
+                        self._error = error
+                        return
+                    last_sync = time.monotonic()

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import StreamError
-from pipelinerl.ledger.evidence import ACTOR
 from pipelinerl.records import SCHEMA_VERSION, EvaluationRollout, EvaluationSample, VersionSpan
 from pipelinerl.samples.choose import Candidate, Wanted
 from pipelinerl.samples.decode import TokenText
 from pipelinerl.samples.recorded import GroupHead, RolloutHead, SampleHead
-from pipelinerl.samples.scan import Source, all_of, entries_of
+from pipelinerl.samples.scan import Source
 from pipelinerl.samples.view import EvaluationView, RolloutView, rollout_view, sample_view
-from pipelinerl.streams.base import EVALUATION_ROLLOUTS_TOPIC, EVALUATION_TOPIC
+from pipelinerl.streams.base import ACTOR, EVALUATION_ROLLOUTS_TOPIC, EVALUATION_TOPIC
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_entries
 
 FATE = "not trained"
 
@@ -76,7 +76,7 @@ class Evaluations:
 def find_evaluations(streams: StreamHub) -> Evaluations:
     """The evaluations that have a result by now. Raises StreamError if the stream cannot be read."""
     found = Evaluations()
-    for entry in all_of(streams, EVALUATION_TOPIC, ACTOR, _ResultHead):
+    for entry in read_entries(streams, EVALUATION_TOPIC, ACTOR, _ResultHead):
         result: _ResultHead = entry.record
         if result.success_rate is not None:  # without it all its rollouts failed
             found.made.setdefault((result.due_version, result.is_final), set()).add(result.incarnation)
@@ -122,7 +122,7 @@ def load_evaluations(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterato
     """The chosen rollouts, in the order of `chosen`. Raises StreamError if one cannot be read."""
     for candidate in chosen:
         place = candidate.offset
-        entry = next(entries_of(streams, EVALUATION_ROLLOUTS_TOPIC, ACTOR, EvaluationRollout, place, place + 1), None)
+        entry = next(read_entries(streams, EVALUATION_ROLLOUTS_TOPIC, ACTOR, EvaluationRollout, place, place + 1), None)
         if entry is None:
             raise StreamError(f"stream {EVALUATION_ROLLOUTS_TOPIC}: the record at offset {place} is gone")
         yield entry.record

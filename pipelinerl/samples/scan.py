@@ -13,12 +13,21 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.ledger.evidence import ACTOR, PREPROCESSOR, TRAINER, BatchHead
+from pipelinerl.ledger.evidence import BatchHead
 from pipelinerl.records import SCHEMA_VERSION, Fate, TrainerMessage
 from pipelinerl.samples.choose import Candidate, Chooser, Seen, Wanted
 from pipelinerl.samples.recorded import GroupHead, StoredGroup, StoredRollout, rollout_of
-from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC, Entry
+from pipelinerl.streams.base import (
+    ACTOR,
+    ACTOR_TOPIC,
+    FATES_TOPIC,
+    PREPROCESSOR,
+    TRAINER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+)
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_entries
 from pipelinerl.tracking.lineage import Lineage
 
 # Decoded at a time: whole groups may be large.
@@ -88,7 +97,7 @@ def _fold(
     streams: StreamHub, source: Source, wanted: Wanted, seen: Seen, start: int, end: int | None
 ) -> list[Candidate]:
     chooser = Chooser(wanted, seen, source.ids_repeat)
-    for entry in entries_of(streams, source.topic, ACTOR, source.head_type, start, end):
+    for entry in read_entries(streams, source.topic, ACTOR, source.head_type, start, end):
         group = source.as_group(entry.record)
         if not source.wants(entry.record):
             seen.add(group)
@@ -105,7 +114,7 @@ def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRoll
     for candidate in chosen:
         if group is None or candidate.offset != offset:
             offset = candidate.offset
-            entries = entries_of(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
+            entries = read_entries(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
             entry = next(entries, None)
             if entry is None:
                 raise StreamError(f"stream {ACTOR_TOPIC}: the record at offset {offset} is gone")
@@ -124,7 +133,7 @@ def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
     # The last place may be the end, where no batch is yet: the one before it knows which was the last.
     for place in (*places[-1:], *places[-2:-1]):
         # A batch a step from step 1 on, so the offset follows from the step.
-        for entry in entries_of(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, min(step - 1, place)):
+        for entry in read_entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, min(step - 1, place)):
             last = entry.record.step
             if last == step:
                 return frozenset(entry.record.sample_ids)
@@ -141,11 +150,11 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
     """
     wanted = {name for candidate in chosen for name in candidate.sample_ids}
     lineage = Lineage()
-    for entry in all_of(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+    for entry in read_entries(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
         lineage.fold(entry.record)
     found: dict[str, str] = {}
     for source in (TRAINER, PREPROCESSOR, ACTOR):
-        for entry in all_of(streams, FATES_TOPIC, source, FateHead):
+        for entry in read_entries(streams, FATES_TOPIC, source, FateHead):
             record: FateHead = entry.record
             if text := _fate_text(record, lineage):
                 found.update((name, text) for name in record.sample_ids if name in wanted)
@@ -157,26 +166,3 @@ def _fate_text(record: FateHead, lineage: Lineage) -> str | None:
     if record.fate == "trained":
         return f"trained in step {record.version}" if lineage.survives(record.incarnation, record.version) else None
     return None if record.fate == "pending" else f"{record.fate}: {record.reason}"
-
-
-def all_of(streams: StreamHub, topic: str, instance: str, record_type: Any) -> Iterator[Entry[Any]]:
-    """What is in a stream now. A reader would create the folder of a stream that nobody has written, so that is asked
-    first."""
-    if streams.places(topic, instance):
-        yield from entries_of(streams, topic, instance, record_type)
-
-
-def entries_of(
-    streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0, end: int | None = None
-) -> Iterator[Entry[Any]]:
-    """What is in a stream now, from offset `start` to before `end`."""
-    reader = streams.reader(topic, instance, record_type, start)
-    try:
-        while end is None or reader.offset < end:
-            most = _BATCH if end is None else min(_BATCH, end - reader.offset)
-            entries = reader.read(timeout_s=0, max_records=most)
-            if not entries:
-                return
-            yield from entries
-    finally:
-        reader.close()

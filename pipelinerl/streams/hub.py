@@ -1,93 +1,77 @@
-"""Opens the streams of one run: the only place that knows which backend holds them.
-
-Called by every role (through its context) and by the launcher. Waits for nothing.
-"""
+"""Opens the streams of one run with the backend that its configuration names."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.base import CONSUMERS, StreamReader, StreamSpec, StreamWriter
-from pipelinerl.streams.file_reader import FileReader
-from pipelinerl.streams.file_writer import FileWriter
-from pipelinerl.streams.index import places
-from pipelinerl.streams.layout import check_spec, partition_dir
-from pipelinerl.streams.loop_writer import LoopWriter
-from pipelinerl.streams.retention import commit
+from pipelinerl.streams.base import CONSUMERS, StreamBackend, StreamReader, StreamSpec, StreamWriter
+
+T = TypeVar("T")
+Result = TypeVar("Result")
 
 OWNER_FILE = "run_id"
-REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
-ARCHIVE_FOLDER = "archive"
-# Of `byte_budget`: what a stream with consumers may hold (there are two), and what each of the small ones may.
-LARGE_SHARE, SMALL_SHARE = 3 / 8, 1 / 64
+# Modules with a class `Streams`, by the value of `streams.backend`. Imported when needed.
+BACKENDS = {
+    "files": "pipelinerl.streams.files",
+    "redis": "pipelinerl.streams.redis",
+}
+
+
+def backend_of(config: StreamsConfig) -> type[StreamBackend]:
+    """The class that keeps the streams of a run with this configuration."""
+    return cast("type[StreamBackend]", importlib.import_module(BACKENDS[config.backend]).Streams)
 
 
 class StreamHub:
-    """Typed readers and writers of the run `run_id`.
+    """Typed readers and writers of one run.
 
     Args:
         config: section `streams` of the configuration.
-        run_dir: the run's directory; file streams lie in its folder `streams`.
-        run_id: identity of the run. The first hub leaves it in the folder; a folder of another run is refused.
-        environ: of this process: `PIPELINERL_REDIS_URL` says where the Redis server is, with its password, which is in
-            no file. The launcher sets it for the run's own server, a user for one that needs a password; without it
-            `streams.url` counts.
+        run_dir: the run's directory.
+        run_id: identity of the run. The first hub leaves it in the folder `streams`; a folder of another run is
+            refused. None: whatever run is there, to read it; nothing is created.
+        environ: of this process; it may say where a server is (see `serve` of the backend).
 
     Raises:
-        StreamError: the folder holds another run's streams, or cannot be written; the Redis server cannot be used.
+        StreamError: the folder holds another run's streams, or cannot be written; a server cannot be used.
     """
 
     def __init__(
-        self, config: StreamsConfig, run_dir: RunDir, run_id: str, environ: Mapping[str, str] | None = None
+        self,
+        config: StreamsConfig,
+        run_dir: RunDir,
+        run_id: str | None = None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
-        self._root = run_dir.streams
-        self.run_id = run_id
-        _claim(self._root, run_id)
-        self._redis_url = _redis_url(config, os.environ if environ is None else environ)
+        self.run_id = _owner(run_dir.streams) if run_id is None else _claim(run_dir.streams, run_id)
+        environ = os.environ if environ is None else environ
+        self._backend = backend_of(config)(config, run_dir.streams, self.run_id, environ)
 
     def writer(
         self, topic: str, instance: str, record_type: Any, partition: int = 0, is_consumed: bool = True
     ) -> StreamWriter[Any]:
-        """Open a stream for appending; see `FileWriter`. One writer at a time per (topic, instance, partition).
+        """Open a stream for appending. One writer at a time per (topic, instance, partition).
 
         `is_consumed`: whether the readers in `CONSUMERS` are part of this run; False: nobody is waited for.
         """
-        spec = StreamSpec(topic, instance, partition)
-        directory = self._directory(spec)
-        keep_tokens = self._config.retention == "all"
-        if self._redis_url is not None:
-            from pipelinerl.streams.redis_budget import Archive, Budget
-            from pipelinerl.streams.redis_client import connect, stream_keys
-            from pipelinerl.streams.redis_writer import RedisWriter
-
-            config, consumers = self._config, CONSUMERS.get(topic, ())
-            return RedisWriter[Any](
-                connect(self._redis_url),
-                stream_keys(self.run_id, spec),
-                record_type,
-                directory,
-                config.fsync,
-                Budget(
-                    int(config.byte_budget * (LARGE_SHARE if consumers else SMALL_SHARE)),
-                    consumers if is_consumed else (),
-                    config.backpressure_timeout_s,
-                ),
-                Archive(directory / ARCHIVE_FOLDER, record_type, config.shard_bytes, config.fsync, keep_tokens),
-            )
-        return FileWriter[Any](directory, record_type, self._config.shard_bytes, self._config.fsync, keep_tokens)
+        consumers = CONSUMERS.get(topic, ()) if is_consumed else ()
+        return self._backend.writer(StreamSpec(topic, instance, partition), record_type, consumers)
 
     def loop_writer(self, topic: str, instance: str, record_type: Any, is_consumed: bool = True) -> LoopWriter[Any]:
-        """Open a stream for appending from an event loop, which is never held up. `is_consumed`: as for `writer`."""
-        may_wait = self._redis_url is not None or self._config.fsync != "never"
-        return LoopWriter(self.writer(topic, instance, record_type, is_consumed=is_consumed), may_wait)
+        """Open a stream for appending from an event loop, which is never blocked. `is_consumed`: as for `writer`."""
+        writer = self.writer(topic, instance, record_type, is_consumed=is_consumed)
+        return LoopWriter(writer, self._backend.may_wait)
 
     def reader(
         self,
@@ -98,69 +82,94 @@ class StreamHub:
         partition: int = 0,
         consumer: str | None = None,
     ) -> StreamReader[Any]:
-        """Open a stream for reading from `offset`; see `FileReader`. It need not have been written yet.
+        """Open a stream for reading from `offset`. It need not have been written yet.
 
         `consumer` is one of `CONSUMERS[topic]`, for the one reader that the writer must not run too far ahead of.
         """
-        spec = StreamSpec(topic, instance, partition)
-        directory = self._directory(spec)
-        if self._redis_url is not None:
-            from pipelinerl.streams.redis_client import connect, stream_keys
-            from pipelinerl.streams.redis_reader import RedisReader
-
-            return RedisReader[Any](
-                connect(self._redis_url),
-                stream_keys(self.run_id, spec),
-                record_type,
-                offset,
-                directory / ARCHIVE_FOLDER,
-                consumer,
-            )
-        return FileReader[Any](directory, record_type, offset)
+        return self._backend.reader(StreamSpec(topic, instance, partition), record_type, offset, consumer)
 
     def places(self, topic: str, instance: str, partition: int = 0) -> list[int]:
-        """Offsets, ascending from the oldest record, at which a reader can start without reading what lies before.
+        """Offsets, ascending from the oldest record, from which a reader need not read what lies before.
 
-        Empty: there is no record yet. Nothing is created or changed. Raises StreamError if the server does not answer.
+        Empty: there is no record yet. Nothing is created. Raises StreamError if a server does not answer.
         """
-        spec = StreamSpec(topic, instance, partition)
-        directory = self._directory(spec)
-        if self._redis_url is None:
-            return places(directory)
-        from pipelinerl.streams.redis_client import connect, log_places, stream_keys
-
-        with contextlib.closing(connect(self._redis_url)) as client:
-            in_log = log_places(client, stream_keys(self.run_id, spec))
-        archived = places(directory / ARCHIVE_FOLDER)
-        return [offset for offset in archived if not in_log or offset < in_log[0]] + in_log
+        return self._backend.places(StreamSpec(topic, instance, partition))
 
     def commit(self, topic: str, instance: str, offset: int, partition: int = 0) -> None:
         """Note that no resume reads whole records before `offset`: with `streams.retention=heads` tokens may go."""
-        if self._config.retention == "all":
-            return
-        directory = self._directory(StreamSpec(topic, instance, partition))
-        commit(directory / ARCHIVE_FOLDER if self._redis_url is not None else directory, offset)
-
-    def _directory(self, spec: StreamSpec) -> Path:
-        check_spec(spec)
-        return partition_dir(self._root, spec)
+        if self._config.retention != "all":
+            self._backend.commit(StreamSpec(topic, instance, partition), offset)
 
 
-def _redis_url(config: StreamsConfig, environ: Mapping[str, str]) -> str | None:
-    """URL of the checked server; None for file streams."""
-    if config.backend != "redis":
-        return None
-    url = environ.get(REDIS_URL_KEY) or config.url
-    if not url:
-        raise StreamError(f"streams=redis: no server. Set streams.url, or start the process with {REDIS_URL_KEY}")
-    from pipelinerl.streams.redis_client import CHECK_RETRIES, check_server, connect
+class LoopWriter(Generic[T]):
+    """A writer for an event loop, which continues while a record waits for the disk, a server, or room.
 
-    with contextlib.closing(connect(url, CHECK_RETRIES)) as client:
-        check_server(client, url)
-    return url
+    Such writes run in one thread, in the order of the calls; a backend that waits for nothing is called directly.
+    Nothing is buffered but what callers await. Owns `writer`: `close` closes it.
+
+    Args:
+        writer: of the stream.
+        may_wait: whether `write` or `flush` can take long.
+    """
+
+    def __init__(self, writer: StreamWriter[T], may_wait: bool) -> None:
+        self._writer = writer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream-writer") if may_wait else None
+
+    async def write(self, record: T) -> int:
+        """Append one record and return its offset once it is written.
+
+        Cancelling the caller does not take the record back: it is written before what follows.
+
+        Raises:
+            NoRoom: the stream is full and `end_waits` was called; the record is not in the stream.
+            StreamError: as the writer's `write`.
+        """
+        return await self._call(lambda: self._writer.write(record))
+
+    async def flush(self) -> None:
+        """Make everything written so far as durable as `streams.fsync` asks for."""
+        await self._call(self._writer.flush)
+
+    def end_waits(self) -> None:
+        """From now on a write for which there is no room fails with `NoRoom`, those that wait now included."""
+        self._writer.end_waits()
+
+    async def close(self) -> None:
+        """Write and flush what was asked for, wait for no reader any more, and release the stream.
+
+        Raises:
+            StreamError: records could not be made durable.
+        """
+        self.end_waits()
+        try:
+            await self._call(self._finish)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+
+    def _finish(self) -> None:
+        try:
+            self._writer.flush()
+        finally:
+            self._writer.close()
+
+    async def _call(self, call: Callable[[], Result]) -> Result:
+        if self._thread is None:
+            return call()
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, call))
 
 
-def _claim(root: Path, run_id: str) -> None:
+def _owner(root: Path) -> str:
+    try:
+        return (root / OWNER_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise StreamError(f"{root}: cannot be read: {error}") from error
+
+
+def _claim(root: Path, run_id: str) -> str:
     """Leave `run_id` in the folder if nobody did, else compare. Atomic: many processes start at once."""
     owner = root / OWNER_FILE
     try:
@@ -179,3 +188,4 @@ def _claim(root: Path, run_id: str) -> None:
             f"{root} holds the streams of run {found!r}, this is run {run_id!r}. "
             "Choose another output_dir, or set force_restart=true to move the old run aside"
         )
+    return run_id

@@ -1,10 +1,13 @@
-"""Appends records to one Redis stream.
+"""Appends records to one Redis stream, within a budget of bytes.
 
-Called through `StreamHub.writer`. Waits for the server's answer. Offset n has the explicit id `n+1`-0 (Redis has no
-id 0-0), and a counter beside the log says how many records were written. A script compares the counter first, so a
-write that is repeated after a lost connection is one write, and a server that came back without its last records is
-noticed: they are sent again from memory, or the error says which are lost. Where the stream has a budget, a record
-that does not fit waits for room: that is the back-pressure on whoever writes.
+Offset n has the explicit id `n+1`-0 (Redis has no id 0-0), and a counter beside the log says how many records were
+written. A script compares the counter first, so a write that is repeated after a lost connection is one write, and a
+server that came back without its last records is noticed: they are sent again from memory, or the error says which are
+lost.
+
+A record that does not fit into the budget waits until the stream's consumers have taken older ones (back-pressure).
+Those move to the archive, file shards with the same offsets in the run directory. Nothing is dropped: a reader that
+starts far back finds them there.
 """
 
 from __future__ import annotations
@@ -13,29 +16,38 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import redis
 
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import NoRoom, StreamError
 from pipelinerl.records.codec import RecordCodec
-from pipelinerl.streams.fsync import FsyncPolicy
-from pipelinerl.streams.lock import WriterLock
-from pipelinerl.streams.redis_budget import FIELD, OVERHEAD_BYTES, Archive, Budget, Mover
-from pipelinerl.streams.redis_client import StreamKeys
+from pipelinerl.rundir.durable import FsyncPolicy
+from pipelinerl.streams.base import StreamSpec
+from pipelinerl.streams.files import FileWriter
+from pipelinerl.streams.shards import list_shards, lock_stream
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+ARCHIVE_FOLDER = "archive"
+FIELD = b"r"
+# Redis needs about this much for an entry beside its bytes.
+OVERHEAD_BYTES = 128
+MOVE_BYTES = 32 * 2**20
+MOVE_ENTRIES = 64
+# Blocking commands are cut into slices, so that `end_waits` and `wake` are noticed.
+SLICE_S = 0.5
 # What a server with `appendfsync everysec` may have lost after a crash is at most about two seconds old.
 TAIL_S = 5.0
 TAIL_BYTES = 64 * 2**20
 AOF_TIMEOUT_MS = 5_000
 
 _CONFLICT, _FULL = -1, -2
-# ARGV: number of the record, field, bytes, limit (0: none), overhead. A log of one entry takes one more of any size.
+# ARGV: number of the record, field, bytes, limit (0: none), overhead. A log of one entry accepts one more of any size.
 _APPEND = """
 local count = tonumber(redis.call('GET', KEYS[2]) or '0')
 local number = tonumber(ARGV[1])
@@ -55,18 +67,51 @@ local found = redis.call('XRANGE', KEYS[1], id, id)[1]
 if found and found[2][2] == ARGV[3] then return number end
 return -1
 """
+# Entries below an id go, and their bytes are given back; a repeated call finds none and gives nothing back.
+_TRIM = """
+if redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1]) == 0 then return 0 end
+local left = tonumber(redis.call('GET', KEYS[2]) or '0') - tonumber(ARGV[2])
+if left < 0 then left = 0 end
+redis.call('SET', KEYS[2], string.format('%d', left))
+return 1
+"""
+
+
+class Keys(NamedTuple):
+    """Keys of one stream: the log, the number of records ever written, the bytes in the log now, a hash with the next
+    offset of each consumer, and a stream of one entry that is renewed when a consumer moves on."""
+
+    log: str
+    written: str
+    size: str
+    consumed: str
+    notice: str
+
+
+def stream_keys(run_id: str, spec: StreamSpec) -> Keys:
+    """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
+    base = f"{{pipelinerl:{run_id}:{spec.topic}:{spec.instance}:{spec.partition}}}"
+    return Keys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed", "notice")))
+
+
+def offset_of(row_id: bytes) -> int:
+    """Offset of the entry with this id."""
+    return int(row_id.split(b"-")[0]) - 1
 
 
 class RedisWriter(Generic[T]):
-    """Writer of one stream; goes on behind its last record.
+    """Writer of one stream; continues after its last record.
 
     Args:
         client: connection of this writer alone; closed with it.
         keys: of the stream.
         record_type: struct, or union of structs, that the stream holds.
-        lock_dir: folder of the run for the lock of this stream; the kernel drops it when the process ends.
+        directory: folder of the stream in the run directory: its lock and its archive.
         fsync: `flush` waits for the server's append-only file unless `never`; `always`: every write does.
-        budget, archive: how much the stream may hold, and where records go that must make room; None: no limit.
+        limit_bytes: what the stream may hold in Redis; 0: no limit.
+        consumers: must have read a record before it may leave Redis; without any, the older half of the log may.
+        timeout_s: how long a write waits for them.
+        shard_bytes, keep_tokens: of the archive, see `FileWriter`.
 
     Raises:
         StreamError: the stream has a writer already, the server does not answer, or it has lost records.
@@ -75,34 +120,37 @@ class RedisWriter(Generic[T]):
     def __init__(
         self,
         client: redis.Redis,
-        keys: StreamKeys,
+        keys: Keys,
         record_type: Any,
-        lock_dir: Path,
+        directory: Path,
         fsync: FsyncPolicy,
-        budget: Budget | None = None,
-        archive: Archive | None = None,
+        *,
+        limit_bytes: int = 0,
+        consumers: Sequence[str] = (),
+        timeout_s: float = 600.0,
+        shard_bytes: int = 256 * 2**20,
+        keep_tokens: bool = True,
     ) -> None:
         self._client, self._keys, self._fsync = client, keys, fsync
+        self._limit_bytes, self._consumers, self._timeout_s = limit_bytes, list(consumers), timeout_s
         self._codec = RecordCodec[T](record_type, packed=True)
         self._mutex = threading.Lock()
+        # Sent records that the server may still lose: (number, time, bytes).
         self._tail: deque[tuple[int, float, bytes]] = deque()
         self._tail_bytes = 0
         self._unusable: str | None = None
         self._warned = False
         self._waits_no_more = threading.Event()
-        self._archive = archive
-        self._mover: Mover | None = None
-        if budget is not None and archive is not None:
-            self._mover = Mover(client, keys, self._codec, archive, budget)
+        archive = directory / ARCHIVE_FOLDER
+        self._open_archive = lambda: FileWriter[T](archive, record_type, shard_bytes, fsync, keep_tokens)
+        self._archive: FileWriter[T] | None = None
+        self._lock = lock_stream(directory)
         try:
-            lock_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = WriterLock(lock_dir)
-        except OSError as error:
-            raise self._error(f"cannot be locked: {error}") from error
-        try:
-            self._append = client.register_script(_APPEND)
+            self._append, self._trim = client.register_script(_APPEND), client.register_script(_TRIM)
             self._next = int(client.get(keys.written) or 0)
-            self._expect_archived()
+            if list_shards(archive):
+                self._archive = self._open_archive()
+                self._expect_archived(self._archive.next_offset)
         except redis.RedisError as error:
             self.close()
             raise self._error(f"cannot be opened for writing: {error}") from error
@@ -128,7 +176,7 @@ class RedisWriter(Generic[T]):
             self._check_usable()
             number = self._next + 1
             try:
-                while (count := self._send(number, data, self._limit)) != number:
+                while (count := self._send(number, data, self._limit_bytes)) != number:
                     if count == _FULL:
                         self._make_room()
                     else:
@@ -162,27 +210,12 @@ class RedisWriter(Generic[T]):
                 self._archive.close()
             self._lock.release()
 
-    @property
-    def _limit(self) -> int:
-        return 0 if self._mover is None else self._mover.budget.limit_bytes
-
-    def _make_room(self) -> None:
-        if self._mover is None:
-            return
-        try:
-            self._mover.make_room(self._next, self._waits_no_more.is_set)
-        except StreamError as error:
-            message = f"stream {self._keys.log}: offset {self._next} cannot be written: the stream {error}"
-            raise type(error)(message) from error
-
-    def _expect_archived(self) -> None:
+    def _expect_archived(self, archived: int) -> None:
         """Notice a server that came back empty, or with less than has been moved out of it."""
-        if self._archive is None or not self._archive.exists:
-            return
-        if (archived := self._archive.open().next_offset) > self._next:
+        if archived > self._next:
             raise self._error(
-                f"the server has {self._next} records, but {archived} have been there: those behind the archive "
-                "are lost, and the run cannot go on. Restore the server's append-only file, or start a new run"
+                f"the server has {self._next} records, but {archived} have been there: those after the archive are "
+                "lost, and the run cannot continue. Restore the server's append-only file, or start a new run"
             )
 
     def _send(self, number: int, data: bytes, limit: int = 0) -> int:
@@ -193,20 +226,16 @@ class RedisWriter(Generic[T]):
             raise self._error(self._unusable)
         return count
 
-    def _send_exactly(self, number: int, data: bytes) -> None:
-        count = self._send(number, data)
-        if count != number:
-            raise self._error(f"has {count} records where {number} were expected")
-
     def _resend(self, count: int) -> None:
-        """The server has only `count` records: send those behind them once more."""
+        """The server has only `count` records: send those after them once more."""
         rest = [(number, data) for number, _, data in self._tail if number > count]
         if len(rest) != self._next - count:
             self._unusable = f"lost the records of offsets {count}..{self._next - 1} when the server was restarted"
             raise self._error(self._unusable)
         logger.warning("%s came back without its last %d records; sending them again", self._keys.log, len(rest))
         for number, data in rest:
-            self._send_exactly(number, data)
+            if (found := self._send(number, data)) != number:
+                raise self._error(f"has {found} records where {number} were expected")
 
     def _remember(self, number: int, data: bytes) -> None:
         now = time.monotonic()
@@ -229,6 +258,83 @@ class RedisWriter(Generic[T]):
             raise self._error(f"cannot be flushed: {error}") from error
         if synced[0] < 1:
             raise self._error(f"the server did not write its records to the disk within {AOF_TIMEOUT_MS} ms")
+
+    def _make_room(self) -> None:
+        """Move records to the archive; if none may go yet, wait until a consumer has taken some.
+
+        Raises:
+            NoRoom: nothing can be moved, and nobody is waited for any more.
+            StreamError: no consumer took a step in time, or records are missing.
+        """
+        started, is_told = time.monotonic(), False
+        refusal = f"offset {self._next} cannot be written: the stream is full"
+        while True:
+            mark = self._last_notice()
+            if self._move(self._first_to_keep()):
+                if is_told:
+                    logger.info("%s has room again after %.1f s", self._keys.log, time.monotonic() - started)
+                return
+            if self._waits_no_more.is_set():
+                raise NoRoom(str(self._error(f"{refusal}, and its reader is not waited for any more")))
+            if (rest := started + self._timeout_s - time.monotonic()) <= 0:
+                raise self._error(
+                    f"{refusal} ({self._limit_bytes} bytes, its share of streams.byte_budget), and for "
+                    f"{self._timeout_s:g} s (streams.backpressure_timeout_s) nobody took a record: {self._consumed()}. "
+                    "See what that process waits for (`python -m pipelinerl status`), or raise the budget"
+                )
+            if not is_told:
+                is_told = True
+                logger.warning("%s is full: waiting for %s", self._keys.log, " and ".join(self._consumers))
+            self._client.xread({self._keys.notice: mark}, block=int(min(rest, SLICE_S) * 1000) + 1)
+
+    def _move(self, end: int) -> int:
+        """Move records before offset `end` to the archive, about MOVE_BYTES at most; return how many bytes are free."""
+        freed = 0
+        goal = max(1, min(MOVE_BYTES, self._limit_bytes // 8))
+        while freed < goal and end > 0:
+            rows: Any = self._client.xrange(self._keys.log, "-", f"{end}-0", count=MOVE_ENTRIES)
+            if not rows:
+                break
+            if self._archive is None:
+                self._archive = self._open_archive()
+            size = 0
+            for row_id, fields in rows:
+                self._put(self._archive, offset_of(row_id), fields[FIELD])
+                last, size = row_id, size + len(fields[FIELD]) + OVERHEAD_BYTES
+                if freed + size >= goal:
+                    break
+            self._archive.flush()
+            # Ids count from 1, so this keeps the entry after `last`.
+            self._trim(keys=[self._keys.log, self._keys.size], args=[f"{offset_of(last) + 2}-0", size])
+            freed += size
+        return freed
+
+    def _put(self, archive: FileWriter[T], offset: int, data: bytes) -> None:
+        # After a crash between the two steps the archive has records that are still in the log.
+        if offset < archive.next_offset:
+            return
+        if offset > archive.next_offset:
+            raise self._error(f"the records of offsets {archive.next_offset}..{offset - 1} are gone from the server")
+        archive.write(self._codec.decode(data))
+
+    def _first_to_keep(self) -> int:
+        """First offset that must stay in Redis. The last record always does."""
+        if not self._consumers:
+            reply: Any = self._client.xlen(self._keys.log)
+            return self._next - max(1, int(reply) // 2)
+        taken: Any = self._client.hmget(self._keys.consumed, self._consumers)
+        return min(self._next - 1, *(int(offset or 0) for offset in taken))
+
+    def _last_notice(self) -> str:
+        last: Any = self._client.xrevrange(self._keys.notice, count=1)
+        return last[0][0].decode() if last else "0-0"
+
+    def _consumed(self) -> str:
+        taken: Any = self._client.hmget(self._keys.consumed, self._consumers)
+        return ", ".join(
+            f"{name} is at offset {offset.decode()}" if offset is not None else f"{name} has not come yet"
+            for name, offset in zip(self._consumers, taken, strict=True)
+        )
 
     def _check_usable(self) -> None:
         if self._unusable is not None:

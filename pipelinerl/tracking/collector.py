@@ -23,8 +23,8 @@ from pipelinerl.streams.base import (
     TRAINER_TOPIC,
     StreamReader,
 )
-from pipelinerl.streams.feed import Feed
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display
 from pipelinerl.tracking.learning import LearningWatch
 from pipelinerl.tracking.plots import has_learning_curve, plot_learning_curve

@@ -1,4 +1,4 @@
-"""What every stream backend must do. A backend joins by adding itself to `BACKENDS`."""
+"""What every stream backend must do: it runs over all of `hub.BACKENDS`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,33 +15,32 @@ import pytest
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord, StepDone, TrainerMessage, TrainingDone
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import Entry, StreamReader, StreamWriter
-from pipelinerl.streams.feed import Feed
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.streams.hub import BACKENDS, StreamHub, backend_of
+from pipelinerl.streams.read import Feed
 
-BACKENDS = ["files", "redis"]
 # Nothing here takes long; this only bounds a test that fails.
 LIMIT_S = 60.0
 OpenHub = Callable[..., StreamHub]
+Served = tuple[str, Mapping[str, str]]
 
 
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), StreamsConfig(backend="redis")) as server:
-        yield server.url
+@pytest.fixture(scope="module", params=BACKENDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The name of a backend, and the environment in which it is at work."""
+    config = StreamsConfig(backend=request.param)
+    with backend_of(config).serve(config, RunDir(tmp_path_factory.mktemp(request.param)), {}) as environ:
+        yield request.param, environ
 
 
-@pytest.fixture(params=BACKENDS)
-def open_hub(request: pytest.FixtureRequest, tmp_path: Path) -> OpenHub:
-    environ: dict[str, str] = {}
-    if request.param == "redis":
-        environ[REDIS_URL_KEY] = request.getfixturevalue("redis_url")
-    test = uuid.uuid4().hex  # one Redis server serves all tests, as it may serve several runs
+@pytest.fixture
+def open_hub(served: Served, tmp_path: Path) -> OpenHub:
+    backend, environ = served
+    test = uuid.uuid4().hex  # one server serves all tests, as it may serve several runs
 
     def open_(run_id: str = "run-a", folder: str = "a", **config: object) -> StreamHub:
-        section = StreamsConfig(backend=request.param, **config)
+        section = StreamsConfig(backend=backend, **config)
         return StreamHub(section, RunDir(tmp_path / folder), f"{run_id}-{test}", environ)
 
     return open_

@@ -43,7 +43,7 @@ from pipelinerl.records import (
 )
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams.files import FileWriter
 from pipelinerl.streams.hub import StreamHub
 
 ATTEMPTS = 2

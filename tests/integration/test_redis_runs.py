@@ -14,8 +14,7 @@ from fakes.random_model import save_random_model
 from fakes.scoring_run import ScoringServer, end_run, logs_of, start_run, wait_for_step
 
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.run.redis_server import RedisServer
-from pipelinerl.streams.hub import REDIS_URL_KEY
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 
 def _redis_of(launcher: subprocess.Popen[str]) -> psutil.Process:

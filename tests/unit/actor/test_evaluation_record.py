@@ -26,8 +26,7 @@ from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import TrainingText
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.loop_writer import LoopWriter
+from pipelinerl.streams.hub import LoopWriter, StreamHub
 
 
 def text(**fields: Any) -> TrainingText:

@@ -54,11 +54,11 @@ from pipelinerl.records import (
     TrainerMessage,
     TrainingBatch,
 )
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import PREPROCESSOR_CONSUMER, TRAINER_CONSUMER
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.redis_server import RedisServer
 
 LIMIT_S = 60.0
 ATTEMPTS, SLOTS, BATCH = 2, 8, 8

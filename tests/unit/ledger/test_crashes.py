@@ -16,7 +16,7 @@ from fakes.crash_run import CrashRun, Cutter, Killed
 from pipelinerl.config import RunConfig
 from pipelinerl.ledger.evidence import Evidence, read_evidence
 from pipelinerl.ledger.fold import Ledger, fold
-from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams.files import FileWriter
 
 STEPS = 12
 BATCH = 8

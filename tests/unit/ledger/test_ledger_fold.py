@@ -15,10 +15,10 @@ from pipelinerl.ledger.fold import fold
 from pipelinerl.ledger.lengths import compare, describe
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, VersionSpan
 from pipelinerl.run.open_run import StartedRun
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 from pipelinerl.world import WorldMap
 
 

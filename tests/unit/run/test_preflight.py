@@ -36,8 +36,6 @@ def test_the_list_of_checks() -> None:
     ("changes", "nodes", "key"),
     [
         ({}, 1, None),
-        ({"streams": {"backend": "redis"}}, 2, "streams.url"),
-        ({"streams": {"backend": "redis", "url": "redis://h:1/0"}}, 2, None),
         ({"debug": {"mode": "actor"}}, 2, "debug.mode"),
         ({"supervise": {"max_restarts": 1}}, 2, "supervise.max_restarts"),
     ],
@@ -51,9 +49,10 @@ def test_what_can_be_planned_but_not_run(changes: dict[str, Any], nodes: int, ke
     assert caught.value.key == key
 
 
-def test_several_nodes_may_find_their_redis_server_in_the_environment() -> None:
-    redis = {"streams": {"backend": "redis"}}
-    preflight.check_supported(start(redis, 2, PIPELINERL_REDIS_URL="redis://:secret@h:1/0"))
+def test_several_nodes_need_a_redis_server_with_an_address() -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_streams(start({"streams": {"backend": "redis"}}, 2))
+    assert caught.value.key == "streams.url"
 
 
 def test_o4_devices_are_compared_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

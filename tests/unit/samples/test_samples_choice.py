@@ -12,13 +12,13 @@ from fakes.recorded_run import RecordedRun
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.samples import scan
 from pipelinerl.samples.choose import Chooser, Seen, Wanted
 from pipelinerl.samples.scan import choose, fates_of, load, samples_of_step
-from pipelinerl.streams import index
+from pipelinerl.streams import shards
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 GROUPS = 40
 
@@ -26,7 +26,7 @@ GROUPS = 40
 @pytest.fixture
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places to start at every few records."""
-    monkeypatch.setattr(index, "EVERY_BYTES", 1500)
+    monkeypatch.setattr(shards, "INDEX_EVERY_BYTES", 1500)
 
 
 @pytest.fixture
@@ -114,13 +114,13 @@ def test_one_group_at_a_time_is_loaded(run: RecordedRun, monkeypatch: pytest.Mon
     streams = run.streams()
     chosen, _ = choose(streams, Wanted(order="last", count=6))
     read: list[int] = []
-    entries = scan.entries_of
+    entries = scan.read_entries
 
     def spy(hub: StreamHub, topic: str, instance: str, kind: Any, start: int = 0, end: int | None = None) -> Any:
         read.append(start)
         return entries(hub, topic, instance, kind, start, end)
 
-    monkeypatch.setattr(scan, "entries_of", spy)
+    monkeypatch.setattr(scan, "read_entries", spy)
     loaded = load(streams, chosen)
     assert read == []
     next(loaded)
@@ -168,7 +168,7 @@ def test_a_step_that_is_not_there_is_refused_with_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_bytes: int, shard_bytes: int
 ) -> None:
     """Also where a place to start at is the end of the stream, as it is with batches larger than EVERY_BYTES."""
-    monkeypatch.setattr(index, "EVERY_BYTES", every_bytes)
+    monkeypatch.setattr(shards, "INDEX_EVERY_BYTES", every_bytes)
     run = RecordedRun(tmp_path, streams={"shard_bytes": shard_bytes})
     streams = run.streams()
     for last, group in enumerate(run.plain_groups(5), 1):

@@ -18,8 +18,7 @@ from fakes.recorded_run import RecordedRun
 
 from pipelinerl.__main__ import main
 from pipelinerl.records import Group
-from pipelinerl.run.redis_server import RedisServer
-from pipelinerl.streams.hub import REDIS_URL_KEY
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 
 @pytest.fixture(scope="module")

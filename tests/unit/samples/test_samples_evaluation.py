@@ -17,8 +17,7 @@ from pipelinerl.records import (
     RolloutSummary,
     VersionSpan,
 )
-from pipelinerl.run.redis_server import RedisServer
-from pipelinerl.streams.hub import REDIS_URL_KEY
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 
 def result(due: int, is_final: bool = False, incarnation: int = 0) -> EvaluationResult:

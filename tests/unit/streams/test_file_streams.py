@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,12 +15,10 @@ from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams import file_writer
-from pipelinerl.streams.file_reader import FileReader
-from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams import files
+from pipelinerl.streams.files import FileReader, FileWriter
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.layout import list_shards, shard_of
-from pipelinerl.streams.repair import repair_shard
+from pipelinerl.streams.shards import list_shards, repair_shard, shard_of
 
 
 def record(n: int) -> MetricRecord:
@@ -210,7 +205,7 @@ def test_o1_a_full_disk_is_a_stream_error_and_leaves_no_half_record(
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_write(fd, data[:10])
 
-    monkeypatch.setattr(file_writer.os, "write", half_then_full)
+    monkeypatch.setattr(files.os, "write", half_then_full)
     with pytest.raises(StreamError, match=r"offset 1 cannot be written.*No space left"):
         writer.write(record(1))
     monkeypatch.undo()
@@ -232,7 +227,7 @@ def test_o1_a_shard_that_cannot_be_begun_is_begun_by_the_next_write(
         writer.write(record(1))
     shard(tmp_path, 1).rmdir()
     with monkeypatch.context() as patch:
-        patch.setattr(file_writer.os, "write", full)
+        patch.setattr(files.os, "write", full)
         with pytest.raises(StreamError, match="no space"):
             writer.write(record(1))
     assert shard(tmp_path, 0).read_bytes() == LINE
@@ -249,7 +244,7 @@ def test_o1_a_failed_fsync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.M
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("pipelinerl.streams.fsync.os.fdatasync", fail)
+    monkeypatch.setattr("pipelinerl.rundir.durable.os.fdatasync", fail)
     for _ in range(2):
         with pytest.raises(StreamError, match="forced to the disk"):
             writer.write(record(0))
@@ -257,7 +252,7 @@ def test_o1_a_failed_fsync_ends_the_writer(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_interval_policy_syncs_without_another_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = threading.Event()
-    monkeypatch.setattr("pipelinerl.streams.fsync.os.fdatasync", lambda fd: synced.set())
+    monkeypatch.setattr("pipelinerl.rundir.durable.os.fdatasync", lambda fd: synced.set())
     writer: FileWriter[MetricRecord] = FileWriter(tmp_path, MetricRecord, 10**6, "interval")
     synced.clear()
     writer.write(record(0))
@@ -281,36 +276,3 @@ def test_without_inotify_the_wait_is_bounded(tmp_path: Path) -> None:
     start = time.monotonic()
     assert len(reader.read(600)) == 1
     assert time.monotonic() - start < 60
-
-
-WRITE_FOREVER = """
-import sys
-from pathlib import Path
-from pipelinerl.records import MetricRecord
-from pipelinerl.streams.file_writer import FileWriter
-writer = FileWriter(Path(sys.argv[1]), MetricRecord, 20_000, "never")
-print("ready", flush=True)
-while True:
-    writer.write(MetricRecord(source="s" * 3000, step=writer.next_offset, time=0.0, values={}))
-"""
-
-
-def test_a_killed_writer_loses_nothing_and_frees_the_stream(tmp_path: Path) -> None:
-    reader = open_reader(tmp_path)
-    expected = 0
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", WRITE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        with pytest.raises(StreamError, match=f"process {process.pid} is already writing"):
-            open_writer(tmp_path)
-        for _ in range(50):
-            for entry in reader.read(60):
-                assert entry.offset == entry.record.step == expected
-                expected += 1
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-        process.stdout.close()
-    writer = open_writer(tmp_path)
-    while entries := reader.read(0):
-        expected += len(entries)
-    assert writer.next_offset == expected

@@ -13,12 +13,10 @@ from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import Group, MetricRecord, Sample, VersionSpan
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams import index
-from pipelinerl.streams.file_reader import FileReader
-from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams import shards
+from pipelinerl.streams.files import FileReader, FileWriter
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.layout import list_shards, shard_path
-from pipelinerl.streams.retention import commit, strip_old_shards
+from pipelinerl.streams.shards import commit, list_shards, shard_path, strip_old_shards
 
 
 class GroupHead(msgspec.Struct, kw_only=True):
@@ -48,13 +46,13 @@ def steps(directory: Path, offset: int) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "EVERY_BYTES", 300)
+    monkeypatch.setattr(shards, "INDEX_EVERY_BYTES", 300)
 
 
 def place(directory: Path, records: int) -> tuple[int, int]:
     fd = os.open(shard_path(directory, 0), os.O_RDONLY)
     try:
-        return index.seek(shard_path(directory, 0), fd, records)
+        return shards.seek(shard_path(directory, 0), fd, records)
     finally:
         os.close(fd)
 
@@ -122,18 +120,18 @@ def test_tokens_go_where_no_resume_needs_them_and_heads_stay(tmp_path: Path) -> 
     for n in range(10):
         writer.write(group(n))
     writer.close()
-    shards = list_shards(directory)
-    assert len(shards) >= 3
+    firsts = list_shards(directory)
+    assert len(firsts) >= 3
     first = FileReader[Group](directory, Group)
     assert len(first.read(0, max_records=1)) == 1  # it has the first shard open
-    hub.commit("actor", "actor_0", shards[2])
+    hub.commit("actor", "actor_0", firsts[2])
     writer = hub.writer("actor", "actor_0", Group)
-    while len(list_shards(directory)) == len(shards):
+    while len(list_shards(directory)) == len(firsts):
         writer.write(group(writer.next_offset))  # type: ignore[attr-defined]
     writer.close()
     total = writer.next_offset  # type: ignore[attr-defined]
-    assert [entry.record.id for entry in hub.reader("actor", "actor_0", Group, shards[2]).read(60, 100)] == [
-        f"0-{n}" for n in range(shards[2], total)
+    assert [entry.record.id for entry in hub.reader("actor", "actor_0", Group, firsts[2]).read(60, 100)] == [
+        f"0-{n}" for n in range(firsts[2], total)
     ]
     heads = hub.reader("actor", "actor_0", GroupHead)
     found: list[str] = []

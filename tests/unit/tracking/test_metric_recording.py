@@ -9,8 +9,7 @@ import pytest
 
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
-from pipelinerl.streams.file_reader import FileReader
-from pipelinerl.streams.file_writer import FileWriter
+from pipelinerl.streams.files import FileReader, FileWriter
 from pipelinerl.tracking.metrics import Metric, Reduction, plain_values, reduce_metrics
 from pipelinerl.tracking.recorder import MetricRecorder
 

@@ -19,13 +19,12 @@ from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import RecordCodec, encode
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import StreamSpec
-from pipelinerl.streams.hub import REDIS_URL_KEY, StreamHub
-from pipelinerl.streams.redis_client import check_server, connect, shown, stream_keys
-from pipelinerl.streams.redis_reader import RedisReader
-from pipelinerl.streams.redis_writer import FIELD, RedisWriter
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.redis import RedisReader
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer, check_server, connect, shown
+from pipelinerl.streams.redis_writer import FIELD, RedisWriter, stream_keys
 
 CONFIG = StreamsConfig(backend="redis")
 packed = RecordCodec[MetricRecord](MetricRecord, packed=True).encode
@@ -207,7 +206,7 @@ START = """
 import sys, threading
 from pathlib import Path
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.run.redis_server import RedisServer
+from pipelinerl.streams.redis_server import RedisServer
 server = RedisServer(Path(sys.argv[1]), StreamsConfig(backend="redis"))
 print(server.pid, flush=True)
 threading.Event().wait(60)

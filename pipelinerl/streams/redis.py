@@ -1,39 +1,137 @@
-"""Reads the records of one Redis stream in order, and waits for new ones.
-
-Called through `StreamHub.reader`. Waits in a blocking XREAD; the wait is cut into slices so that `wake` is noticed.
-Records that have left Redis are read from the archive. A consumer also tells the writer how far it has come, and again
-while it waits: a server that was restarted may have lost it, and a writer without room would wait for that.
-"""
+"""Streams in Redis (or Valkey): the backend and its reader; see `redis_writer` for the layout of a stream."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import redis
 
-from pipelinerl.errors import StreamError
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records.codec import RecordCodec
-from pipelinerl.streams.base import Entry
-from pipelinerl.streams.file_reader import FileReader
-from pipelinerl.streams.layout import list_shards
-from pipelinerl.streams.redis_budget import FIELD
-from pipelinerl.streams.redis_client import StreamKeys
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.base import Entry, StreamReader, StreamSpec, StreamWriter
+from pipelinerl.streams.files import FileReader
+from pipelinerl.streams.redis_server import (
+    CHECK_RETRIES,
+    REDIS_URL_KEY,
+    check_place,
+    check_server,
+    check_url,
+    connect,
+    own_server,
+    redis_url,
+    remember_place,
+)
+from pipelinerl.streams.redis_writer import ARCHIVE_FOLDER, FIELD, SLICE_S, Keys, RedisWriter, offset_of, stream_keys
+from pipelinerl.streams.shards import commit, list_shards, partition_dir, places
 
 T = TypeVar("T")
 
-SLICE_S = 0.5
-# A waiting consumer repeats so often how far it has come.
+# Of `byte_budget`: what a stream with consumers may hold (there are two), and what each of the small ones may.
+LARGE_SHARE, SMALL_SHARE = 3 / 8, 1 / 64
+# A waiting consumer repeats this often how far it has come: a restarted server may have lost it.
 TELL_AGAIN_S = 2.0
-# One reply is meant to be about this large; the size of the last records says how many that is.
+# A reply is meant to be about this large; the size of the last record says how many records that is.
 FETCH_BYTES = 1 << 18
-# One read returns about this much at most: large records, decoded by the hundred, would fall out of every cache.
+# One read returns about this much: decoded large records would be pushed out of the caches before they are used.
 BATCH_BYTES = 1 << 14
-_FIELD = FIELD.encode("ascii")
+# A log can be read from any offset; the places that are named to a reader are this far apart.
+LOG_STRIDE = 64
+
+
+class Streams:
+    """The Redis backend. Raises StreamError if there is no server, or one that would lose records."""
+
+    is_on_disk: ClassVar[bool] = False
+
+    def __init__(self, config: StreamsConfig, root: Path, run_id: str, environ: Mapping[str, str]) -> None:
+        self._config, self._root, self._run_id = config, root, run_id
+        self.may_wait = True
+        url = redis_url(config, environ)
+        if url is None:
+            raise StreamError(f"streams=redis: no server. Set streams.url, or start the process with {REDIS_URL_KEY}")
+        self._url = url
+        with contextlib.closing(connect(url, CHECK_RETRIES)) as client:
+            check_server(client, url)
+
+    def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
+        config = self._config
+        share = LARGE_SHARE if consumers else SMALL_SHARE
+        return RedisWriter[Any](
+            connect(self._url),
+            stream_keys(self._run_id, spec),
+            record_type,
+            partition_dir(self._root, spec),
+            config.fsync,
+            limit_bytes=int(config.byte_budget * share),
+            consumers=consumers,
+            timeout_s=config.backpressure_timeout_s,
+            shard_bytes=config.shard_bytes,
+            keep_tokens=config.retention == "all",
+        )
+
+    def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]:
+        keys = stream_keys(self._run_id, spec)
+        return RedisReader[Any](connect(self._url), keys, record_type, offset, self._archive(spec), consumer)
+
+    def places(self, spec: StreamSpec) -> list[int]:
+        log = stream_keys(self._run_id, spec).log
+        try:
+            with contextlib.closing(connect(self._url)) as client:
+                ends: list[Any] = [client.xrange(log, count=1), client.xrevrange(log, count=1)]
+        except redis.RedisError as error:
+            raise StreamError(f"stream {log}: the server does not answer: {error}") from error
+        archived = places(self._archive(spec))
+        if not all(ends):
+            return archived
+        first, last = (offset_of(rows[0][0]) for rows in ends)
+        return [offset for offset in archived if offset < first] + list(range(first, last + 1, LOG_STRIDE))
+
+    def commit(self, spec: StreamSpec, offset: int) -> None:
+        commit(self._archive(spec), offset)
+
+    def _archive(self, spec: StreamSpec) -> Path:
+        return partition_dir(self._root, spec) / ARCHIVE_FOLDER
+
+    @classmethod
+    def check(cls, config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
+        check_url(config, environ, num_nodes)
+
+    @classmethod
+    def serve(
+        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]
+    ) -> AbstractContextManager[Mapping[str, str]]:
+        url = redis_url(config, environ)
+        check_place(run_dir, url)
+        remember_place(run_dir, url)
+        return contextlib.nullcontext(environ) if url else own_server(config, run_dir, environ)
+
+    @classmethod
+    def reopen(
+        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
+    ) -> AbstractContextManager[Mapping[str, str]]:
+        url = redis_url(config, environ)
+        # A server of the run's own that is still up has an address, too.
+        if not (is_running and url):
+            check_place(run_dir, url)
+        if url:
+            return contextlib.nullcontext(environ)
+        if is_running:
+            raise ConfigError(
+                "streams.backend",
+                "redis",
+                f"the address of the running run's own server in {REDIS_URL_KEY}",
+                "Its password is in no file. Wait for the end of the run, or use a server of your own (streams.url).",
+            )
+        return own_server(config, run_dir, environ)
 
 
 class RedisReader(Generic[T]):
@@ -51,7 +149,7 @@ class RedisReader(Generic[T]):
     def __init__(
         self,
         client: redis.Redis,
-        keys: StreamKeys,
+        keys: Keys,
         record_type: Any,
         offset: int = 0,
         archive: Path | None = None,
@@ -169,9 +267,9 @@ class RedisReader(Generic[T]):
             try:
                 if row_id != b"%d-0" % (self._next + 1):
                     raise StreamError(f"the record is gone, the next one there has the id {row_id.decode()}")
-                if _FIELD not in fields:
+                if FIELD not in fields:
                     raise StreamError(f"the entry has no field {FIELD!r}")
-                record = self._codec.decode(fields[_FIELD])
+                record = self._codec.decode(fields[FIELD])
             except StreamError as error:
                 if entries:
                     break
@@ -179,7 +277,7 @@ class RedisReader(Generic[T]):
                 raise self._error(str(error)) from error
             self._rows.popleft()
             entries.append(Entry(self._next, record))
-            self._record_bytes = len(fields[_FIELD])
+            self._record_bytes = len(fields[FIELD])
             taken_bytes += self._record_bytes
             self._untold_bytes += self._record_bytes
             self._next += 1

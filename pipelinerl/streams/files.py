@@ -1,0 +1,392 @@
+"""Streams in files: one JSON line per record (see `shards` for the layout).
+
+A record is one `write` call of one line, so a reader sees it whole as soon as `write` returns. A crash inside the call
+leaves a torn last line: readers wait on it, and the next writer cuts it off. Readers wait for changes of the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.records.codec import RecordCodec
+from pipelinerl.rundir.durable import FsyncPolicy, Syncer, sync_path
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.base import Entry, StreamReader, StreamSpec, StreamWriter
+from pipelinerl.streams.shards import (
+    IndexWriter,
+    commit,
+    list_shards,
+    lock_stream,
+    partition_dir,
+    places,
+    repair_shard,
+    seek,
+    shard_of,
+    shard_path,
+    strip_old_shards,
+)
+from pipelinerl.streams.waiting import DirectoryWatch
+
+T = TypeVar("T")
+
+# Both are small for the sake of the processor's caches: decoded large records would be pushed out before they are used.
+CHUNK_BYTES = 1 << 18
+BATCH_BYTES = 1 << 16
+
+
+class Streams:
+    """The file backend. `run_id` and `environ` are not needed: every run has its own folder."""
+
+    is_on_disk: ClassVar[bool] = True
+
+    def __init__(self, config: StreamsConfig, root: Path, run_id: str, environ: Mapping[str, str]) -> None:
+        self._config = config
+        self._root = root
+        self.may_wait = config.fsync != "never"
+
+    def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
+        config = self._config
+        folder = partition_dir(self._root, spec)
+        return FileWriter[Any](folder, record_type, config.shard_bytes, config.fsync, config.retention == "all")
+
+    def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]:
+        return FileReader[Any](partition_dir(self._root, spec), record_type, offset)
+
+    def places(self, spec: StreamSpec) -> list[int]:
+        return places(partition_dir(self._root, spec))
+
+    def commit(self, spec: StreamSpec, offset: int) -> None:
+        commit(partition_dir(self._root, spec), offset)
+
+    @classmethod
+    def check(cls, config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
+        """Every run can use files; on several nodes `output_dir` has to be shared, which is checked there."""
+
+    @classmethod
+    def serve(
+        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]
+    ) -> AbstractContextManager[Mapping[str, str]]:
+        return nullcontext(environ)
+
+    @classmethod
+    def reopen(
+        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
+    ) -> AbstractContextManager[Mapping[str, str]]:
+        return nullcontext(environ)
+
+
+class FileWriter(Generic[T]):
+    """Writer of `directory` (one partition of one stream); creates it and continues after its last record.
+
+    Args:
+        directory: folder of the shards.
+        record_type: struct, or union of structs, that the stream holds.
+        shard_bytes: a shard is closed before the record that would make it larger (one record always fits).
+        fsync: `never`, `interval` (about once a second) or `always` (before `write` returns).
+        keep_tokens: False removes the tokens from shards that no resume needs, whenever a shard is started.
+
+    Raises:
+        StreamError: the stream has a writer already, or the folder cannot be written.
+    """
+
+    def __init__(
+        self, directory: Path, record_type: Any, shard_bytes: int, fsync: FsyncPolicy, keep_tokens: bool = True
+    ) -> None:
+        self._directory = directory
+        self._codec = RecordCodec[T](record_type)
+        self._shard_bytes = shard_bytes
+        self._keep_tokens = keep_tokens
+        self._stripper: threading.Thread | None = None
+        self._mutex = threading.Lock()
+        self._fd = -1
+        self._first = self._next = self._size = 0
+        # A shard could not be started: the next write tries again, even if its record fits into the one before.
+        self._is_shard_due = False
+        self._broken: str | None = None
+        self._lock = lock_stream(directory)
+        self._syncer = Syncer(fsync)
+        try:
+            self._open_last_shard()
+        except OSError as error:
+            self.close()
+            raise self._error(f"cannot be opened for writing: {error}") from error
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next record will get."""
+        return self._next
+
+    def write(self, record: T) -> int:
+        """Append one record and return its offset.
+
+        Raises:
+            StreamError: the record cannot be encoded (the stream stays usable), or the disk refused it.
+        """
+        line = self._codec.encode(record) + b"\n"
+        with self._mutex:
+            self._check_usable()
+            try:
+                if self._size and (self._is_shard_due or self._size + len(line) > self._shard_bytes):
+                    self._start_shard()
+                self._append(line)
+            except OSError as error:
+                raise self._error(f"offset {self._next} cannot be written: {error}") from error
+            offset, self._next, self._size = self._next, self._next + 1, self._size + len(line)
+            try:
+                self._index.wrote(self._next - self._first, self._size)
+                self._syncer.wrote()
+            except OSError as error:
+                # After a failed fsync nobody knows which pages reached the disk, so nothing may follow.
+                self._broken = f"cannot be forced to the disk: {error}"
+                raise self._error(self._broken) from error
+            return offset
+
+    def flush(self) -> None:
+        """Force all records to the disk, unless the policy is `never`."""
+        with self._mutex:
+            self._check_usable()
+            try:
+                self._syncer.sync()
+            except OSError as error:
+                raise self._error(f"cannot be flushed: {error}") from error
+
+    def end_waits(self) -> None:
+        """Files are never full: nothing waits for a reader."""
+
+    def close(self) -> None:
+        """Sync (by the policy) and release the stream to another writer. May be called twice."""
+        if self._stripper is not None:
+            self._stripper.join()
+        with self._mutex:
+            if self._broken is None:
+                self._broken = "is closed"
+            try:
+                self._syncer.close()
+            except OSError as error:
+                raise self._error(f"cannot be flushed: {error}") from error
+            finally:
+                if self._fd >= 0:
+                    os.close(self._fd)
+                    self._fd = -1
+                self._lock.release()
+
+    def _open_last_shard(self) -> None:
+        shards = list_shards(self._directory)
+        self._first = shards[-1] if shards else 0
+        path = shard_path(self._directory, self._first)
+        records, self._size = repair_shard(path) if shards else (0, 0)
+        self._next = self._first + records
+        self._open(path, self._size)
+
+    def _start_shard(self) -> None:
+        self._is_shard_due = True
+        self._open(shard_path(self._directory, self._next), 0)
+        self._first, self._size, self._is_shard_due = self._next, 0, False
+        if not self._keep_tokens and (self._stripper is None or not self._stripper.is_alive()):
+            self._stripper = threading.Thread(
+                target=strip_old_shards, args=(self._directory,), name="stream-retention", daemon=True
+            )
+            self._stripper.start()
+
+    def _open(self, path: Path, size: int) -> None:
+        """Continue in the shard at `path`, which has `size` bytes; after an error the current one stays in use."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            index = IndexWriter(path, fd, size)
+            if self._syncer.policy != "never":
+                sync_path(self._directory)
+            self._syncer.replace(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        old, self._fd, self._index = self._fd, fd, index
+        if old >= 0:
+            os.close(old)
+
+    def _append(self, line: bytes) -> None:
+        """Write the whole line or none of it."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            # Half a line must not stay in front of the next record.
+            try:
+                os.ftruncate(self._fd, self._size)
+            except OSError as error:
+                self._broken = f"holds half a record at offset {self._next} ({error})"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise self._error(self._broken)
+
+    def _error(self, reason: str) -> StreamError:
+        return StreamError(f"stream {self._directory}: {reason}")
+
+
+class FileReader(Generic[T]):
+    """Reader of `directory` (one partition of one stream) from `offset` on. The stream need not exist yet.
+
+    Args:
+        directory: folder of the shards; created if absent, because a folder is what can be watched.
+        record_type: struct, or union of structs, that the stream holds.
+        offset: first record to return. It may lie in the future.
+        use_inotify: False takes the bounded wait, for tests.
+
+    Raises:
+        StreamError: the folder cannot be created.
+    """
+
+    def __init__(self, directory: Path, record_type: Any, offset: int = 0, use_inotify: bool = True) -> None:
+        if offset < 0:
+            raise StreamError(f"stream {directory}: cannot read from offset {offset}, offsets count from 0")
+        self._directory = directory
+        self._codec = RecordCodec[T](record_type)
+        self._wanted = offset
+        self._next = 0
+        self._shard = 0
+        self._fd = -1
+        self._position = 0
+        self._lines: deque[bytes] = deque()
+        self._watch: DirectoryWatch | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._watch = DirectoryWatch(directory, use_inotify)
+        except OSError as error:
+            raise StreamError(f"stream {directory}: cannot be opened for reading: {error}") from error
+
+    @property
+    def offset(self) -> int:
+        """Offset of the record that will be returned next."""
+        return max(self._next, self._wanted)
+
+    def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T]]:
+        """Return 1..max_records entries in order, or none after `timeout_s` or `wake`.
+
+        Raises:
+            StreamError: the next record is corrupt or gone, with file, offset and reason; the records before it have
+                been returned, and every further call raises again.
+        """
+        if self._watch is None:
+            raise self._error(self.offset, "the reader is closed")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            entries = self._take(max_records)
+            rest = deadline - time.monotonic()
+            if entries or rest <= 0:
+                return entries
+            self._check_gap()
+            if self._watch.wait(rest):
+                return self._take(max_records)
+
+    def wake(self) -> None:
+        if (watch := self._watch) is not None:
+            watch.wake()
+
+    def close(self) -> None:
+        """Free the file and the watch. May be called twice."""
+        self._lines.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch.close()
+
+    def _take(self, max_records: int) -> list[Entry[T]]:
+        entries: list[Entry[T]] = []
+        taken_bytes = 0
+        while len(entries) < max_records and taken_bytes < BATCH_BYTES:
+            if not self._lines and not self._fill():
+                break
+            line = self._lines[0]
+            if self._next >= self._wanted:
+                try:
+                    record = self._codec.decode(line)
+                except StreamError as error:
+                    if entries:
+                        break
+                    if self._changed_on_disk(line):
+                        self._lines.clear()
+                        continue
+                    raise self._error(self._next, str(error)) from error
+                entries.append(Entry(self._next, record))
+                taken_bytes += len(line)
+            self._lines.popleft()
+            self._position += len(line) + 1
+            self._next += 1
+        return entries
+
+    def _fill(self) -> bool:
+        """Load whole lines from the present shard, or from the one after it. False: there is none yet."""
+        if self._fd < 0 and not self._open_first_shard():
+            return False
+        if self._load_lines():
+            return True
+        # A shard is named after its first record, so once all before that record were read, the old one is done.
+        if self._next == self._shard or not shard_path(self._directory, self._next).exists():
+            return False
+        self._open_shard(self._next)
+        return self._load_lines()
+
+    def _load_lines(self) -> bool:
+        size = CHUNK_BYTES
+        while True:
+            data = os.pread(self._fd, size, self._position)
+            end = data.rfind(b"\n")
+            if end >= 0:
+                self._lines.extend(data[:end].split(b"\n"))
+                return True
+            if len(data) < size:
+                if not data and os.fstat(self._fd).st_size < self._position:
+                    raise self._error(self._next, "the shard has become shorter than what was read from it")
+                return False
+            size *= 4
+
+    def _open_first_shard(self) -> bool:
+        shards = list_shards(self._directory)
+        if not shards:
+            return False
+        first = shard_of(shards, self._wanted)
+        if first is None:
+            raise self._error(
+                self._wanted, f"the record was removed; the oldest one left is {shards[0]}. Read from there"
+            )
+        self._open_shard(first)
+        return True
+
+    def _open_shard(self, first: int) -> None:
+        try:
+            fd = os.open(shard_path(self._directory, first), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._error(first, f"cannot be read: {error}") from error
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = fd
+        self._shard = first
+        records, self._position = seek(shard_path(self._directory, first), fd, max(0, self._wanted - first))
+        self._next = first + records
+
+    def _check_gap(self) -> None:
+        """A shard that starts behind the next record means that records in between are gone, if they do not show."""
+        later = [first for first in list_shards(self._directory) if first > self._next]
+        if later and self._fd >= 0 and not self._fill():
+            raise self._error(self._next, f"the record is missing, but the shard of offset {later[0]} exists")
+
+    def _changed_on_disk(self, line: bytes) -> bool:
+        """A writer that repairs a torn tail while we read can show a mix of old and new bytes once."""
+        return os.pread(self._fd, len(line) + 1, self._position) != line + b"\n"
+
+    def _error(self, offset: int, reason: str) -> StreamError:
+        where = f"{shard_path(self._directory, self._shard)} at byte {self._position}"
+        return StreamError(f"stream {where}, offset {offset}: {reason}")
