@@ -1,23 +1,29 @@
 """Public names for text games: mark a class with `@text_game`, then `await play(cfg, llm, problem, session, Game)`.
 
-Imported by user code, also inside game processes: the client of the servers is loaded with `play` only.
+Also imported in sandboxed processes, so what only rollouts and services use is loaded on first use.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.sandbox.game_messages import GameStep, TextGame, text_game
+from pipelinerl.sandbox.messages import GameStep, TextGame, text_game
 
 if TYPE_CHECKING:
     from pipelinerl.domains.text_game import play
+    from pipelinerl.sandbox.client import current_environments
+    from pipelinerl.sandbox.service import create_app
 
-__all__ = ["GameStep", "TextGame", "play", "text_game"]
+__all__ = ["GameStep", "TextGame", "create_app", "current_environments", "play", "text_game"]
+_LATE = {
+    "create_app": "pipelinerl.sandbox.service",
+    "current_environments": "pipelinerl.sandbox.client",
+    "play": "pipelinerl.domains.text_game",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "play":
-        from pipelinerl.domains.text_game import play
-
-        return play
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Public names for graders: mark a function with `@grader`, then `await verify(function, text, problem)` in a rollout.
 
-Called by user code inside a rollout; `verify` waits for the grade, at most its deadline once a grader is free.
+`verify` waits for a free grader process, then for the grade until its deadline.
 """
 
 from __future__ import annotations
@@ -9,8 +9,16 @@ from typing import Any
 
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.sandbox.client import current_verifier, open_verifier
-from pipelinerl.sandbox.marking import GraderFunction, grader, grader_path
-from pipelinerl.sandbox.messages import Grade, GradeRequest, GradeStatus, grade_or_raise
+from pipelinerl.sandbox.messages import (
+    Failed,
+    Grade,
+    GradeRequest,
+    GraderFunction,
+    GradeStatus,
+    error_of,
+    grader,
+    grader_path,
+)
 
 __all__ = ["Grade", "GradeStatus", "VerifierConfig", "grader", "open_verifier", "verify"]
 
@@ -32,8 +40,11 @@ async def verify(
 
     Raises:
         RolloutError: the function raised, returned no number, or met its deadline or memory limit. Let it pass: the
-            rollout has failed and is counted by its reason; it is never taken for 0. If the function raised
+            rollout has failed and is counted by its reason; it never counts as 0. If the function raised
             `RetryableRolloutError`, that is what is raised here, and the rollout is tried again.
     """
     request = GradeRequest(grader_path(function), text, problem, params, timeout_s)
-    return grade_or_raise(await current_verifier().grade(request))
+    answer = await current_verifier().grade(request)
+    if isinstance(answer, Failed):
+        raise error_of(answer)
+    return answer

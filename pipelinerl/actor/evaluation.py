@@ -19,7 +19,7 @@ from pipelinerl.actor.evaluation_record import EvaluationRecorder
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.problems import rollout_seed
 from pipelinerl.actor.scheduler import Attempt, Scheduler
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import EvaluationResult
 
 Answer = RolloutEnded | RolloutFailed

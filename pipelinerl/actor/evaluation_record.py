@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.scheduler import Attempt
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationRollout
 from pipelinerl.streams.hub import LoopWriter

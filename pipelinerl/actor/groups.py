@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
 from pipelinerl.actor.problems import rollout_seed
 from pipelinerl.actor.scheduler import Attempt, Scheduler
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import Group
 
 Answer = RolloutEnded | RolloutFailed

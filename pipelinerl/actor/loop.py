@@ -37,7 +37,7 @@ from pipelinerl.actor.resume import (
 )
 from pipelinerl.actor.servers import fetch_max_model_lens
 from pipelinerl.actor.trainer_state import follow_trainer
-from pipelinerl.domains.datasets import ProblemSets
+from pipelinerl.domains.problem_sets import ProblemSets
 from pipelinerl.errors import UserError
 from pipelinerl.records import EvaluationResult
 from pipelinerl.role import RoleContext

@@ -21,7 +21,7 @@ def main(context: RoleContext) -> None:
 
     from pipelinerl.actor.loop import run_actor
     from pipelinerl.actor.pool import WorkerPool, worker_command
-    from pipelinerl.domains.datasets import load_problem_sets
+    from pipelinerl.domains.problem_sets import load_problem_sets
 
     with context.heartbeat.waiting("the dataset loader"):
         problems = load_problem_sets(context.config)

@@ -29,7 +29,7 @@ from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts, rounds_of
 from pipelinerl.config.stages import has_stage
-from pipelinerl.domains.datasets import Problem, ProblemSets
+from pipelinerl.domains.problem_sets import Problem, ProblemSets
 from pipelinerl.records import EvaluationResult, EvaluationRollout, FateRecord, Group, MetricRecord, RolloutsPaused
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import (

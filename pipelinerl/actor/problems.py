@@ -11,7 +11,7 @@ import random
 import msgspec
 
 from pipelinerl.actor.turns import Turns
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 
 
 class ProblemOrder:

@@ -17,7 +17,7 @@ from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.slots import ServerSlots
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.llm.client import Fault, retry_delay_s
 
 #: How long a server may refuse all connections without costing rollouts a try, and how long one rollout may be refused.

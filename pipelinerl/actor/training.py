@@ -26,7 +26,7 @@ from pipelinerl.actor.resume import number_of
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import Sample
 
 logger = logging.getLogger(__name__)

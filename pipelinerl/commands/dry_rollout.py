@@ -16,7 +16,7 @@ from aiohttp import web
 from pipelinerl.commands.time_limit import time_limit
 from pipelinerl.config import RunConfig
 from pipelinerl.domains.check import domain_function
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.domains.registry import load_rollout_function
 from pipelinerl.errors import DomainError, UserError
 

@@ -1,25 +1,26 @@
 """Checks a run's user code before anything is started: dotted paths, signatures, data sets, gold answers.
 
-Called by the launcher in a child process, through `pipelinerl.domains.check_main`, and by the command
-`check-domain`, which also asks for `check_answers`. Waits for the user's loader.
-
 The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
 here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None` or
 `validate(problem, config)`, the score of the gold answer, which has to be 1 (None: this problem has none).
+
+    python -m pipelinerl.domains.check --run-config FILE      # exit code 0: usable; 2: stderr says why not
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.domains.datasets import Problem, ProblemSets, load_problem_sets
-from pipelinerl.domains.gold_score import gold_score
-from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
-from pipelinerl.errors import DomainError
-from pipelinerl.sandbox.environment_target import check_environment
+from pipelinerl.domains.problem_sets import Problem, ProblemSets, load_problem_sets
+from pipelinerl.domains.registry import gold_score, load_dataset_loader, load_rollout_function
+from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
+from pipelinerl.sandbox.main import check_environment
 
 MAX_VALIDATED = 200
 _NEARLY = 1 - 1e-6
@@ -85,3 +86,24 @@ def _spread(problems: list[Problem]) -> list[Problem]:
     """Return at most `MAX_VALIDATED` problems, evenly spread."""
     step = -(-len(problems) // MAX_VALIDATED)
     return problems[:: max(step, 1)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the user code named by a resolved configuration file and return the exit code."""
+    parser = argparse.ArgumentParser(description="Check the dataset loader and the rollout function of a run.")
+    parser.add_argument("--run-config", required=True, type=Path, help="resolved configuration (YAML)")
+    arguments = parser.parse_args(argv)
+
+    from pipelinerl.config.load import load_config
+    from pipelinerl.domains.check import check_domain
+
+    try:
+        sys.stdout.write(check_domain(load_config(arguments.run_config)) + "\n")
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,4 @@
-"""Finds the user's functions by the dotted paths in the configuration, and checks their shape before they are used.
-
-Called by the actor (dataset loader), the rollout workers (rollout policy) and the check before a run. Every complaint
-is a `DomainError` that says what, where, what was expected and what to do. Waits for nothing but imports.
-"""
+"""Finds the user's functions by the dotted paths in the configuration, and checks their shape before they are used."""
 
 from __future__ import annotations
 
@@ -148,3 +144,16 @@ def _line_of(error: BaseException) -> str:
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+
+
+def gold_score(validate: Callable[..., float | None], problem: dict[str, Any], config: Any) -> float | None:
+    """Return the score of the problem's gold answer; None: it has none.
+
+    Args:
+        validate: `validate(problem)`, or `validate(problem, config)`; the second parameter goes by its name.
+        problem: as the loader gave it.
+        config: of the run, as `generate_rollout` gets it.
+    """
+    if "config" in inspect.signature(validate).parameters:
+        return validate(problem, config=config)
+    return validate(problem)

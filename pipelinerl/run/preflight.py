@@ -237,7 +237,7 @@ def check_domain(start: Start) -> list[str]:
         env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         env.pop(NODE_SECRET_KEY, None)  # not for the user's code
-        argv = [sys.executable, "-m", "pipelinerl.domains.check_main", "--run-config", str(file)]
+        argv = [sys.executable, "-m", "pipelinerl.domains.check", "--run-config", str(file)]
         try:
             with log.file.open("wb") as stderr:
                 done = subprocess.run(

@@ -40,8 +40,8 @@ _ENTRYPOINTS = {
     "actor": "actor.main",
     "preprocessor": "preprocess.main",
     "finetune": "finetune.main",
-    "environment": "sandbox.environment_main",
-    "verifier": "sandbox.verifier_main",
+    "environment": "sandbox.main",
+    "verifier": "sandbox.main",
 }
 _USER_CODE_KINDS = ("actor", "environment", "verifier")
 _RANK_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

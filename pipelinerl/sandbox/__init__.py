@@ -1,1 +1,1 @@
-"""Services beside the rollouts: grading in processes of its own, in the actor or behind HTTP."""
+"""Foreign code in processes of its own: graders, text games, and programs that a model wrote."""

@@ -1,45 +1,159 @@
-"""How a rollout gets its answer graded: by a verifier service over HTTP, or by grader processes of its own worker.
+"""How a rollout reaches the sandbox: graders and text games, in processes of its worker or behind HTTP services.
 
-The rollout worker opens one of the two; `pipelinerl.grading.verify` finds it through the context of the running task.
-Waits for the grade; deadlines are the graders'.
+The rollout worker opens the services; tasks find them through context variables, because a rollout function is called
+with four arguments that cannot carry them. A service that is being restarted is waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from time import monotonic
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
-from pipelinerl.sandbox.grader_pool import GraderPool
-from pipelinerl.sandbox.messages import Grade, GradeAnswer, GradeFailed, GradeRequest, clean_text
+from pipelinerl.sandbox.messages import (
+    ENVIRONMENT_BUSY,
+    GAMES_PATH,
+    VERIFY_PATH,
+    ActInGame,
+    Failed,
+    GameOpened,
+    GameStep,
+    Grade,
+    GradeAnswer,
+    GradeRequest,
+    OpenGame,
+    Reply,
+    clean_text,
+    error_of,
+)
+from pipelinerl.sandbox.pool import GraderPool
 
-VERIFY_PATH = "/verify"
-_ATTEMPTS = 4
+_ATTEMPTS = 5
 _FIRST_DELAY_S = 0.25
 _LONGEST_DELAY_S = 4.0
-# A service that died is started again in place.
 RETURN_TIMEOUT_S = 120.0
+_GAME_TIMEOUT_S = 600.0
 _QUOTED_BYTES = 300
-_decode = msgspec.json.Decoder(Grade | GradeFailed).decode
+_decode = msgspec.json.Decoder(Reply).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class Verifier(Protocol):
-    """Whatever grades answers."""
+class Services:
+    """The services of one kind.
 
-    async def grade(self, request: GradeRequest) -> GradeAnswer: ...
+    Args:
+        kind: `verifier` or `environment`; the first word of failure reasons.
+        urls: their addresses; may be none.
+        token: the run's secret.
+        session: for requests to them.
+        timeout_s: longest wait for one answer, queueing included.
+        return_timeout_s: how long a service may be away before the rollout fails.
+
+    Attributes:
+        load: requests, or games, of this worker at each service.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        urls: Sequence[str],
+        token: str,
+        session: aiohttp.ClientSession | None,
+        timeout_s: float,
+        return_timeout_s: float,
+    ) -> None:
+        self._kind, self._session, self._return_timeout_s = kind, session, return_timeout_s
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.load = {url.rstrip("/"): 0 for url in urls}
+
+    async def ask(self, path: str, body: bytes) -> tuple[str, Reply]:
+        """Post to the least busy service and return (its address, its reply); the address's load is 1 higher.
+
+        Failures that may pass (busy, refused, 5xx) are retried on another service.
+
+        Raises:
+            RetryableRolloutError: no service answered.
+            RolloutError: a service refused the request.
+        """
+        avoid = ""
+        give_up_at = monotonic() + self._return_timeout_s
+        for attempt in itertools.count(1):
+            url = min(self.load, key=lambda each: (each == avoid, self.load[each]))
+            self.load[url] += 1
+            is_taken = is_away = False
+            try:
+                reply = await self.send("POST", url + path, body)
+                if reply is not None and not (isinstance(reply, Failed) and reply.reason == ENVIRONMENT_BUSY):
+                    is_taken = True
+                    return url, reply
+                trouble = f"{url}: {reply}"
+            except RetryableRolloutError as error:
+                trouble, cause = str(error), error.__cause__
+                is_away = isinstance(cause, aiohttp.ClientError | ConnectionError)
+                is_away = is_away and not isinstance(cause, TimeoutError)
+            finally:
+                self.load[url] -= not is_taken
+            if attempt >= _ATTEMPTS and not (is_away and monotonic() < give_up_at):
+                raise RetryableRolloutError(f"{self._kind}_unreachable", f"{trouble} ({attempt} attempts)")
+            avoid = url
+            await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _LONGEST_DELAY_S))
+        raise AssertionError("unreachable")
+
+    async def send(self, method: str, url: str, body: bytes | None = None) -> Reply | None:
+        """Send one request and return the reply, None if it is empty.
+
+        Raises:
+            RetryableRolloutError: the service does not answer, or not properly.
+            RolloutError: it refuses the request.
+        """
+        assert self._session is not None, "only services without urls have no session"
+        unreachable = f"{self._kind}_unreachable"
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=self._headers, timeout=self._timeout
+            ) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise RetryableRolloutError(unreachable, f"{url}: {type(error).__name__}: {error}") from error
+        text = content[:_QUOTED_BYTES].decode(errors="replace")
+        if response.status == 429 or response.status >= 500:
+            raise RetryableRolloutError(unreachable, f"{url}: status {response.status}: {text}")
+        if response.status >= 300:
+            raise RolloutError(f"{self._kind}_refused", f"{url}: status {response.status}: {text}")
+        try:
+            return _decode(content) if content else None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RetryableRolloutError(unreachable, f"{url}: not an answer of this service: {error}") from error
 
 
-# A rollout is called with four arguments, none of which can carry this; tasks inherit it from their worker.
-_current: ContextVar[Verifier] = ContextVar("pipelinerl_verifier")
+class RemoteVerifier:
+    """Grades answers in verifier services."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def grade(self, request: GradeRequest) -> GradeAnswer:
+        """Return a service's grade. See `Services.ask` for what it raises."""
+        body = _encode(msgspec.structs.replace(request, text=clean_text(request.text)))
+        url, reply = await self._services.ask(VERIFY_PATH, body)
+        self._services.load[url] -= 1
+        if isinstance(reply, Grade | Failed):
+            return reply
+        raise RetryableRolloutError("verifier_unreachable", f"{url}: not a grade: {reply}")
+
+
+Verifier = GraderPool | RemoteVerifier
+_verifier: ContextVar[Verifier] = ContextVar("pipelinerl_verifier")
 
 
 def current_verifier() -> Verifier:
@@ -49,12 +163,17 @@ def current_verifier() -> Verifier:
         DomainError: there is none here.
     """
     try:
-        return _current.get()
+        return _verifier.get()
     except LookupError:
         raise DomainError(
             "verify() was called outside of a rollout. In a script or a test, write "
             "`async with open_verifier(VerifierConfig(), []): ...` (from pipelinerl.grading) around it."
         ) from None
+
+
+def local_pool(config: VerifierConfig) -> GraderPool:
+    """Return the pool of grader processes that `config` describes."""
+    return GraderPool(config.processes, config.timeout_s, config.memory_mib << 20)
 
 
 @contextlib.asynccontextmanager
@@ -67,98 +186,118 @@ async def open_verifier(
         config: number of grader processes and their limits.
         urls: verifier services; none: grader processes of this process, started at the first use.
         token: secret of the services.
-        return_timeout_s: how long a service may be away while it is started again.
+        return_timeout_s: how long a service may be away while it is restarted.
     """
-    async with _open(config, urls, token, return_timeout_s) as verifier:
-        previous = _current.set(verifier)
+    async with contextlib.AsyncExitStack() as stack:
+        verifier: Verifier
+        if urls:
+            session = await stack.enter_async_context(_session())
+            verifier = RemoteVerifier(
+                Services("verifier", urls, token, session, config.queue_timeout_s, return_timeout_s)
+            )
+        else:
+            verifier = await stack.enter_async_context(local_pool(config))
+        previous = _verifier.set(verifier)
         try:
             yield verifier
         finally:
-            _current.reset(previous)
+            _verifier.reset(previous)
+
+
+class Environments:
+    """The environment services of a run, for text games and for a user's own requests.
+
+    Attributes:
+        urls: their addresses; may be none.
+        session: a session for requests to them; None without services.
+        headers: to send with each request.
+    """
+
+    def __init__(self, services: Services, session: aiohttp.ClientSession | None, token: str) -> None:
+        self._services, self.session = services, session
+        self.urls = list(services.load)
+        self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+
+    def __bool__(self) -> bool:
+        return bool(self.urls)
+
+    async def open_game(self, game: str, problem: dict[str, Any]) -> RemoteGame:
+        """Begin a game of the class at the dotted path `game` in the service with the fewest games of this worker.
+
+        Raises:
+            RetryableRolloutError: no service accepted it.
+            RolloutError: the game could not begin.
+        """
+        try:
+            body = _encode(OpenGame(game, problem))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RolloutError("environment_bad_request", f"the problem cannot be sent: {error}") from error
+        url, reply = await self._services.ask(GAMES_PATH, body)
+        if isinstance(reply, GameOpened):
+            return RemoteGame(self._services, url, reply)
+        self._services.load[url] -= 1
+        if isinstance(reply, Failed):
+            raise error_of(reply)
+        raise RetryableRolloutError("environment_unreachable", f"{url}: an answer out of turn")
+
+
+class RemoteGame:
+    """A game in an environment service."""
+
+    def __init__(self, services: Services, url: str, opened: GameOpened) -> None:
+        self._services, self._service = services, url
+        self._url = f"{url}{GAMES_PATH}/{opened.number}"
+        self._text = opened.text
+
+    async def start(self) -> str:
+        """Return the first text for the model."""
+        return self._text
+
+    async def act(self, action: str) -> GameStep:
+        """Make a move.
+
+        Raises:
+            RolloutError: the game failed; `RetryableRolloutError` where that says nothing about the game.
+        """
+        reply = await self._services.send("POST", self._url, _encode(ActInGame(clean_text(action))))
+        if isinstance(reply, GameStep):
+            return reply
+        if isinstance(reply, Failed):
+            raise error_of(reply)
+        raise RetryableRolloutError("environment_unreachable", f"{self._url}: an answer out of turn")
+
+    async def close(self) -> None:
+        """End the game; the service closes idle games if this does not reach it."""
+        self._services.load[self._service] -= 1
+        with contextlib.suppress(RolloutError):
+            await self._services.send("DELETE", self._url)
+
+
+_environments: ContextVar[Environments | None] = ContextVar("pipelinerl_environments", default=None)
+
+
+def current_environments() -> Environments:
+    """Return the environment services of the running rollout; there may be none."""
+    return _environments.get() or Environments(Services("environment", [], "", None, 0, 0), None, "")
 
 
 @contextlib.asynccontextmanager
-async def _open(
-    config: VerifierConfig, urls: Sequence[str], token: str, return_timeout_s: float
-) -> AsyncIterator[Verifier]:
-    if not urls:
-        async with local_pool(config) as pool:
-            yield pool
-        return
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
-    ) as session:
-        yield RemoteVerifier(urls, token, session, config.queue_timeout_s, return_timeout_s)
-
-
-def local_pool(config: VerifierConfig) -> GraderPool:
-    """Return the pool that `config` describes."""
-    return GraderPool(config.processes, config.timeout_s, config.memory_mib << 20)
-
-
-class RemoteVerifier:
-    """Asks verifier services, the least busy one first.
-
-    Args:
-        queue_timeout_s: longest wait for one answer, queueing included.
-        return_timeout_s: how long no service may be reached before the rollout hears of it.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        token: str,
-        session: aiohttp.ClientSession,
-        queue_timeout_s: float,
-        return_timeout_s: float = RETURN_TIMEOUT_S,
-    ) -> None:
-        self._return_timeout_s = return_timeout_s
-        self._pending = {url.rstrip("/"): 0 for url in urls}
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._session = session
-        self._timeout = aiohttp.ClientTimeout(total=queue_timeout_s)
-
-    async def grade(self, request: GradeRequest) -> GradeAnswer:
-        """Return the service's answer; passing troubles (busy, refused, 5xx) are tried again on another service, and a
-        service that is being started again is waited for.
-
-        Raises:
-            RetryableRolloutError: no service answered.
-            RolloutError: a service refused the request.
-        """
-        body = _encode(msgspec.structs.replace(request, text=clean_text(request.text)))
-        trouble, avoid, attempt = "", "", 0
-        give_up_at = time.monotonic() + self._return_timeout_s
-        while True:
-            url = min(self._pending, key=lambda each: (each == avoid, self._pending[each]))
-            self._pending[url] += 1
-            is_away = False
-            try:
-                answer = await self._post(url, body)
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                answer = f"{type(error).__name__}: {error}"
-                is_away = not isinstance(error, TimeoutError)
-            finally:
-                self._pending[url] -= 1
-            if not isinstance(answer, str):
-                return answer
-            trouble, avoid, attempt = f"{url}: {answer}", url, attempt + 1
-            if attempt >= _ATTEMPTS and not (is_away and time.monotonic() < give_up_at):
-                raise RetryableRolloutError("verifier_unreachable", f"{trouble} ({attempt} attempts)")
-            await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _LONGEST_DELAY_S))
-
-    async def _post(self, url: str, body: bytes) -> GradeAnswer | str:
-        """Return the answer, or what went wrong in passing."""
-        async with self._session.post(
-            url + VERIFY_PATH, data=body, headers=self._headers, timeout=self._timeout
-        ) as response:
-            content = await response.read()
-            if response.status == 429 or response.status >= 500:
-                return f"status {response.status}"
-            if response.status != 200:
-                text = content[:_QUOTED_BYTES].decode(errors="replace")
-                raise RolloutError("verifier_refused", f"{url}: status {response.status}: {text}")
+async def open_environments(
+    urls: Sequence[str], token: str = "", return_timeout_s: float = RETURN_TIMEOUT_S
+) -> AsyncIterator[Environments]:
+    """Make services current for this task and the tasks that it starts."""
+    async with _session() as session:
+        services = Services("environment", urls, token, session, _GAME_TIMEOUT_S, return_timeout_s)
+        environments = Environments(services, session, token)
+        previous = _environments.set(environments)
         try:
-            return _decode(content)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return f"not a grade: {error}"
+            yield environments
+        finally:
+            _environments.reset(previous)
+
+
+def _session() -> aiohttp.ClientSession:
+    """A session without proxies, limits on connections or a default deadline."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
+    )

@@ -1,30 +1,45 @@
-"""What callers, verifier service and grader processes say to each other, and the frames between two processes.
+"""What rollouts, services and sandboxed processes say to each other: plain data, frames, and marks on functions.
 
-Plain data in msgpack (JSON over HTTP): neither end can make the other one run anything. The two readers of frames wait
-for the other end.
+Messages travel as msgpack between processes and as JSON over HTTP, so neither end can make the other run anything but
+functions and classes marked with `@grader` and `@text_game`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import socket
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeVar, get_args, overload
 
 import msgspec
 
-from pipelinerl.errors import RetryableRolloutError, RolloutError
+from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 
-GradeStatus = Literal["correct", "wrong", "no_answer", "unparsable"]
+VERIFY_PATH = "/verify"
+GAMES_PATH = "/games"
+ENVIRONMENT_BUSY = "environment_busy"
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
 _QUOTED_CHARACTERS = 300
 
+GradeStatus = Literal["correct", "wrong", "no_answer", "unparsable"]
+SandboxKind = Literal["grader", "environment"]
+GraderFunction = Callable[..., Any]
+F = TypeVar("F", bound=GraderFunction)
+G = TypeVar("G", bound=type)
+_GRADER_MARK = "__pipelinerl_grader__"
+_GAME_MARK = "__pipelinerl_game__"
+
 
 class Grade(msgspec.Struct, frozen=True, tag="grade"):
-    """What a grader says: `score` (1 is right), the kind of the answer, and numbers that go into the metrics.
+    """The result of a grader.
 
-    `status`: `correct`, `wrong`, `no_answer` (the text holds no answer) or `unparsable` (one that cannot be read).
+    Attributes:
+        score: 1 is right.
+        status: `correct`, `wrong`, `no_answer` (the text has no answer) or `unparsable` (it cannot be read).
+        details: numbers for the metrics.
     """
 
     score: float
@@ -32,10 +47,12 @@ class Grade(msgspec.Struct, frozen=True, tag="grade"):
     details: dict[str, float] = {}
 
 
-class GradeFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The grader gave no grade. `reason` is a short word that is counted; the rollout is failed, never scored 0.
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """No grade, or no step of a game. The rollout has failed and is never scored 0.
 
-    `transient`: the reason may pass, so the rollout is tried again.
+    Attributes:
+        reason: a short word that is counted, such as `grader_timeout`.
+        transient: the reason may pass, so the rollout is retried.
     """
 
     reason: str
@@ -44,7 +61,7 @@ class GradeFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class GradeRequest(msgspec.Struct, tag="request"):
-    """Grade `text` with the function at the dotted path `grader`; `timeout_s` is its deadline."""
+    """Grade `text` with the function at the dotted path `grader`; `timeout_s` is its deadline (None: the default)."""
 
     grader: str
     text: str
@@ -54,33 +71,166 @@ class GradeRequest(msgspec.Struct, tag="request"):
 
 
 class Load(msgspec.Struct, tag="load"):
-    """To a grader process: import this grader now, so that importing does not count against a deadline."""
+    """Import a grader or a game now, so that its imports do not count against a deadline."""
 
-    grader: str
-
-
-class Loaded(msgspec.Struct, tag="loaded"):
-    grader: str
+    kind: SandboxKind
+    path: str
 
 
-GradeAnswer = Grade | GradeFailed
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The reply to `Load` and `CloseGame`."""
+
+
+class GameStep(msgspec.Struct, frozen=True, tag="step"):
+    """The result of an action: the next text for the model, the reward of this step, and whether the game is over."""
+
+    observation: str
+    reward: float
+    done: bool
+    valid: bool = True
+
+
+class OpenGame(msgspec.Struct, tag="open"):
+    """Begin a game of the class at the dotted path `game` with `problem`."""
+
+    game: str
+    problem: dict[str, Any]
+    number: int = 0
+
+
+class ActInGame(msgspec.Struct, tag="act"):
+    """Make the move stated in a model's text."""
+
+    text: str
+    number: int = 0
+
+
+class CloseGame(msgspec.Struct, tag="close"):
+    number: int
+
+
+class GameOpened(msgspec.Struct, frozen=True, tag="opened"):
+    """The game has begun under `number`; `text` is what the model sees first."""
+
+    number: int
+    text: str
+
+
+Request = Load | GradeRequest | OpenGame | ActInGame | CloseGame
+Reply = Done | Grade | GameOpened | GameStep | Failed
+GradeAnswer = Grade | Failed
+
+
+class TimedRequest(msgspec.Struct):
+    """A request to a sandboxed process and the seconds it may take."""
+
+    request: Request
+    timeout_s: float
+
+
+class TextGame(Protocol):
+    """A game in progress."""
+
+    def start(self) -> str: ...
+
+    def act(self, action: str) -> GameStep: ...
+
+    def close(self) -> None: ...
+
+
+@overload
+def grader(function: F) -> F: ...
+@overload
+def grader(*, confined: bool = True, preload: str | None = None) -> Callable[[F], F]: ...
+def grader(function: Any = None, *, confined: bool = True, preload: str | None = None) -> Any:
+    """Mark `function(text, problem, **params) -> Grade | float` as a grader.
+
+    It runs in a process of its own, with a deadline and a memory limit.
+
+    Args:
+        confined: the function cannot start programs, open connections or write files while it grades.
+        preload: a module to import along with the function, before the first deadline starts.
+    """
+
+    def mark(target: F) -> F:
+        setattr(target, _GRADER_MARK, (confined, preload))
+        return target
+
+    return mark(function) if function is not None else mark
+
+
+def grader_path(function: GraderFunction | str) -> str:
+    """Return the dotted path of a grader; a path is returned unchanged.
+
+    Raises:
+        DomainError: it is not marked, or is not a function at the top of a module.
+    """
+    if isinstance(function, str):
+        return function
+    path = f"{function.__module__}.{function.__qualname__}"
+    if not hasattr(function, _GRADER_MARK):
+        raise DomainError(f"{path} is not a grader, expected a function marked with @grader. Add the mark.")
+    if "<" in function.__qualname__ or "." in function.__qualname__:
+        raise DomainError(f"{path} cannot be found by name, expected a function at the top of a module. Move it.")
+    return path
+
+
+def load_grader(path: str) -> tuple[GraderFunction, bool]:
+    """Import a grader and return it with whether it is confined.
+
+    Raises:
+        DomainError: there is no such function, or it is not marked.
+    """
+    function = _load_marked(path, "grader", _GRADER_MARK, "a function marked with @grader")
+    confined, preload = getattr(function, _GRADER_MARK)
+    if preload is not None:
+        importlib.import_module(preload)
+    return function, confined
+
+
+def text_game(target: G) -> G:
+    """Mark a class, called with a problem, as a game that an environment service may create by name."""
+    setattr(target, _GAME_MARK, True)
+    return target
+
+
+def load_game(path: str, *, marked: bool = True) -> Any:
+    """Import the game class at a dotted path.
+
+    Args:
+        marked: it must carry `@text_game`; nothing else can be called by name from another process.
+
+    Raises:
+        DomainError: there is none.
+    """
+    return _load_marked(path, "game", _GAME_MARK if marked else None, "a class marked with @text_game")
+
+
+def _load_marked(path: str, kind: str, mark: str | None, expected: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:
+        raise DomainError(f"{kind} {path!r}: importing {module_name!r} failed: {error}") from error
+    if not callable(found) or (mark is not None and not hasattr(found, mark)):
+        raise DomainError(f"{kind} {path!r}: expected {expected}. Add the mark.")
+    return found
 
 
 def as_grade(value: Any) -> GradeAnswer:
-    """Read what a grader returned: a `Grade` or a number. 0.0 stays 0.0; None, NaN and others are a failure."""
+    """Read the value a grader returned: a `Grade` or a number. 0.0 stays 0.0; None, NaN and others are a failure."""
     if isinstance(value, Grade):
         fault = _fault_of(value)
         if fault is None:
             return value
-        return GradeFailed("grader_bad_result", f"the grader returned {str(value)[:_QUOTED_CHARACTERS]}: {fault}")
+        return Failed("grader_bad_result", f"the grader returned {str(value)[:_QUOTED_CHARACTERS]}: {fault}")
     if _is_number(value):
         return Grade(float(value), "correct" if value >= 1 else "wrong")
     shown = repr(value)[:_QUOTED_CHARACTERS]
-    return GradeFailed("grader_bad_result", f"the grader returned {shown}, expected a Grade or a finite number")
+    return Failed("grader_bad_result", f"the grader returned {shown}, expected a Grade or a finite number")
 
 
 def _fault_of(grade: Grade) -> str | None:
-    """What is wrong with a grade that a grader made; None if nothing is."""
     if not _is_number(grade.score):
         return f"score is {grade.score!r}, expected a finite number"
     if grade.status not in get_args(GradeStatus):
@@ -97,15 +247,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, bool | int | float) and math.isfinite(value)
 
 
-def grade_or_raise(answer: GradeAnswer) -> Grade:
-    """Return the grade.
+def as_step(value: Any) -> GameStep | Failed:
+    """Read the value `act` returned, as plain types; a reward that is not a finite number is a failure, never 0."""
+    if isinstance(value, GameStep) and isinstance(value.observation, str) and math.isfinite(value.reward):
+        # A NumPy flag, for example, could not be sent.
+        return GameStep(clean_text(value.observation), float(value.reward), bool(value.done), bool(value.valid))
+    shown = str(value)[:_QUOTED_CHARACTERS]
+    return Failed("environment_bad_result", f"act returned {shown}, expected a GameStep with a finite reward")
 
-    Raises:
-        RolloutError: there is none; its reason is the failure's. `RetryableRolloutError` if that may pass.
-    """
-    if isinstance(answer, GradeFailed):
-        raise (RetryableRolloutError if answer.transient else RolloutError)(answer.reason, answer.message)
-    return answer
+
+def error_of(failure: Failed) -> RolloutError:
+    """Return the rollout's error for a failure; `RetryableRolloutError` if it is transient."""
+    return (RetryableRolloutError if failure.transient else RolloutError)(failure.reason, failure.message)
 
 
 def clean_text(text: str) -> str:
@@ -114,7 +267,7 @@ def clean_text(text: str) -> str:
 
 
 def frame(payload: bytes) -> bytes:
-    """Return `payload` behind its length."""
+    """Return `payload` with its length in front."""
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 

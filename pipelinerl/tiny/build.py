@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from pipelinerl.domains.guessing import prompts as guessing_prompts
+from pipelinerl.domains import guessing
 from pipelinerl.tiny import model as model_module
 from pipelinerl.tiny import play as play_module
 from pipelinerl.tiny import tokenizer as tokenizer_module
@@ -29,7 +29,7 @@ RECORD_FILE = "tiny_model.json"
 DEFAULT_ROOT = Path("results/tiny-model")
 # Numbers in the vocabulary of a model that is not warmed up for a particular game.
 _UNTRAINED_MAX_NUMBER = 32
-_SOURCES = (guessing_prompts, model_module, play_module, tokenizer_module, warmup_module)
+_SOURCES = (guessing, model_module, play_module, tokenizer_module, warmup_module)
 
 
 def model_key(*, seed: int, tie_word_embeddings: bool, warmup: WarmupSettings | None) -> str:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from pipelinerl.domains.guessing.prompts import format_answer, turn_messages
+from pipelinerl.domains.guessing import format_answer, turn_messages
 from pipelinerl.tiny.tokenizer import number_token_ids
 
 Ints = NDArray[np.int64]

@@ -9,7 +9,7 @@ import re
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.domains.guessing.prompts import SYSTEM_PROMPT, WRONG_OUTPUT, feedback, format_answer, instruction
+from pipelinerl.domains.guessing import SYSTEM_PROMPT, WRONG_OUTPUT, feedback, format_answer, instruction
 
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"

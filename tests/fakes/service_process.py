@@ -29,7 +29,7 @@ def service(run: ActorRun, kind: str) -> Iterator[str]:
     """
     name = f"{kind}_0"
     url = _plan(run, kind, name)
-    argv = [sys.executable, "-m", f"pipelinerl.sandbox.{kind}_main", "--run-dir", str(run.files.root), "--job", name]
+    argv = [sys.executable, "-m", "pipelinerl.sandbox.main", "--run-dir", str(run.files.root), "--job", name]
     env = {**os.environ, TOKEN_KEY: run.token, "PYTHONPATH": str(run.task_dir)}
     process = subprocess.Popen(argv, env=env)
     try:

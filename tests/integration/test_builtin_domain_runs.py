@@ -93,7 +93,7 @@ def test_three_steps(case: str, tmp_path: Path) -> None:
 def test_an_environment_service_plays_the_games_of_a_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, "gymnasium_text")
     result = run.run(
-        "environment={_target_: pipelinerl.sandbox.game_app.create_app, processes: 1}",
+        "environment={_target_: pipelinerl.games.create_app, processes: 1}",
         "world.env_replicas=1",
         timeout_s=1200,
     )

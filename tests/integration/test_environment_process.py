@@ -52,7 +52,7 @@ TASK = """
 def test_r1_games_fail_with_a_reason_and_the_run_goes_on(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model")
     with FakeServer() as server:
-        settings_of_service = {"_target_": "pipelinerl.sandbox.game_app.create_app", "processes": 1, "timeout_s": 1.5}
+        settings_of_service = {"_target_": "pipelinerl.games.create_app", "processes": 1, "timeout_s": 1.5}
         settings = {"environment": settings_of_service, "actor": {"max_failure_rate": 0.9}}
         run = ActorRun(tmp_path, model, [server.url], server.token, TASK, **settings)
 

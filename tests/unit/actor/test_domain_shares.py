@@ -6,7 +6,7 @@ from collections import Counter
 
 from pipelinerl.actor.problems import ProblemOrder
 from pipelinerl.actor.turns import Turns
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 
 MIX = [
     *(Problem(f"a{i}", "a", {}, "a", 0.5) for i in range(3)),

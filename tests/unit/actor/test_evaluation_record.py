@@ -19,7 +19,7 @@ from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.worker import RolloutWorker
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.llm.sample_builder import recorded_samples
 from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan

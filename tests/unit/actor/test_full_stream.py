@@ -33,7 +33,7 @@ from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.config import RunConfig
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import NoRoom
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause

@@ -24,7 +24,7 @@ from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.config import RunConfig
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import Group, RolloutSummary
 
 LIMIT_S, ATTEMPTS = 60.0, 2

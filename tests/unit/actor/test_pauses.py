@@ -16,7 +16,7 @@ from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import StreamError
 from pipelinerl.finetune.pauses import RolloutPause
 from pipelinerl.records import PauseRequest, RolloutsPaused, RolloutSummary, WeightUpdateSuccess

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.actor.problems import ProblemOrder, evaluation_problems, rollout_seed
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 
 PROBLEMS = [Problem(id=str(index), dataset_name="train", data={}) for index in range(5)]
 

@@ -16,7 +16,7 @@ from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import EvaluationResult, RolloutSummary, Sample, VersionSpan
 
 PROBLEM = Problem(id="p", dataset_name="train", data={"question": 1})

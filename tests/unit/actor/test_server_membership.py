@@ -13,7 +13,7 @@ from pipelinerl.actor.membership import ServerMembership
 from pipelinerl.actor.pool import SERVER_LOST
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import PoolChange, RolloutSummary, ServerReady
 

@@ -19,7 +19,7 @@ from pipelinerl.agents.prompt_data import load_prompts
 from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER
 from pipelinerl.config.compose import compose
 from pipelinerl.config.epochs import epoch_notes, steps_of_epochs
-from pipelinerl.domains.datasets import load_problem_sets
+from pipelinerl.domains.problem_sets import load_problem_sets
 from pipelinerl.errors import ConfigError, DomainError, RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session

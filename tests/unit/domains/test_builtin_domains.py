@@ -10,12 +10,11 @@ import pytest
 
 from pipelinerl.domains import countdown, counting, fn_calling, ifeval, logic, math
 from pipelinerl.domains.answers import boxed_answer, tagged_answer, whole_number
-from pipelinerl.domains.countdown.expression import ExpressionError, evaluate
-from pipelinerl.domains.fn_calling.parser import FunctionCall, parse_calls
-from pipelinerl.domains.fn_calling.verify import same_value
-from pipelinerl.domains.ifeval.constraints import follows
-from pipelinerl.domains.logic.screen import is_harmless
-from pipelinerl.domains.math.problems import final_answer
+from pipelinerl.domains.countdown import ExpressionError, evaluate
+from pipelinerl.domains.fn_calling import FunctionCall, parse_calls, same_value
+from pipelinerl.domains.ifeval import follows
+from pipelinerl.domains.logic import is_harmless
+from pipelinerl.domains.math import final_answer
 from pipelinerl.errors import DomainError
 
 PROCEDURAL = ("counting", "countdown", "math", "ifeval", "fn_calling", "coding")
@@ -247,6 +246,6 @@ def test_scorers_that_evaluate_see_no_code(family: str, answer: str, harmless: b
 
 
 def test_math_without_its_package_says_what_to_install_or_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.domains.math.problems.find_spec", lambda name: None)
+    monkeypatch.setattr("pipelinerl.domains.math.find_spec", lambda name: None)
     with pytest.raises(DomainError, match=r"pip install -e '\.\[math\]'\), or start another experiment.*guessing"):
         math.load_problems(["train"])

@@ -12,7 +12,7 @@ import pytest
 from pipelinerl.config.load import save_config
 from pipelinerl.config.run import RunConfig
 from pipelinerl.domains.check import check_domain
-from pipelinerl.domains.datasets import load_problem_sets
+from pipelinerl.domains.problem_sets import load_problem_sets
 from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
 from pipelinerl.errors import DomainError
 
@@ -152,7 +152,7 @@ def test_the_check_as_a_process(tmp_path: Path) -> None:
         file = save_config(config(module), tmp_path / f"{name}.yaml")
         results.append(
             subprocess.run(
-                [sys.executable, "-m", "pipelinerl.domains.check_main", "--run-config", str(file)],
+                [sys.executable, "-m", "pipelinerl.domains.check", "--run-config", str(file)],
                 env={"PYTHONPATH": str(tmp_path)},
                 capture_output=True,
                 text=True,

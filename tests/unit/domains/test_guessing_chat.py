@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.domains.guessing.problems import load_problems
-from pipelinerl.domains.guessing.prompts import chat_messages
-from pipelinerl.domains.guessing.rollout import Game
+from pipelinerl.domains.guessing import Game, chat_messages, load_problems
 
 
 def test_each_guess_is_an_answer_and_each_hint_a_reply() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipelinerl.domains.guessing import load_problems
-from pipelinerl.domains.guessing.prompts import feedback, parse_answer, turn_messages
+from pipelinerl.domains.guessing import feedback, load_problems, parse_answer, turn_messages
 
 
 def test_default_problems_follow_the_formula() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from pipelinerl.domains import guessing as rollout_module
 from pipelinerl.domains.guessing import generate_guessing_rollout
-from pipelinerl.domains.guessing import rollout as rollout_module
 from pipelinerl.llm import Prompt
 from pipelinerl.rollouts import RolloutResult, TrainingText
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipelinerl.actor.evaluation import EvaluationFrame, summarize_evaluation
 from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
-from pipelinerl.domains.datasets import Problem
+from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.finetune import best_model
 from pipelinerl.finetune.best_model import BestModel, EvaluatedVersion, note_text
 from pipelinerl.records import EvaluationResult, RolloutSummary

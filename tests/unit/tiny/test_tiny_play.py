@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from pipelinerl.domains.guessing.prompts import turn_messages
+from pipelinerl.domains.guessing import turn_messages
 from pipelinerl.tiny.model import build_model
 from pipelinerl.tiny.play import TurnEncoder, draw_games, midpoints, play_games, sample_outputs, start_rows
 from pipelinerl.tiny.tokenizer import build_tokenizer

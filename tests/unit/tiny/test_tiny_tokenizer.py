@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from pipelinerl.domains.guessing.prompts import turn_messages
+from pipelinerl.domains.guessing import turn_messages
 from pipelinerl.tiny.tokenizer import build_tokenizer, number_token_ids
 
 TOKENIZER = build_tokenizer(32)

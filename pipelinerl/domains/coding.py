@@ -1,0 +1,328 @@
+"""Programming: the model writes a Python program, which a sandbox runs on tests.
+
+Problems are small functions made here, or a JSONL file: a line has `task`, and either `tests` of {"input", "output"}
+for a program that reads stdin and writes stdout, or `function` and `tests` of {"args", "expected"}; `solution` is
+optional.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from omegaconf import DictConfig
+
+from pipelinerl.domains.answers import after_thinking
+from pipelinerl.domains.data import SPLITS, draw_problems, read_jsonl
+from pipelinerl.domains.single_turn import answer_once
+from pipelinerl.errors import ConfigError, DomainError, RetryableRolloutError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
+from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, check_isolation, run_program
+
+
+@dataclass(frozen=True)
+class Task:
+    """`words` complete "a function solve(x) that returns ..."; `{k}` in them is the variant's number."""
+
+    words: str
+    solve: Callable[[Any, int], Any]
+    draw_argument: Callable[[random.Random], Any]
+
+
+def sum_of_multiples(x: list[int], k: int) -> int:
+    return sum(value for value in x if value % k == 0)
+
+
+def count_above(x: list[int], k: int) -> int:
+    return sum(value > k for value in x)
+
+
+def every_kth(x: list[int], k: int) -> list[int]:
+    return x[::k]
+
+
+def rotated(x: list[int], k: int) -> list[int]:
+    return x[k % len(x) :] + x[: k % len(x)] if x else []
+
+
+def in_base(x: int, k: int) -> list[int]:
+    digits = []
+    while x:
+        digits.append(x % k)
+        x //= k
+    return digits[::-1] or [0]
+
+
+def long_words(x: str, k: int) -> list[str]:
+    return [word for word in x.split() if len(word) >= k]
+
+
+def shifted(x: str, k: int) -> str:
+    return "".join(chr((ord(letter) - 97 + k) % 26 + 97) if letter.isalpha() else letter for letter in x)
+
+
+def largest_window(x: list[int], k: int) -> int:
+    return max(sum(x[start : start + k]) for start in range(max(len(x) - k, 0) + 1))
+
+
+def chunks(x: list[int], k: int) -> list[list[int]]:
+    return [x[start : start + k] for start in range(0, len(x), k)]
+
+
+def _numbers(rng: random.Random) -> list[int]:
+    return [rng.randint(-20, 40) for _ in range(rng.randint(1, 15))]
+
+
+def _number(rng: random.Random) -> int:
+    return rng.randint(1, 5000)
+
+
+def _sentence(rng: random.Random) -> str:
+    words = ("".join(rng.choices("abcdefghij", k=rng.randint(1, 14))) for _ in range(rng.randint(1, 8)))
+    return " ".join(words)
+
+
+TASKS = (
+    Task("the sum of the numbers in the list x that are divisible by {k}.", sum_of_multiples, _numbers),
+    Task("how many numbers in the list x are greater than {k}.", count_above, _numbers),
+    Task("a list of every {k}th element of the list x, starting with the first.", every_kth, _numbers),
+    Task("the list x rotated to the left by {k} places.", rotated, _numbers),
+    Task("the digits of the whole number x in base {k}, as a list with the highest digit first.", in_base, _number),
+    Task("the list of words in the text x that have at least {k} letters.", long_words, _sentence),
+    Task(
+        "the text x with each lower-case letter moved {k} places on in the alphabet, around its end.",
+        shifted,
+        _sentence,
+    ),
+    Task(
+        "the largest sum of {k} neighbouring numbers in the list x (of all of them, if there are fewer).",
+        largest_window,
+        _numbers,
+    ),
+    Task("the list x cut into lists of {k} elements; the last one may be shorter.", chunks, _numbers),
+)
+
+
+def solution_source(task: Task, number: int) -> str:
+    """Return the reference solution as a program with `solve(x)`."""
+    source = inspect.getsource(task.solve)
+    return f"{source}\n\ndef solve(x):\n    return {task.solve.__name__}(x, {number})"
+
+
+_NUM_TESTS = 4
+
+
+def load_problems(
+    dataset_names: Sequence[str], *, num_train: int = 64, num_test: int = 16, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Return the problems of the names `train` and `test` (made here) and of JSONL files.
+
+    Raises:
+        DomainError: a file cannot be read, or a line lacks a field.
+    """
+
+    def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
+        task = rng.choice(TASKS)
+        number = rng.randint(2, 12)
+        tests = []
+        for _ in range(_NUM_TESTS):
+            argument = task.draw_argument(rng)
+            tests.append({"args": [argument], "expected": task.solve(argument, number)})
+        problem = {
+            "task": f"Write a Python function solve(x) that returns {task.words.format(k=number)}",
+            "function": "solve",
+            "tests": tests,
+            "solution": solution_source(task, number),
+        }
+        return f"{task.solve.__name__}/{number}", problem
+
+    problems: list[dict[str, Any]] = []
+    for name in dataset_names:
+        if str(name).endswith(".jsonl"):
+            problems += [_checked(row, str(name), index) for index, row in enumerate(read_jsonl(Path(name), "coding"))]
+        else:
+            sizes = dict(zip(SPLITS, (num_train, num_test), strict=True))
+            problems += draw_problems("coding", [name], sizes, seed, draw)
+    return problems
+
+
+def _checked(row: dict[str, Any], name: str, index: int) -> dict[str, Any]:
+    keys = {"args", "expected"} if row.get("function") else {"input", "output"}
+    tests = row.get("tests")
+    is_right = isinstance(tests, list) and tests and all(isinstance(test, dict) and keys <= set(test) for test in tests)
+    function = row.get("function")
+    if not is_right or not isinstance(row.get("task"), str) or (function and not str(function).isidentifier()):
+        raise DomainError(
+            f"coding: {name}:{index + 1}: expected a text `task` and a list `tests` of {sorted(keys)}. "
+            "Correct the line."
+        )
+    return {"dataset": Path(name).stem, **row}
+
+
+def gold_answer(problem: dict[str, Any]) -> str | None:
+    """Return a right output, if the problem has a solution."""
+    solution = problem.get("solution")
+    return None if solution is None else f"```python\n{solution}\n```"
+
+
+ENDPOINT_KEY = "SANDBOX_ENDPOINT"
+_PATIENCE_S = 5.0
+
+
+def sandbox_endpoint(config: Any) -> str | None:
+    """Return the SandboxFusion server to use: `sandbox_endpoint`, else the environment's; None: the local sandbox."""
+    named = None if config is None else config.sandbox_endpoint
+    return named or os.environ.get(ENDPOINT_KEY) or None
+
+
+def check_config(config: Any) -> None:
+    """Check that programs can be run.
+
+    Raises:
+        ConfigError: there is neither a server that runs them nor a way to isolate programs here.
+    """
+    endpoint = sandbox_endpoint(config)
+    if endpoint is not None:
+        _check_server(endpoint, "sandbox_endpoint" if config.sandbox_endpoint else ENDPOINT_KEY)
+        return
+    try:
+        check_isolation()
+    except SandboxUnavailableError as error:
+        raise ConfigError(
+            "sandbox_endpoint", None, "a server, or a machine that can isolate programs", str(error)
+        ) from error
+
+
+def _check_server(endpoint: str, key: str) -> None:
+    expected = "the address of a SandboxFusion server that runs programs"
+    if not is_endpoint(endpoint):
+        # With a user name there may be a password, which is not for the terminal and the log.
+        shown = "(hidden: it has a user name or a password)" if "@" in endpoint else endpoint
+        raise ConfigError(key, shown, expected, "Write it as http://HOST:PORT.")
+    try:
+        run = run_remotely(endpoint, "print(6 * 7)", patience=Patience(_PATIENCE_S))
+    except (SandboxUnavailableError, RetryableRolloutError) as error:
+        raise ConfigError(key, endpoint, expected, str(error)) from error
+    if run.ending != "finished" or run.stdout.strip() != "42":
+        raise ConfigError(key, endpoint, expected, f"A first program, print(6 * 7), ended with {run}.")
+
+
+MAX_PROGRAM_CHARACTERS = 100_000
+# Calls the function that the problem asks for with the arguments on stdin, and prints what it returns as JSON.
+_DRIVER = """
+
+if __name__ == "__main__":
+    import json as _json, sys as _sys
+    print("\\n" + _json.dumps({function}(*_json.loads(_sys.stdin.read()))))
+"""
+
+
+@grader(confined=False)
+def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = None, partial: bool = False) -> Grade:
+    """1 if the program passes all tests; with `partial`, else the share of passed tests.
+
+    A program that is too slow, too large or crashes fails its test: these are verdicts on the program, not failures
+    of the grader.
+
+    Raises:
+        SandboxUnavailableError: programs cannot be run.
+        RetryableRolloutError: the server at `endpoint` was busy or away for too long.
+    """
+    program = find_program(text)
+    if program is None:
+        return Grade(0.0, "no_answer")
+    if len(program) > MAX_PROGRAM_CHARACTERS or "\0" in program:
+        return Grade(0.0, "unparsable")
+    tests = problem["tests"]
+    function = problem.get("function")
+    if function is not None:
+        program += _DRIVER.format(function=function)
+    patience = Patience()
+    passed, endings = 0, {"crashed": 0.0, "time_limit": 0.0, "output_limit": 0.0}
+    for test in tests:
+        stdin = msgspec.json.encode(test["args"]).decode() if function is not None else str(test["input"])
+        run = _run(program, stdin, endpoint, patience)
+        is_passed = _is_passed(run, test, function is not None)
+        passed += is_passed
+        if run.ending in endings:
+            endings[run.ending] = 1.0
+        if not is_passed and not partial:
+            break
+    share = passed / len(tests)
+    details = {"tests_passed": share, **endings}
+    if passed == len(tests):
+        return Grade(1.0, "correct", details)
+    return Grade(share if partial else 0.0, "wrong", details)
+
+
+def find_program(text: str) -> str | None:
+    """Return the last complete block of code between three backticks, or None."""
+    pieces = after_thinking(text).split("```")
+    if len(pieces) < 3:
+        return None
+    block = pieces[len(pieces) - 2 - (len(pieces) % 2 == 0)]
+    first_line, newline, rest = block.partition("\n")
+    return rest if newline and first_line.strip().lower() in ("python", "python3", "py", "") else block
+
+
+def _run(program: str, stdin: str, endpoint: str | None, patience: Patience) -> Run:
+    limits = Limits()
+    if endpoint:
+        return run_remotely(endpoint, program, stdin, limits, patience)
+    return run_program(program, stdin, limits)
+
+
+def _is_passed(run: Run, test: dict[str, Any], is_function: bool) -> bool:
+    if run.ending != "finished":
+        return False
+    if not is_function:
+        return _lines(run.stdout) == _lines(str(test["output"]))
+    try:
+        value = msgspec.json.decode(run.stdout.rstrip("\n").rpartition("\n")[2])
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+        return False
+    return type(value) is type(test["expected"]) and bool(value == test["expected"])
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def validate(problem: dict[str, Any], config: Any = None) -> float | None:
+    """Return the score of the reference solution, run where a rollout would run it; None where there is none."""
+    gold = gold_answer(problem)
+    return None if gold is None else verify_coding(gold, problem, sandbox_endpoint(config)).score
+
+
+SYSTEM_PROMPT = "Write a Python program. Put the whole program into one block between ```python and ```."
+_MARGIN_S = 15.0
+
+
+async def generate_coding_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Ask for a program and run it on the tests; `custom.partial_score` gives credit for some of them."""
+    endpoint, limits, num_tests = sandbox_endpoint(cfg), Limits(), len(problem["tests"])
+    timeout_s = grading_timeout_s(num_tests, limits) if endpoint else num_tests * (limits.wall_s + 1)
+    return await answer_once(
+        cfg,
+        llm,
+        problem,
+        session,
+        verify_coding,
+        task=problem["task"],
+        system_prompt=SYSTEM_PROMPT,
+        timeout_s=timeout_s + _MARGIN_S,
+        endpoint=endpoint,
+        partial=bool(cfg.custom.get("partial_score", False)),
+    )

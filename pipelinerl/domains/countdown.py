@@ -1,0 +1,189 @@
+"""Countdown: reach a target from given numbers with + - * /. Procedural, with many right answers."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import aiohttp
+from omegaconf import DictConfig
+
+from pipelinerl.domains.answers import tagged_answer
+from pipelinerl.domains.data import draw_problems
+from pipelinerl.domains.single_turn import answer_once
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.sandbox.messages import Grade, grader
+
+MAX_TOKENS = 100
+MAX_CHARACTERS = 1000
+_TOKEN = re.compile(r"\s*(?:([0-9]{1,6})(?![0-9])|([-+*/()]))", re.ASCII)
+# Multiplication sign, middle dot, division sign and minus sign as they are typeset.
+_SAME = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
+
+
+class ExpressionError(ValueError):
+    """The text is no expression of this kind."""
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """Return value and numbers of an expression.
+
+    Raises:
+        ExpressionError: it cannot be read, or divides by zero.
+    """
+    return _Reader(_tokens(text)).read()
+
+
+def _tokens(text: str) -> list[str]:
+    if len(text) > MAX_CHARACTERS:
+        raise ExpressionError(f"{len(text)} characters, at most {MAX_CHARACTERS}")
+    text = text.translate(_SAME).strip()
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        found = _TOKEN.match(text, position)
+        if found is None or len(tokens) == MAX_TOKENS:
+            raise ExpressionError(f"cannot read {text[position : position + 20]!r}")
+        tokens.append(found.group(1) or found.group(2))
+        position = found.end()
+    return tokens
+
+
+class _Reader:
+    """Recursive descent; the depth is bounded by the number of tokens."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens = tokens
+        self._next = 0
+        self._numbers: list[int] = []
+
+    def read(self) -> tuple[Fraction, list[int]]:
+        value = self._sum()
+        if self._next != len(self._tokens):
+            raise ExpressionError("there is more behind the expression")
+        return value, self._numbers
+
+    def _take(self, *wanted: str) -> str | None:
+        if self._next < len(self._tokens) and self._tokens[self._next] in wanted:
+            self._next += 1
+            return self._tokens[self._next - 1]
+        return None
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while operator := self._take("+", "-"):
+            right = self._product()
+            value = value + right if operator == "+" else value - right
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._factor()
+        while operator := self._take("*", "/"):
+            right = self._factor()
+            if operator == "/" and right == 0:
+                raise ExpressionError("division by zero")
+            value = value * right if operator == "*" else value / right
+        return value
+
+    def _factor(self) -> Fraction:
+        if self._take("-"):
+            return -self._factor()
+        if self._take("("):
+            value = self._sum()
+            if not self._take(")"):
+                raise ExpressionError("a bracket is not closed")
+            return value
+        if self._next >= len(self._tokens) or not self._tokens[self._next].isdigit():
+            raise ExpressionError("a number is missing")
+        self._next += 1
+        self._numbers.append(int(self._tokens[self._next - 1]))
+        return Fraction(self._numbers[-1])
+
+
+def load_problems(
+    dataset_names: Sequence[str],
+    *,
+    num_train: int = 2000,
+    num_test: int = 200,
+    min_numbers: int = 3,
+    max_numbers: int = 4,
+    max_number: int = 99,
+    max_target: int = 999,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Return problems of the splits `train` and `test` with `min_numbers` to `max_numbers` numbers of 1..max_number."""
+
+    def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
+        count = rng.randint(min_numbers, max_numbers)
+        while True:
+            numbers = [rng.randint(1, max_number) for _ in range(count)]
+            made = _combine(numbers, max_target, rng)
+            if made is not None:
+                break
+        target, solution = made
+        shown = sorted(numbers)
+        difficulty = (count - min_numbers) / max(max_numbers - min_numbers, 1)
+        problem = {"numbers": shown, "target": target, "solution": solution, "difficulty": difficulty}
+        return f"{shown}/{target}", problem
+
+    return draw_problems("countdown", dataset_names, {"train": num_train, "test": num_test}, seed, draw)
+
+
+def _combine(numbers: list[int], max_target: int, rng: random.Random) -> tuple[int, str] | None:
+    """Join the numbers pairwise in a random order; None when the result is no target."""
+    parts = [(number, str(number)) for number in numbers]
+    while len(parts) > 1:
+        rng.shuffle(parts)
+        (left, left_text), (right, right_text) = parts.pop(), parts.pop()
+        operators = ["+", "*"] + (["-"] if left > right else []) + (["/"] if left % right == 0 else [])
+        operator = rng.choice(operators)
+        value = {"+": left + right, "*": left * right, "-": left - right, "/": left // right}[operator]
+        parts.append((value, f"({left_text} {operator} {right_text})"))
+    value, text = parts[0]
+    return (value, text[1:-1]) if 1 <= value <= max_target else None
+
+
+def question(problem: dict[str, Any]) -> str:
+    """Return the words of a problem."""
+    numbers = ", ".join(str(number) for number in problem["numbers"])
+    return (
+        f"Use each of the numbers {numbers} exactly once, with + - * / and brackets, to make {problem['target']}. "
+        "Output the expression as <answer>expression</answer>."
+    )
+
+
+def gold_answer(problem: dict[str, Any]) -> str:
+    """Return a right output."""
+    return f"<answer>{problem['solution']}</answer>"
+
+
+@grader
+def verify_countdown(text: str, problem: dict[str, Any]) -> Grade:
+    """1 if the expression uses each number once and has the target's value. `= target` behind it is allowed."""
+    stated = tagged_answer(text)
+    if stated is None:
+        return Grade(0.0, "no_answer")
+    try:
+        value, numbers = evaluate(stated.partition("=")[0])
+    except ExpressionError:
+        return Grade(0.0, "unparsable")
+    uses_all = sorted(numbers) == sorted(problem["numbers"])
+    details = {"uses_the_numbers": float(uses_all), "hits_the_target": float(value == problem["target"])}
+    right = uses_all and value == problem["target"]
+    return Grade(float(right), "correct" if right else "wrong", details)
+
+
+def validate(problem: dict[str, Any]) -> float:
+    """Return the score of the known solution."""
+    return verify_countdown(gold_answer(problem), problem).score
+
+
+async def generate_countdown_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Ask for an expression and grade it."""
+    return await answer_once(cfg, llm, problem, session, verify_countdown, task=question(problem))

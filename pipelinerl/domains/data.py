@@ -1,0 +1,117 @@
+"""Problems for the built-in domains: drawn into disjoint splits, or read from JSONL files and the Hugging Face hub."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipelinerl.errors import DomainError
+
+SPLITS = ("train", "test")
+# Every 5th problem, by the hash of its content, is a test problem.
+_TEST_SHARE = 5
+_MAX_TRIES_PER_PROBLEM = 200
+
+Problem = dict[str, Any]
+
+
+def check_names(domain: str, names: Sequence[str], known: Sequence[str] = SPLITS) -> None:
+    """Refuse unknown data sets.
+
+    Raises:
+        DomainError: names them.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise DomainError(
+            f"{domain}: unknown data sets {unknown}, expected some of {list(known)}. "
+            "Change train_dataset_names or test_dataset_names."
+        )
+
+
+def draw_problems(
+    domain: str,
+    names: Sequence[str],
+    sizes: dict[str, int],
+    seed: int,
+    draw: Callable[[random.Random], tuple[str, Problem]],
+) -> list[Problem]:
+    """Return `sizes[name]` different problems of each named split.
+
+    Args:
+        draw: makes one problem, with a text that tells it from all others; that text decides the split.
+
+    Raises:
+        DomainError: a name is unknown, or `draw` knows too few different problems.
+    """
+    check_names(domain, names)
+    problems: list[Problem] = []
+    for name in names:
+        rng = random.Random(f"{domain}/{name}/{seed}")
+        found: dict[str, Problem] = {}
+        for _ in range(sizes[name] * _MAX_TRIES_PER_PROBLEM):
+            if len(found) == sizes[name]:
+                break
+            key, problem = draw(rng)
+            digest = hashlib.blake2b(f"{domain}/{key}".encode(), digest_size=8).digest()
+            if (digest[0] % _TEST_SHARE == 0) == (name == "test") and key not in found:
+                found[key] = {"id": f"{domain}-{digest.hex()}", "dataset": name, **problem}
+        if len(found) < sizes[name]:
+            raise DomainError(
+                f"{domain}: found only {len(found)} different problems for {name!r}, {sizes[name]} are wanted. "
+                "Change dataset_loader_params: fewer problems, or larger ones."
+            )
+        problems.extend(found.values())
+    return problems
+
+
+def read_jsonl(path: Path, domain: str) -> list[dict[str, Any]]:
+    """Return the objects of a file with one JSON object a line; empty lines are left out.
+
+    Raises:
+        DomainError: there is no such file, or a line is something else; names the line.
+    """
+    try:
+        lines = path.expanduser().read_bytes().splitlines()
+    except OSError as error:
+        raise DomainError(
+            f"{domain}: {str(path)!r} cannot be read: {error}. Correct the name of the data set."
+        ) from None
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DomainError(f"{domain}: {path}:{number}: {error}; expected one JSON object a line.") from error
+    return rows
+
+
+def load_hub_rows(path: str, config: str | None, split: str, domain: str) -> list[dict[str, Any]]:
+    """Return the rows of a data set on the hub; the `datasets` package keeps it in its cache.
+
+    Raises:
+        DomainError: it is not there, the hub cannot be reached and the cache does not have it, or the package is
+            missing.
+    """
+    if find_spec("datasets") is None:
+        raise DomainError(f"{domain}: loading {path!r} needs the package datasets. Install pipelinerl[math].")
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(path, config, split=split)
+    except Exception as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DomainError(
+            f"{domain}: the data set {path!r} (config {config!r}, split {split!r}) cannot be loaded: {first_line} "
+            "Without access to the hub: load it once on a machine with access and copy its cache (HF_HOME), or save it "
+            "as a JSONL file and name that file."
+        ) from error
+    return [dict(row) for row in loaded]

@@ -1,0 +1,291 @@
+"""Function calling: choose the functions and their arguments.
+
+Problems are made here (`train`, `test`) or read from a JSONL file with `task`, `tools` (OpenAI format) and `expected`,
+a list of {"name": ..., "arguments": {...}}.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import aiohttp
+import msgspec
+from omegaconf import DictConfig
+
+from pipelinerl.domains.answers import after_thinking
+from pipelinerl.domains.data import SPLITS, draw_problems, read_jsonl
+from pipelinerl.domains.single_turn import answer_once
+from pipelinerl.errors import DomainError
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.rollouts import RolloutResult
+from pipelinerl.sandbox.messages import Grade, grader
+
+Values = tuple[Any, ...]
+_CITIES = ("Oslo", "Lima", "Quebec", "Nairobi", "Kyoto", "Porto", "Tallinn", "Hanoi")
+_NAMES = ("Ada", "Bo", "Chen", "Dara", "Edin", "Farah")
+
+# name -> (description, request in words, parameters with the values that they are drawn from)
+CATALOG: Mapping[str, tuple[str, str, dict[str, Values]]] = MappingProxyType(
+    {
+        "get_weather": (
+            "Weather of a city",
+            "Tell me the weather in {city} in {unit}.",
+            {"city": _CITIES, "unit": ("celsius", "fahrenheit")},
+        ),
+        "set_timer": ("Start a timer", "Set a timer of {minutes} minutes.", {"minutes": tuple(range(1, 120))}),
+        "convert": (
+            "Convert money",
+            "Convert {amount} {source} to {target}.",
+            {"amount": tuple(range(5, 500, 5)), "source": ("EUR", "USD"), "target": ("JPY", "GBP", "SEK")},
+        ),
+        "send_message": (
+            "Send a text message",
+            'Send the message "{text}" to {recipient}.',
+            {"text": ("on my way", "call me", "happy birthday", "see you soon"), "recipient": _NAMES},
+        ),
+        "book_table": (
+            "Book a table in a restaurant",
+            "Book a table for {people} at {hour} o'clock in {city}.",
+            {"people": tuple(range(1, 9)), "hour": tuple(range(17, 23)), "city": _CITIES},
+        ),
+        "switch_light": (
+            "Switch a light on or off",
+            "Switch the light in the {room} to {state}.",
+            {"room": ("kitchen", "hall", "office", "garage"), "state": ("on", "off")},
+        ),
+        "find_train": (
+            "Trains between two cities",
+            "Find a train from {start} to {end}.",
+            {"start": _CITIES[:4], "end": _CITIES[4:]},
+        ),
+    }
+)
+
+
+def tool_schema(name: str) -> dict[str, Any]:
+    """Return the function in OpenAI's format."""
+    description, _, parameters = CATALOG[name]
+    properties = {
+        key: {"type": "integer" if isinstance(values[0], int) else "string"} for key, values in parameters.items()
+    }
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def draw_call(name: str, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a request in words and the arguments that answer it."""
+    _, request, parameters = CATALOG[name]
+    arguments = {key: rng.choice(values) for key, values in parameters.items()}
+    return request.format(**arguments), arguments
+
+
+def load_problems(
+    dataset_names: Sequence[str],
+    *,
+    num_train: int = 1000,
+    num_test: int = 100,
+    max_calls: int = 2,
+    num_tools: int = 4,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Return problems with 1 to `max_calls` calls, each among `num_tools` functions.
+
+    Raises:
+        DomainError: a file cannot be read, or a line lacks a field.
+    """
+
+    def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
+        offered = rng.sample(sorted(CATALOG), num_tools)
+        chosen = rng.sample(offered, rng.randint(1, min(max_calls, num_tools)))
+        drawn = [draw_call(name, rng) for name in chosen]
+        task = " Then ".join(request for request, _ in drawn)
+        problem = {
+            "task": task,
+            "tools": [tool_schema(name) for name in offered],
+            "expected": [
+                {"name": name, "arguments": arguments} for name, (_, arguments) in zip(chosen, drawn, strict=True)
+            ],
+            "difficulty": (len(chosen) - 1) / max(max_calls - 1, 1),
+        }
+        return f"{task}{offered}", problem
+
+    problems: list[dict[str, Any]] = []
+    for name in dataset_names:
+        if str(name).endswith(".jsonl"):
+            problems += [
+                _checked(row, str(name), index) for index, row in enumerate(read_jsonl(Path(name), "fn_calling"))
+            ]
+        else:
+            sizes = dict(zip(SPLITS, (num_train, num_test), strict=True))
+            problems += draw_problems("fn_calling", [name], sizes, seed, draw)
+    return problems
+
+
+def _checked(row: dict[str, Any], name: str, index: int) -> dict[str, Any]:
+    if not isinstance(row.get("task"), str) or not all(isinstance(row.get(key), list) for key in ("tools", "expected")):
+        raise DomainError(f"fn_calling: {name}:{index + 1}: expected a text `task`, lists `tools` and `expected`.")
+    return {"dataset": Path(name).stem, **row}
+
+
+def system_prompt(problem: dict[str, Any]) -> str:
+    """Return the functions and the format of calls in words."""
+    tools = "\n".join(msgspec.json.encode(tool).decode() for tool in problem["tools"])
+    return (
+        f"You can call these functions:\n{tools}\nAnswer with one block for each call and nothing else:\n"
+        '<tool_call>{"name": "function", "arguments": {"parameter": "value"}}</tool_call>'
+    )
+
+
+def gold_answer(problem: dict[str, Any]) -> str:
+    """Return a right output."""
+    calls = [msgspec.json.encode(call).decode() for call in problem["expected"]]
+    return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+MAX_CALLS = 64
+MAX_CHARACTERS = 200_000
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call with plain arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ParsedCalls:
+    """The calls in a text, in order, and how many parts looked like calls but could not be read."""
+
+    calls: list[FunctionCall]
+    num_damaged: int
+
+
+def parse_calls(text: str) -> ParsedCalls:
+    """Return the calls in `text`."""
+    text = text[:MAX_CHARACTERS]
+    calls: list[FunctionCall] = []
+    damaged = 0
+    for part, name in _parts(text)[:MAX_CALLS]:
+        found = _read(part, name)
+        calls += found
+        damaged += not found
+    return ParsedCalls(calls[:MAX_CALLS], damaged)
+
+
+def _parts(text: str) -> list[tuple[str, str | None]]:
+    """Return the pieces of text that should be calls, with the function's name where it stands outside of the JSON."""
+    if "<tool_call>" in text:
+        return [(piece.partition("</tool_call>")[0], None) for piece in text.split("<tool_call>")[1:]]
+    if "<function=" in text:
+        parts: list[tuple[str, str | None]] = []
+        for piece in text.split("<function=")[1:]:
+            name, _, rest = piece.partition(">")
+            parts.append((rest.partition("</function>")[0], name.strip()))
+        return parts
+    if "<|python_tag|>" in text:
+        return [(line, None) for line in text.partition("<|python_tag|>")[2].split(";") if line.strip()]
+    if "```" in text:
+        return [(piece.removeprefix("json"), None) for piece in text.split("```")[1::2]]
+    bare = text.strip()
+    return [(bare, None)] if bare.startswith(("{", "[")) else []
+
+
+def _read(part: str, name: str | None) -> list[FunctionCall]:
+    try:
+        value = msgspec.json.decode(part.strip().encode("utf-8", "replace"))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return []
+    if name is not None:
+        return [FunctionCall(name, value)] if isinstance(value, dict) else []
+    entries = value if isinstance(value, list) else [value]
+    found = [_call(entry) for entry in entries]
+    return [call for call in found if call is not None]
+
+
+def _call(entry: Any) -> FunctionCall | None:
+    if not isinstance(entry, dict):
+        return None
+    inner = entry.get("function")
+    if isinstance(inner, dict):  # OpenAI's form
+        entry = inner
+    arguments = entry.get("arguments", entry.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments.encode("utf-8", "replace"))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+    name = entry.get("name")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return FunctionCall(name, arguments)
+
+
+@grader
+def verify_fn_calling(text: str, problem: dict[str, Any], partial: bool = False) -> Grade:
+    """1 if exactly the expected calls are made, in any order; with `partial`, else the share of right calls."""
+    parsed = parse_calls(after_thinking(text))
+    if not parsed.calls:
+        return Grade(0.0, "unparsable" if parsed.num_damaged else "no_answer")
+    missing = [FunctionCall(call["name"], call["arguments"]) for call in problem["expected"]]
+    num_expected = len(missing)
+    for call in parsed.calls:
+        match = next((index for index, wanted in enumerate(missing) if _same_call(call, wanted)), None)
+        if match is not None:
+            del missing[match]
+    found = num_expected - len(missing)
+    extra = len(parsed.calls) - found + parsed.num_damaged
+    details = {"calls_right": found / max(num_expected, 1), "calls_extra": float(extra)}
+    if not missing and not extra:
+        return Grade(1.0, "correct", details)
+    return Grade(found / max(num_expected, len(parsed.calls)) if partial else 0.0, "wrong", details)
+
+
+def _same_call(left: FunctionCall, right: FunctionCall) -> bool:
+    return left.name == right.name and same_value(left.arguments, right.arguments)
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two JSON values are equal: 1 is 1.0 but not true, and space around a text does not count."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, str) and isinstance(right, str):
+        return left.strip() == right.strip()
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_value(value, right[key]) for key, value in left.items())
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(same_value(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+def validate(problem: dict[str, Any]) -> float:
+    """Return the score of the expected calls."""
+    return verify_fn_calling(gold_answer(problem), problem).score
+
+
+async def generate_fn_calling_rollout(
+    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+) -> RolloutResult:
+    """Ask for calls and compare them.
+
+    `custom.native_tools`: the model's chat template describes the functions, instead of a system prompt.
+    `custom.partial_score`: credit for some of the calls.
+    """
+    native = bool(cfg.custom.get("native_tools", False))
+    return await answer_once(
+        cfg,
+        llm,
+        problem,
+        session,
+        verify_fn_calling,
+        task=problem["task"],
+        system_prompt=None if native else system_prompt(problem),
+        tools=problem["tools"] if native else None,
+        partial=bool(cfg.custom.get("partial_score", False)),
+    )

@@ -1,0 +1,208 @@
+"""One sandboxed process: grades answers or plays games for `sandbox.pool`, one request at a time.
+
+It runs in a single thread, so a deadline can interrupt code that spins in Python; code that blocks in an extension is
+killed by the pool a moment later. A grader or game that raises or exceeds its deadline costs that rollout only. The
+process ends when its socket or its parent is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from pipelinerl.errors import DomainError, RetryableRolloutError
+from pipelinerl.sandbox.messages import (
+    ActInGame,
+    CloseGame,
+    Done,
+    Failed,
+    GameOpened,
+    GradeRequest,
+    GraderFunction,
+    Load,
+    OpenGame,
+    Reply,
+    Request,
+    SandboxKind,
+    TextGame,
+    TimedRequest,
+    as_grade,
+    as_step,
+    clean_text,
+    frame,
+    load_game,
+    load_grader,
+    receive_payload,
+)
+
+_PR_SET_PDEATHSIG = 1
+_REPEAT_S = 0.05  # code that swallows the interruption gets it again
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_FORBIDDEN = (
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.spawn",
+    "pty.",
+    "socket.",
+    "ctypes.",
+)
+_FORBIDDEN_FILES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "shutil.")
+_TRACE_LINES = 3
+_MESSAGE_CHARACTERS = 2000
+
+
+class DeadlineReached(BaseException):
+    """Raised inside foreign code. Not an `Exception`, so that `except Exception` does not stop it."""
+
+
+class Confinement:
+    """An audit hook that refuses programs, connections and writes while `is_on`. A hook cannot be removed again."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        sys.addaudithook(self._check)
+
+    def _check(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITE_FLAGS
+        if writes or event.startswith(_FORBIDDEN) or event.startswith(_FORBIDDEN_FILES):
+            raise PermissionError(f"{event} is refused while an answer is graded")
+
+
+class SandboxedProcess:
+    """Serves `connection` until it is closed."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._confinement = Confinement()
+        self._graders: dict[str, tuple[GraderFunction, bool]] = {}
+        self._games: dict[int, TextGame] = {}
+
+    def serve(self) -> None:
+        """Answer requests one by one."""
+        decode = msgspec.msgpack.Decoder(TimedRequest).decode
+        encode = msgspec.msgpack.Encoder().encode
+        while (payload := receive_payload(self._connection)) is not None:
+            timed = decode(payload)
+            self._connection.sendall(frame(encode(self._answer(timed.request, timed.timeout_s))))
+
+    def _answer(self, request: Request, timeout_s: float) -> Reply:
+        if isinstance(request, Load):
+            return self._load(request)
+        if isinstance(request, GradeRequest):
+            return self._guarded("grader", request.grader, timeout_s, lambda: self._grade(request))
+        if isinstance(request, CloseGame):
+            game = self._games.pop(request.number, None)
+            if game is not None:
+                self._guarded("environment", "closing a game", timeout_s, lambda: _close(game))
+            return Done()
+        answer = self._guarded("environment", f"game {request.number}", timeout_s, lambda: self._play(request))
+        if isinstance(answer, Failed):
+            self._games.pop(request.number, None)
+        return answer
+
+    def _load(self, request: Load) -> Reply:
+        try:
+            if request.kind == "grader":
+                self._graders[request.path] = load_grader(request.path)
+            else:
+                load_game(request.path)
+        except (DomainError, ImportError) as error:
+            return Failed(f"{request.kind}_missing", str(error))
+        return Done()
+
+    def _guarded(self, kind: SandboxKind, what: str, timeout_s: float, run: Callable[[], Reply]) -> Reply:
+        try:  # the interruption repeats, so it may also arrive while an exception is handled
+            return self._run(kind, what, timeout_s, run)
+        except DeadlineReached:
+            return Failed(f"{kind}_timeout", f"{what} took more than {timeout_s:g} s")
+
+    def _run(self, kind: SandboxKind, what: str, timeout_s: float, run: Callable[[], Reply]) -> Reply:
+        try:
+            with _deadline(timeout_s):
+                return run()
+        except RetryableRolloutError as error:
+            message = clean_text(str(error).removeprefix(f"{error.reason}: "))
+            return Failed(error.reason, message[-_MESSAGE_CHARACTERS:], transient=True)
+        except MemoryError:
+            return Failed(f"{kind}_memory", f"{what} needed more memory than it may have")
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything; it fails this rollout only
+            lines = traceback.format_exception(error, limit=-_TRACE_LINES)
+            return Failed(f"{kind}_raised", clean_text("".join(lines))[-_MESSAGE_CHARACTERS:])
+        finally:
+            self._confinement.is_on = False
+
+    def _grade(self, request: GradeRequest) -> Reply:
+        function, self._confinement.is_on = self._graders[request.grader]
+        return as_grade(function(request.text, request.problem, **request.params))
+
+    def _play(self, request: OpenGame | ActInGame) -> Reply:
+        if isinstance(request, OpenGame):
+            opened: TextGame = load_game(request.game)(request.problem)
+            self._games[request.number] = opened
+            return GameOpened(request.number, clean_text(str(opened.start())))
+        game = self._games.get(request.number)
+        if game is None:
+            return Failed("environment_lost", f"no game {request.number}", transient=True)
+        return as_step(game.act(request.text))
+
+
+def _close(game: TextGame) -> Done:
+    game.close()
+    return Done()
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raise `DeadlineReached` in the code inside after `seconds`."""
+    signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _interrupt(signum: int, stack: object) -> None:
+    raise DeadlineReached
+
+
+def _end_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def main() -> int:
+    """Limit this process, tie its life to its parent's, and serve the inherited socket until it is closed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the pool")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the pool")
+    parser.add_argument("--memory-bytes", type=int, required=True)
+    arguments = parser.parse_args()
+    if sys.platform == "linux":
+        _end_with_parent(arguments.parent)
+    resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, _interrupt)
+    with socket.socket(fileno=arguments.fd) as connection:
+        SandboxedProcess(connection).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

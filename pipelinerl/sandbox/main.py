@@ -1,0 +1,121 @@
+"""Main of the verifier and environment services: `python -m pipelinerl.sandbox.main --run-dir DIR --job verifier_0`.
+
+The environment service is the ASGI application that the key `environment` describes. Both serve until they are stopped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import DomainError
+from pipelinerl.role import run_role
+
+if TYPE_CHECKING:
+    from pipelinerl.role import RoleContext
+
+KEY = "environment"
+TARGET_KEY = "_target_"
+_HEALTH_PATH = "/health"
+_EXPECTED = "a function or class that is called with the other keys of `environment` and returns an ASGI application"
+App = Callable[..., Awaitable[None]]
+
+
+def find_target(environment: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return what `environment._target_` names, checked to take the other keys.
+
+    Raises:
+        DomainError: there is no such thing, or it does not take them.
+    """
+    path = environment.get(TARGET_KEY)
+    if not isinstance(path, str) or "." not in path:
+        raise DomainError(
+            f"{KEY}.{TARGET_KEY}: got {path!r}, expected the dotted path of {_EXPECTED}. For text games: "
+            "pipelinerl.games.create_app. Or set world.env_replicas=0."
+        )
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name, None)
+    except Exception as error:
+        raise DomainError(
+            f"{KEY}.{TARGET_KEY}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise DomainError(f"{KEY}.{TARGET_KEY}: {module_name} has no {name!r}, expected {_EXPECTED}.")
+    try:
+        inspect.signature(found).bind(**_settings(environment))
+    except TypeError as error:
+        raise DomainError(f"{KEY}: {path} does not take {sorted(_settings(environment))}: {error}") from error
+    except ValueError:  # a built-in without a signature
+        pass
+    return found
+
+
+def check_environment(config: RunConfig) -> None:
+    """Check before a run that its environment service can be made. Raises DomainError."""
+    if config.environment is not None and config.world.env_replicas > 0:
+        find_target(config.environment)
+
+
+def make_app(environment: Mapping[str, Any]) -> App:
+    """Return the application, with `/health` in front of it.
+
+    Raises:
+        DomainError: it cannot be made, or is no application.
+    """
+    made = find_target(environment)(**_settings(environment))
+    if not callable(made):
+        raise DomainError(f"{KEY}: {environment[TARGET_KEY]} returned a {type(made).__name__}, expected {_EXPECTED}.")
+    return _with_health(made)
+
+
+def _settings(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key): value for key, value in environment.items() if key != TARGET_KEY}
+
+
+def _with_health(app: App) -> App:
+    """Answer `/health` in front of the application, which may not."""
+
+    async def serve(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == _HEALTH_PATH:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await app(scope, receive, send)
+
+    return serve
+
+
+def main(context: RoleContext) -> None:
+    """Serve the application of this job behind the token check, until SIGTERM."""
+    import uvicorn
+
+    from pipelinerl.inference.auth import TokenMiddleware
+    from pipelinerl.sandbox.client import local_pool
+    from pipelinerl.sandbox.service import verifier_app
+
+    config, job = context.config, context.job
+    app: Any
+    if job.kind == "verifier":
+        app = verifier_app(local_pool(config.verifier), config.verifier.max_queue)
+    elif config.environment is not None:
+        app = make_app(config.environment)
+    else:
+        raise ValueError(f"{job.name}: the run has no environment, expected the key environment")
+    if job.port is None:
+        raise ValueError(f"{job.name}: got no port in the world plan, expected one for a server")
+    uvicorn.run(
+        TokenMiddleware(app, context.token),
+        host=job.host,
+        port=job.port,
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_role(main))

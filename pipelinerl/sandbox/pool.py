@@ -1,0 +1,359 @@
+"""Pools of sandboxed processes with deadlines that hold: `GraderPool` for answers, `GamePool` for text games.
+
+A process talks over one inherited socket, has none of the run's secrets, and leads a process group of its own. A
+request waits for a process, then for the answer until its deadline; a process that exceeds it is killed and replaced.
+The event loop itself never runs foreign code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from pipelinerl.sandbox.messages import (
+    ENVIRONMENT_BUSY,
+    ActInGame,
+    CloseGame,
+    Done,
+    Failed,
+    GameOpened,
+    GameStep,
+    Grade,
+    GradeAnswer,
+    GradeRequest,
+    Load,
+    OpenGame,
+    Reply,
+    Request,
+    SandboxKind,
+    TimedRequest,
+    clean_text,
+    frame,
+    read_payload,
+)
+
+LOAD_TIMEOUT_S = 120.0
+_KILL_GRACE_S = 0.5
+_OPENING_ATTEMPTS = 3
+_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL", "REDIS_URL", "DEATH_FD")
+# Failures that leave the process as it was.
+_HARMLESS = ("grader_raised", "grader_bad_result")
+_decode = msgspec.msgpack.Decoder(Reply).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(eq=False)
+class SandboxChild:
+    """A running process, its end of the socket, and what it holds."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    loaded: set[str] = field(default_factory=set)
+    num_graded: int = 0
+    games: set[int] = field(default_factory=set)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def end(self) -> None:
+        """Kill the process and all that it started, and wait until it is gone."""
+        self.writer.close()
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+async def start_child(memory_bytes: int) -> SandboxChild:
+    """Start a sandboxed process with `memory_bytes` of address space."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pipelinerl.sandbox.child"),
+            *("--fd", str(theirs.fileno()), "--parent", str(os.getpid())),
+            *("--memory-bytes", str(memory_bytes)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            # Foreign code is found where this process finds its modules.
+            env={
+                **without_secrets(os.environ),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            start_new_session=True,
+        )
+    ours.setblocking(False)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    return SandboxChild(process, reader, writer)
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without keys and tokens: sandboxed processes handle untrusted text."""
+    return {key: value for key, value in environ.items() if not any(word in key.upper() for word in _SECRET_WORDS)}
+
+
+class SandboxPool:
+    """What both pools share: starting, asking and ending processes. Use as an async context manager.
+
+    Attributes:
+        outcomes: how often each reason or status occurred.
+    """
+
+    def __init__(self, kind: SandboxKind, size: int, timeout_s: float, memory_bytes: int) -> None:
+        self._kind, self._size, self._timeout_s, self._memory_bytes = kind, size, timeout_s, memory_bytes
+        self._children: list[SandboxChild] = []
+        self.outcomes: Counter[str] = Counter()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for child in list(self._children):
+            await self._end(child)
+
+    @property
+    def num_processes(self) -> int:
+        return len(self._children)
+
+    async def _start(self) -> SandboxChild:
+        child = await start_child(self._memory_bytes)
+        self._children.append(child)
+        return child
+
+    async def _load(self, child: SandboxChild, path: str) -> Failed | None:
+        """Let `child` import a grader or game that it does not have yet; return why that failed."""
+        if path in child.loaded:
+            return None
+        reply = await self._exchange(child, Load(self._kind, path), LOAD_TIMEOUT_S, f"importing {path}")
+        if isinstance(reply, Done):
+            child.loaded.add(path)
+            return None
+        return reply if isinstance(reply, Failed) else self._out_of_turn()
+
+    async def _exchange(self, child: SandboxChild, request: Request, timeout_s: float, what: str) -> Reply:
+        """Send one request and return its reply. A child that does not give one in time is ended."""
+        try:
+            payload = _encode(TimedRequest(request, timeout_s))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            return Failed(f"{self._kind}_bad_request", f"{what} cannot be sent to its process: {error}")
+        try:
+            async with asyncio.timeout(timeout_s + _KILL_GRACE_S):
+                child.writer.write(frame(payload))
+                answer = await read_payload(child.reader)
+            if answer is not None:
+                return _decode(answer)
+            failure = Failed(f"{self._kind}_died", f"{what}: its process ended")
+        except TimeoutError:
+            failure = Failed(f"{self._kind}_timeout", f"{what} took more than {timeout_s:g} s and was killed")
+        except ConnectionError:
+            failure = Failed(f"{self._kind}_died", f"{what}: its process ended")
+        except asyncio.CancelledError:
+            # The answer that is under way belongs to nobody: the process cannot be used again.
+            await asyncio.shield(self._end(child))
+            raise
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            failure = Failed(f"{self._kind}_bad_result", f"{what}: not an answer: {error}")
+        await self._end(child)
+        return failure
+
+    def _out_of_turn(self) -> Failed:
+        return Failed(f"{self._kind}_bad_result", "an answer out of turn")
+
+    async def _end(self, child: SandboxChild) -> None:
+        if child in self._children:
+            self._children.remove(child)
+        await child.end()
+
+
+class GraderPool(SandboxPool):
+    """At most `size` grader processes, started when they are first needed.
+
+    Args:
+        size: processes, and so answers that are graded at the same time; further ones queue.
+        timeout_s: deadline of one grading, where the request has none.
+        memory_bytes: address space of a process.
+        max_uses: gradings after which a process is replaced, so that leaks of a library are bounded.
+
+    Attributes:
+        waiting: requests that are graded or queued.
+        seconds: time spent grading.
+    """
+
+    def __init__(self, size: int, timeout_s: float, memory_bytes: int, max_uses: int = 5000) -> None:
+        super().__init__("grader", size, timeout_s, memory_bytes)
+        self._places = asyncio.Semaphore(size)
+        self._max_uses = max_uses
+        self._idle: list[SandboxChild] = []
+        self.waiting = 0
+        self.seconds = 0.0
+
+    async def grade(self, request: GradeRequest) -> GradeAnswer:
+        """Grade one answer. Always returns; the deadline starts when a process has the request."""
+        self.waiting += 1
+        try:
+            async with self._places:
+                answer = await self._grade_now(request)
+        finally:
+            self.waiting -= 1
+        self.outcomes[answer.reason if isinstance(answer, Failed) else answer.status] += 1
+        return answer
+
+    async def _grade_now(self, request: GradeRequest) -> GradeAnswer:
+        started = monotonic()
+        child = await self._take(request.grader)
+        is_usable = False
+        try:
+            answer: Reply | None = await self._load(child, request.grader)
+            if answer is None:
+                clean = msgspec.structs.replace(request, text=clean_text(request.text))
+                answer = await self._exchange(child, clean, request.timeout_s or self._timeout_s, request.grader)
+            if not isinstance(answer, Grade | Failed):
+                answer = self._out_of_turn()
+            # An interrupted grader may have left a library in any state.
+            is_usable = isinstance(answer, Grade) or answer.transient or answer.reason in _HARMLESS
+        finally:
+            child.num_graded += 1
+            if is_usable and child.num_graded < self._max_uses:
+                self._idle.append(child)
+            else:
+                await self._end(child)
+            self.seconds += monotonic() - started
+        return answer
+
+    async def _take(self, grader: str) -> SandboxChild:
+        """Return an idle process, if possible one that has the grader, or a new one."""
+        for child in reversed(self._idle):
+            if grader in child.loaded:
+                self._idle.remove(child)
+                return child
+        return self._idle.pop() if self._idle else await self._start()
+
+
+class GamePool(SandboxPool):
+    """At most `size` game processes, started when they are first needed; each holds many games.
+
+    A process that is killed takes its other games with it; their rollouts are retried.
+
+    Args:
+        size: processes, and so moves that are made at the same time; further ones queue.
+        timeout_s: deadline of one move, and of the beginning of a game.
+        memory_bytes: address space of a process.
+        max_games: games at the same time; one more is refused with `environment_busy`.
+        idle_timeout_s: a game without a move for this long is closed when another one begins.
+    """
+
+    def __init__(self, size: int, timeout_s: float, memory_bytes: int, max_games: int, idle_timeout_s: float) -> None:
+        super().__init__("environment", size, timeout_s, memory_bytes)
+        self._max_games, self._idle_timeout_s = max_games, idle_timeout_s
+        self._starting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._games: dict[int, SandboxChild] = {}
+        self._last_used: dict[int, float] = {}
+
+    @property
+    def num_games(self) -> int:
+        return len(self._last_used)
+
+    async def open(self, request: OpenGame) -> GameOpened | Failed:
+        """Begin a game. Always returns."""
+        await self._close_idle()
+        # Games whose process is not known yet count too, so that many beginnings at once stay below the limit.
+        if len(self._last_used) >= self._max_games:
+            return self._counted(Failed(ENVIRONMENT_BUSY, f"{len(self._last_used)} games are in progress", True))
+        number = next(self._numbers)
+        try:
+            answer = await self._begin(number, request)
+        except BaseException:
+            self._forget(number)
+            raise
+        if isinstance(answer, GameOpened):
+            return answer
+        self._forget(number)
+        return self._counted(answer if isinstance(answer, Failed) else self._out_of_turn())
+
+    async def _begin(self, number: int, request: OpenGame) -> Reply:
+        answer: Reply = self._out_of_turn()
+        for _ in range(_OPENING_ATTEMPTS):
+            self._last_used[number] = monotonic()
+            child = await self._least_busy()
+            self._games[number] = child
+            child.games.add(number)
+            answer = await self._ask(child, msgspec.structs.replace(request, number=number), request.game)
+            if isinstance(answer, GameOpened):
+                self._last_used[number] = monotonic()
+                break
+            if not isinstance(answer, Failed) or answer.reason != "environment_lost":
+                break  # else another game ended the process before it was this one's turn
+        return answer
+
+    async def act(self, number: int, text: str) -> GameStep | Failed:
+        """Make a move. Always returns; the deadline starts when it is this game's turn."""
+        child = self._games.get(number)
+        if child is None:
+            return self._counted(_lost(f"no game {number}: its process ended, or it was idle"))
+        self._last_used[number] = monotonic()
+        answer = await self._ask(child, ActInGame(clean_text(text), number), f"game {number}")
+        if isinstance(answer, GameStep):
+            return answer
+        self._forget(number)
+        return self._counted(answer if isinstance(answer, Failed) else self._out_of_turn())
+
+    async def close(self, number: int) -> None:
+        """End a game; a number without a game is no error."""
+        child = self._games.get(number)
+        if child is not None:
+            self._forget(number)
+            await self._ask(child, CloseGame(number), f"closing game {number}")
+
+    async def _close_idle(self) -> None:
+        oldest = monotonic() - self._idle_timeout_s
+        for number in [number for number in self._games if self._last_used.get(number, oldest) < oldest]:
+            await self.close(number)
+
+    async def _least_busy(self) -> SandboxChild:
+        async with self._starting:
+            if len(self._children) < self._size:
+                return await self._start()
+        return min(self._children, key=lambda each: len(each.games))
+
+    async def _ask(self, child: SandboxChild, request: OpenGame | ActInGame | CloseGame, what: str) -> Reply:
+        async with child.turn:
+            if child not in self._children:
+                return _lost(f"{what}: the process of this game ended")
+            if isinstance(request, OpenGame) and (failure := await self._load(child, request.game)) is not None:
+                return failure
+            return await self._exchange(child, request, self._timeout_s, what)
+
+    async def _end(self, child: SandboxChild) -> None:
+        for number in list(child.games):
+            self._forget(number)
+        await super()._end(child)
+
+    def _forget(self, number: int) -> None:
+        child = self._games.pop(number, None)
+        self._last_used.pop(number, None)
+        if child is not None:
+            child.games.discard(number)
+
+    def _counted(self, failure: Failed) -> Failed:
+        self.outcomes[failure.reason] += 1
+        return failure
+
+
+def _lost(message: str) -> Failed:
+    return Failed("environment_lost", message, transient=True)

@@ -1,0 +1,142 @@
+"""The verifier service over HTTP: token, limits, and a client that goes on when a service is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import uvicorn
+
+import pipelinerl.sandbox.client as client_module
+from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.errors import RetryableRolloutError, RolloutError
+from pipelinerl.grading import Grade, open_verifier, verify
+from pipelinerl.inference.auth import TokenMiddleware
+from pipelinerl.sandbox.client import RemoteVerifier, Services, local_pool
+from pipelinerl.sandbox.messages import Failed, GradeRequest
+from pipelinerl.sandbox.service import verifier_app
+
+TESTS = Path(__file__).parents[2]
+TOKEN = "verifier-test-token-0123456789"
+# Of gradings that come to an end; nobody waits so long.
+LIMIT_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def service(max_queue: int = 100) -> AsyncIterator[str]:
+    app: Any = TokenMiddleware(
+        verifier_app(local_pool(VerifierConfig(processes=1, timeout_s=LIMIT_S)), max_queue), TOKEN
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+                    await asyncio.sleep(0.01)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await task
+
+
+@pytest.fixture(autouse=True)
+def _graders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+
+
+async def test_grades_and_failures_come_through() -> None:
+    from fakes.graders import exact, spins
+
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
+        assert await verify(exact, "4", {"answer": "4"}) == Grade(1.0, "correct")
+        with pytest.raises(RolloutError) as caught:
+            await verify(spins, "", {}, timeout_s=0.3)
+        assert caught.value.reason == "grader_timeout"
+        assert await verify(exact, "3", {"answer": "4"}) == Grade(0.0, "wrong")
+
+
+async def test_only_health_is_open() -> None:
+    async with service() as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/health") as response:
+            assert response.status == 200
+        for path in ("/verify", "/stats", "/docs", "/openapi.json"):
+            async with session.post(f"{url}{path}") as response:
+                assert response.status == 401
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with session.post(f"{url}/verify", data=b"{torn", headers=headers) as response:
+            assert response.status == 400
+        async with session.get(f"{url}/stats", headers=headers) as response:
+            assert (await response.json())["outcomes"] == {}
+
+
+async def test_health_answers_while_a_grader_spins() -> None:
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN) as verifier:
+        blocks = "fakes.graders.blocks_in_c"
+        grading = asyncio.create_task(verifier.grade(GradeRequest(blocks, "", {}, timeout_s=3000.0)))
+        async with aiohttp.ClientSession() as session:
+            for _ in range(5):
+                async with session.get(f"{url}/health") as response:
+                    assert response.status == 200 and not grading.done()
+        grading.cancel()
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN) as verifier:
+        answer = await verifier.grade(GradeRequest(blocks, "", {}, timeout_s=1.0))
+        assert isinstance(answer, Failed) and answer.reason == "grader_timeout"
+
+
+async def test_a_wrong_token_fails_the_rollout() -> None:
+    from fakes.graders import exact
+
+    async with service() as url, open_verifier(VerifierConfig(), [url], "wrong"):
+        with pytest.raises(RolloutError, match="401"):
+            await verify(exact, "4", {"answer": "4"})
+
+
+async def test_a_reason_that_may_pass_comes_through_the_service() -> None:
+    from fakes.graders import needs_a_service
+
+    async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
+        with pytest.raises(RetryableRolloutError, match=r"^service_away: it does not answer$"):
+            await verify(needs_a_service, "", {})
+
+
+async def test_a_busy_or_absent_service_is_tried_again_elsewhere() -> None:
+    from fakes.graders import exact
+
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with service() as url, open_verifier(VerifierConfig(), [dead, url], TOKEN):
+            assert (await verify(exact, "4", {"answer": "4"})).score == 1.0
+        async with open_verifier(VerifierConfig(), [dead], TOKEN, return_timeout_s=0):
+            with pytest.raises(RetryableRolloutError, match="verifier_unreachable"):
+                await verify(exact, "4", {"answer": "4"})
+
+
+async def test_a_restarting_service_is_waited_for_and_a_busy_one_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_LONGEST_DELAY_S", 0.0)
+    right = Grade(1.0, "correct")
+    answers: list[Any] = []
+
+    class Scripted(Services):
+        async def send(self, method: str, url: str, body: bytes | None = None) -> Any:
+            answer = answers.pop(0)
+            if answer is right:
+                return answer
+            raise RetryableRolloutError("verifier_unreachable", "away") from answer
+
+    verifier = RemoteVerifier(Scripted("verifier", ["http://x"], TOKEN, None, 60.0, 60.0))
+    request = GradeRequest("fakes.graders.exact", "", {})
+    answers += [ConnectionRefusedError("away")] * 9 + [right]
+    assert await verifier.grade(request) == right and answers == []
+    answers += [None] * 5  # status 503 has no cause
+    with pytest.raises(RetryableRolloutError) as caught:
+        await verifier.grade(request)
+    assert caught.value.reason == "verifier_unreachable" and answers == []
