@@ -32,11 +32,9 @@ from benchmark_common import (
 )
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.inference.in_place import IN_PLACE_VARIABLE
-from pipelinerl.inference.planned_load import COPY_PLAN_VARIABLE
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import PHASES, ServerAddress
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import PHASES, WeightPublisher
 from pipelinerl.weights.transport import TransportName
 from pipelinerl.weights.verify import ProbeSequence
 
@@ -119,10 +117,10 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
     transport = transport_of(args)
     source = ModuleSource(model)
     rounds: list[dict[str, float]] = []
-    with WeightPublisher(server.token, transport=transport, timeout_s=60, one_call=not args.five_calls) as publisher:
+    with WeightPublisher(server.token, transport=transport, timeout_s=60) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
-        # The first update of a server is recorded, the second made twice; what follows is what a run has.
-        for _ in range(3):
+        # The first update warms up.
+        for _ in range(2):
             publisher.publish(0, source)
         before = probe(publisher, model, vocabulary)
         load = Load(server, args.concurrency, args.max_tokens)
@@ -170,9 +168,7 @@ def main() -> None:
     parser.add_argument("--pause-between-s", type=float, default=0.7)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: a quicker start, slower generation")
     parser.add_argument("--graphs", choices=sorted(GRAPHS), default="decode", help="which CUDA graphs, if any")
-    parser.add_argument("--five-calls", action="store_true", help="phase by phase instead of one call")
     parser.add_argument("--layerwise", action="store_true", help="load layer by layer, not in place")
-    parser.add_argument("--tensor-by-tensor", action="store_true", help="in place, but without a copy plan")
     parser.add_argument("--server-gpu", type=int, default=0)
     parser.add_argument("--sender-gpu", type=int, default=1)
     parser.add_argument("--url", help="a server that is already running with --model")
@@ -189,8 +185,7 @@ def main() -> None:
     environ = {}
     if args.device == "cuda":
         environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(str(args.server_gpu), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    environ |= {IN_PLACE_VARIABLE: "0"} if args.layerwise else {}
-    environ |= {COPY_PLAN_VARIABLE: "0"} if args.tensor_by_tensor else {}
+    environ |= {"PIPELINERL_IN_PLACE_RELOAD": "0"} if args.layerwise else {}
     with tempfile.TemporaryDirectory() as scratch:
         for size in [args.model] if args.model else args.sizes:
             dtype = torch.bfloat16 if args.device == "cuda" else torch.float32

@@ -12,8 +12,8 @@ from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.passes import Passes
 from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import WorkerError
-from pipelinerl.weights.control import ControlClient, control_session
+from pipelinerl.errors import WeightSyncError, WorkerError
+from pipelinerl.weights.link import ControlClient, control_session
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,8 @@ class AloneTrainer:
         """
         async with control_session(token) as session:
             try:
-                async with asyncio.timeout(timeout_s):
-                    await asyncio.gather(*(ControlClient(session, url, url).wait_healthy() for url in urls))
-            except TimeoutError as error:
+                await asyncio.gather(*(ControlClient(session, url, url).wait_healthy(timeout_s) for url in urls))
+            except WeightSyncError as error:
                 raise WorkerError(f"the servers {', '.join(urls)} did not all come up in {timeout_s:g} s") from error
         self._trainer.serve(0)
 

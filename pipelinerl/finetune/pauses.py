@@ -22,7 +22,7 @@ import torch
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import next_update, pauses_rollouts
-from pipelinerl.errors import WeightSyncError, WorkerError
+from pipelinerl.errors import WorkerError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.data_feed import StopRequest
@@ -31,8 +31,8 @@ from pipelinerl.records import PauseRequest, RolloutsPaused
 from pipelinerl.role import RoleContext
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.streams.base import TURNS_TOPIC, StreamReader, StreamWriter
-from pipelinerl.weights.control import ControlClient, control_session
-from pipelinerl.weights.publisher import WeightPublisher
+from pipelinerl.weights.link import ControlClient, control_session
+from pipelinerl.weights.sync import WeightPublisher
 
 _ACTOR = "actor_0"
 #: Share of the free host memory that copies of the servers' weights may occupy.
@@ -225,12 +225,7 @@ def wait_for_servers(context: RoleContext) -> None:
     async def wait() -> None:
         async with control_session(context.token) as session:
             for job in context.world.jobs_of("actor_llm"):
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await ControlClient(session, job.name, str(job.url)).wait_healthy()
-                except TimeoutError as error:
-                    message = f"{job.url}/health did not answer within {timeout_s:g} s"
-                    raise WeightSyncError(job.name, message) from error
+                await ControlClient(session, job.name, str(job.url)).wait_healthy(timeout_s)
 
     with context.heartbeat.waiting("servers to start", deadline_s=timeout_s):
         asyncio.run(wait())

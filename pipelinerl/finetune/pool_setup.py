@@ -15,10 +15,9 @@ from pipelinerl.records import PoolAnswer, PoolChange
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC
 from pipelinerl.streams.read import Feed
-from pipelinerl.weights.base_print import base_print
-from pipelinerl.weights.manifest import local_folder
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
+from pipelinerl.weights.manifest import folder_checksum, local_folder
+from pipelinerl.weights.sync import WeightPublisher
 
 
 def open_pool(context: RoleContext, stack: ExitStack, wake: Callable[[], None]) -> tuple[WeightPublisher, ServerPool]:
@@ -45,7 +44,7 @@ def make_publisher(context: RoleContext) -> WeightPublisher:
         timeout_s=config.supervise.weight_sync_timeout_s,
         kv_cache=config.vllm_config.kv_cache,
         master_address=context.world.master_addr,
-        base_print=base_print(local_folder(config.model_path)) if sends_adapter(config) else None,
+        base_checksum=folder_checksum(local_folder(config.model_path)) if sends_adapter(config) else None,
     )
 
 

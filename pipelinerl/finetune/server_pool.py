@@ -15,7 +15,7 @@ from typing import Protocol
 from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
 
 logger = logging.getLogger(__name__)
 

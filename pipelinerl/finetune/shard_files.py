@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from pipelinerl.finetune.backends.tensor_files import write_tensors
-from pipelinerl.weights.packing import TensorMeta, plan_chunks
+from pipelinerl.weights.buffers import plan_chunks
+from pipelinerl.weights.source import TensorMeta
 
 MAX_SHARD_BYTES = 5 * 10**9
 _FORMAT = {"format": "pt"}

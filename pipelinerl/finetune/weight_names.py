@@ -8,7 +8,7 @@ import torch
 
 from pipelinerl.finetune.lora import is_adapter_part, plain_name, sent_name
 from pipelinerl.finetune.policy import LANGUAGE_MODEL, PolicyModel
-from pipelinerl.weights.packing import TensorMeta
+from pipelinerl.weights.source import TensorMeta
 
 _PREFIX = f"{LANGUAGE_MODEL}."
 BUCKET_BYTES = 256 * 2**20

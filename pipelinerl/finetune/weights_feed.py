@@ -20,8 +20,8 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_pool import ServerPool
-from pipelinerl.weights.report import UpdateReport
 from pipelinerl.weights.source import CollectiveSource, WeightSource
+from pipelinerl.weights.sync import UpdateReport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 logger = logging.getLogger(__name__)

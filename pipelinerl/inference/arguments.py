@@ -15,8 +15,8 @@ from pipelinerl.inference.adapter_room import AdapterRoom, check_options_beside
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
-#: Name of the transfer engine inside the server, by transport (see `inference.plugin`).
-ENGINE_NAMES: Mapping[str, str] = {"gloo": "pipelinerl_gloo", "nccl": "pipelinerl_nccl", "ipc": "pipelinerl_ipc"}
+#: Name of our transfer engine inside the server (`inference.transfer`).
+ENGINE_NAME = "pipelinerl"
 #: Name under which every server offers its model.
 SERVED_MODEL_NAME = "actor"
 
@@ -146,7 +146,7 @@ def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     argv = [
         *("--model", settings.model, "--host", settings.host, "--port", str(settings.port)),
         *("--served-model-name", SERVED_MODEL_NAME, "--enable-scale-out"),
-        *("--weight-transfer-config", json.dumps({"backend": ENGINE_NAMES[settings.transport]})),
+        *("--weight-transfer-config", json.dumps({"backend": ENGINE_NAME})),
         *("--worker-extension-cls", WORKER_EXTENSION_PATH, "--scheduler-cls", SCHEDULER_PATH),
         *("--middleware", MIDDLEWARE_PATH),
     ]

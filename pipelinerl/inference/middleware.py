@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from pipelinerl.inference.auth import App, Receive, Scope, Send, TokenMiddleware
 from pipelinerl.inference.lean_route import LeanRoute
-from pipelinerl.inference.update_route import UpdateRoute
 
 
 class ServerMiddleware:
     """The token check around our routes around vLLM's: nothing is reached without the token."""
 
     def __init__(self, app: App) -> None:
-        self._app = TokenMiddleware(LeanRoute(UpdateRoute(app)))
+        self._app = TokenMiddleware(LeanRoute(app))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class EpochSaltMixin:
     """Salts requests when they are queued, and again if the weights may have changed before they were scheduled."""
 
-    #: What every request uses where the base model is frozen (see `inference.resident_adapter`).
+    #: What every request uses where the base model is frozen (see `inference.lora`).
     adapter: Any = None
     _weights_epoch: int = 0
 
@@ -121,7 +121,7 @@ def create_scheduler(**kwargs: Any) -> Scheduler:
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     scheduler = (EpochAsyncScheduler if is_async else EpochScheduler)(**kwargs)
     if serves_adapter(os.environ):
-        from pipelinerl.inference.resident_adapter import adapter_request
+        from pipelinerl.inference.lora import adapter_request
 
         scheduler.adapter = adapter_request()
     return scheduler

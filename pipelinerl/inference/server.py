@@ -98,9 +98,6 @@ def _run_vllm(argv: list[str]) -> None:
     from vllm.entrypoints.launchers.cli_args import validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
-    from pipelinerl.inference.plugin import register
-
-    register()
     cli_env_setup()  # type: ignore[no-untyped-call]
     args = parser_of_vllm().parse_args(argv)
     validate_parsed_serve_args(args)

@@ -1,29 +1,28 @@
 """Calls that the trainer can make inside every worker of a server, through `/collective_rpc`.
 
-vLLM mixes `WeightUpdateExtension` into its worker class (`--worker-extension-cls`). Importing this module registers
-our transfer engines, before the worker creates one, and what a server with a sent adapter needs.
+vLLM mixes `WeightUpdateExtension` into its worker class (`--worker-extension-cls`). Importing this module registers our
+transfer engine, before the worker creates it, and what a server with a sent adapter needs.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
-from pipelinerl.inference import plugin
-from pipelinerl.inference.adapter_room import serves_adapter
-from pipelinerl.inference.in_place import checkpoint_tensors, is_tied, print_of_checkpoint
-from pipelinerl.inference.reload import roll_back
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-plugin.register()
+from pipelinerl.inference.adapter_room import serves_adapter
+from pipelinerl.inference.arguments import ENGINE_NAME
+from pipelinerl.weights.manifest import ServerModel, folder_checksum, local_folder
+
+if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(ENGINE_NAME, "pipelinerl.inference.transfer", "PackedTransferEngine")
 if serves_adapter(os.environ):
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    from pipelinerl.inference.resident_adapter import adapter_request, load_what_was_sent
+    from pipelinerl.inference.lora import adapter_request, load_what_was_sent
 
     load_what_was_sent(WorkerLoRAManager)
-
-_PARTS = ("start", "transfer", "load")
 
 
 class WeightUpdateExtension:
@@ -40,41 +39,25 @@ class WeightUpdateExtension:
         """
         was_open = bool(self._weight_update_active)
         self._weight_update_active = False
-        engine = self.weight_transfer_engine
-        engine.reset_weight_update_target()
-        roll_back(engine.model)
-        engine.shutdown()
+        self.weight_transfer_engine.abort()
         return {"was_open": was_open}
 
-    def pipelinerl_whole_update(self, update_info: dict[str, Any]) -> dict[str, float]:
-        """Start, receive and finish in one call; returns the seconds of the three parts. The server is paused."""
+    def pipelinerl_load_adapter(self) -> None:
+        """Load the adapter that was sent. vLLM would do it at the next step, where an error ends the engine."""
         worker: Any = self
-        times = [time.monotonic()]
-        worker.start_weight_update()
-        times.append(time.monotonic())
-        worker.update_weights(update_info)
-        times.append(time.monotonic())
-        worker.finish_weight_update()
-        if serves_adapter(os.environ):
-            # vLLM would do it at the next step, where an error ends the engine.
-            worker.add_lora(adapter_request())
-        times.append(time.monotonic())
-        return {name: end - begin for name, begin, end in zip(_PARTS, times, times[1:], strict=False)}
+        worker.add_lora(adapter_request())
 
     def pipelinerl_model_info(self) -> dict[str, Any]:
-        """What an update has to cover: `tensors` {name: shape} of the checkpoint that this server was started with
-        (null if it is not in safetensors format), `tied` embeddings, `dtype` of the model, whether a `whole_update` in
-        one call is served. If updates bring an adapter and not the model: `adapter_rank`, the largest that fits, and
-        `base_print` of the model."""
+        """What an update has to cover: the fields of `ServerModel`."""
+        from pipelinerl.inference.transfer import checkpoint_tensors, is_tied
+
         config = self.vllm_config.model_config
-        tensors = checkpoint_tensors(config)
-        info: dict[str, Any] = {
-            "tensors": None if tensors is None else {name: list(shape) for name, shape in tensors.items()},
-            "tied": is_tied(config),
-            "dtype": str(config.dtype).removeprefix("torch."),
-            "whole_update": True,
-        }
-        if serves_adapter(os.environ):
-            info["adapter_rank"] = self.vllm_config.lora_config.max_lora_rank
-            info["base_print"] = print_of_checkpoint(config)
-        return info
+        adapter = serves_adapter(os.environ)
+        model = ServerModel(
+            tensors=checkpoint_tensors(config),
+            tied=is_tied(config),
+            dtype=str(config.dtype).removeprefix("torch."),
+            adapter_rank=self.vllm_config.lora_config.max_lora_rank if adapter else None,
+            base_checksum=folder_checksum(local_folder(config.model, config.revision)) if adapter else None,
+        )
+        return model.to_wire()

@@ -1,21 +1,174 @@
-"""One pass over a weight source as the packed buffers that travel. Called by the publisher, in the trainer's thread.
+"""Packed buffers: how the tensors of an update travel, and how a receiver knows that they arrived.
 
-A buffer is complete when it is given out: the threads that send it use streams of their own.
-Values are checked on the way if a server computes in float16: whatever is beyond its range would become infinite there.
+Trainer and workers split the same list of tensors by the same rule, so no header travels: tensors are appended until a
+buffer exceeds `chunk_bytes`. Layout of a buffer: the bytes of its tensors, zeros up to a multiple of 8, and a checksum
+of 8 bytes, which is not counted in `chunk_bytes`.
+
+A broadcast can end without an error and leave zeros, or what an earlier update left in the memory; only the content can
+tell. The checksum is an exact sum over the payload as 8-byte words plus a mark of (pass, buffer). Integer addition
+wraps and does not depend on the order, so a CPU and a GPU get the same number. All work stays on the buffer's device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.packing import TensorMeta, pack
-from pipelinerl.weights.seal import mark_of
-from pipelinerl.weights.source import WeightSource
+from pipelinerl.weights.source import TensorMeta, WeightSource
 
+DEFAULT_CHUNK_BYTES = 256 * 2**20
+CHECKSUM_BYTES = 8
 FLOAT16_MAX = 65504.0
+_WORD_BYTES = 8
+#: Words that share a factor in the sum; blocks have different ones, so that exchanged blocks are found as well.
+BLOCK_WORDS = 4096
+_INDEX_STEP = 2**40
+#: Tensors of one of these are concatenated as they are; others as bytes, which takes longer.
+_JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+class DamagedBufferError(RuntimeError):
+    """A buffer arrived without an error, but it is not what the trainer packed."""
+
+
+def update_info_of(metas: Sequence[TensorMeta], chunk_bytes: int, pass_id: int) -> dict[str, Any]:
+    """What a worker is told about one pass, as JSON values; `metas_of` reads the first three."""
+    return {
+        "names": [meta.name for meta in metas],
+        "dtype_names": [meta.dtype_name for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
+        "chunk_bytes": chunk_bytes,
+        "pass_id": pass_id,
+    }
+
+
+def metas_of(names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
+    """Tensor descriptions from the lists of an update request.
+
+    Raises:
+        ValueError: the lists differ in length, or a dtype is unknown.
+    """
+    if not len(names) == len(dtype_names) == len(shapes):
+        numbers = f"{len(names)} names, {len(dtype_names)} dtypes and {len(shapes)} shapes"
+        raise ValueError(f"update: got {numbers}, expected equal numbers")
+    metas = []
+    for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+        dtype = getattr(torch, dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"update: {name}: got dtype {dtype_name!r}, expected the name of a torch dtype")
+        metas.append(TensorMeta(name, dtype, tuple(int(size) for size in shape)))
+    return metas
+
+
+def plan_chunks(metas: Iterable[TensorMeta], chunk_bytes: int) -> Iterator[list[TensorMeta]]:
+    """Split `metas` into the buffers that they travel in, in order."""
+    chunk: list[TensorMeta] = []
+    total = 0
+    for meta in metas:
+        chunk.append(meta)
+        total += meta.num_bytes
+        if total > chunk_bytes:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
+
+
+def payload_bytes(metas: Iterable[TensorMeta]) -> int:
+    """Bytes of the tensors of one buffer."""
+    return sum(meta.num_bytes for meta in metas)
+
+
+def packed_bytes(metas: Iterable[TensorMeta]) -> int:
+    """Size of the buffer that `pack` makes of these tensors."""
+    return _padded(payload_bytes(metas)) + CHECKSUM_BYTES
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
+
+
+def mark_of(pass_id: int, index: int, payload: int) -> int:
+    """What the checksum of a buffer has beside the sum, as a signed 64-bit number. Odd, so all zeros never pass.
+
+    Args:
+        pass_id: random number below 2**63, another one for every pass over the weights.
+        index: number of the buffer in its pass, from 0.
+        payload: its bytes without padding and checksum.
+    """
+    mark = (2 * (pass_id + index * _INDEX_STEP + payload) + 1) % 2**64
+    return mark - 2**64 if mark >= 2**63 else mark
+
+
+def checksum(words: torch.Tensor) -> torch.Tensor:
+    """Sum of `words` (int64, one dimension) modulo 2**64, each times the factor of its block: 1, 3, 5, ... A scalar.
+
+    The factors are odd, so that any change of one word changes the sum.
+    """
+    whole = words.numel() // BLOCK_WORDS
+    blocks = words[: whole * BLOCK_WORDS].view(whole, BLOCK_WORDS).sum(dim=1)
+    factors = torch.arange(whole, device=words.device) * 2 + 1
+    return (blocks * factors).sum() + words[whole * BLOCK_WORDS :].sum() * (2 * whole + 1)
+
+
+def checksum_problem(buffer: torch.Tensor, num_bytes: int, mark: int) -> str | None:
+    """Why `buffer` is not what was packed with `mark`; None if it is. Waits for the device once.
+
+    Args:
+        buffer: uint8, on any device.
+        num_bytes: size that it should have, padding and checksum included.
+    """
+    if buffer.numel() != num_bytes:
+        return f"{buffer.numel()} bytes, expected {num_bytes}"
+    words = buffer.view(torch.int64)
+    got, received = torch.stack((checksum(words[:-1]), words[-1])).tolist()
+    # The sum that the sender had, if this checksum is of this buffer and pass.
+    expected = (received - mark + 2**63) % 2**64 - 2**63
+    if got == expected:
+        return None
+    zeros = " (all zeros)" if got == received == 0 and not bool(buffer.any()) else ""
+    return f"checksum {got}, expected {expected}{zeros}"
+
+
+def pack(tensors: Sequence[torch.Tensor], mark: int) -> torch.Tensor:
+    """One uint8 buffer with the bytes of `tensors`, in order, and their checksum. Does not wait for the device.
+
+    Args:
+        tensors: at least one; all on one device, which is that of the buffer. Strided ones are made contiguous.
+        mark: that of the buffer in its pass (`mark_of`).
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    first = flat[0].dtype
+    if first not in _JOINED_DTYPES or any(part.dtype != first for part in flat):
+        flat = [part.contiguous().view(torch.uint8) for part in flat]
+    payload = sum(part.numel() for part in flat) * flat[0].element_size()
+    buffer = torch.empty(_padded(payload) + CHECKSUM_BYTES, dtype=torch.uint8, device=flat[0].device)
+    torch.cat(flat, out=buffer[:payload].view(flat[0].dtype))
+    buffer[payload:-CHECKSUM_BYTES].zero_()
+    words = buffer.view(torch.int64)
+    words[-1:].copy_(checksum(words[:-1]) + mark)
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> NamedTensors:
+    """The tensors in `buffer`, as views where alignment allows it. The checksum is not read."""
+    if buffer.numel() != packed_bytes(metas):
+        expected = f"expected {packed_bytes(metas)} for {len(metas)} tensors"
+        raise ValueError(f"packed buffer: got {buffer.numel()} bytes, {expected}")
+    tensors: NamedTensors = []
+    offset = 0
+    for meta in metas:
+        part = buffer[offset : offset + meta.num_bytes]
+        if offset % meta.dtype.itemsize:
+            part = part.clone()
+        tensors.append((meta.name, part.view(meta.dtype).view(meta.shape)))
+        offset += meta.num_bytes
+    return tensors
 
 
 def packed_buffers(
@@ -25,20 +178,38 @@ def packed_buffers(
     pass_id: int,
     float16_servers: Sequence[str] = (),
 ) -> Iterator[torch.Tensor]:
-    """The tensors of one pass in sealed buffers, split as the workers split them (`packing.plan_chunks`).
+    """One pass over `source` as packed buffers, split as `plan_chunks` does. The trainer's side.
+
+    A buffer is complete when it is yielded: the threads that send it use other streams.
 
     Args:
-        pass_id: number of this pass, which the seals carry.
-        float16_servers: servers that hold their weights in float16.
+        pass_id: number of this pass, part of the checksums.
+        float16_servers: servers that hold their weights in float16, where values beyond its range become infinite.
 
     Raises:
         ValueError: the pass yields something else than `metas` declare.
         WeightSyncError: a value does not fit into float16 and there are servers in it.
     """
-    chunk: list[tuple[str, torch.Tensor]] = []
+    chunk: NamedTensors = []
     index = total = 0
     expected = iter(metas)
     buckets = source.buckets()
+
+    def packed() -> torch.Tensor:
+        if float16_servers and (problem := _beyond_float16(chunk)):
+            # The pass may be a collective of all ranks: they wait for its end.
+            for _ in buckets:
+                pass
+            raise WeightSyncError(
+                ", ".join(float16_servers),
+                f"{problem}, and a server in float16 holds at most {FLOAT16_MAX:g}: "
+                "use vllm_config.vllm_kwargs.dtype=bfloat16 for this model",
+            )
+        buffer = pack([part for _, part in chunk], mark_of(pass_id, index, total))
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+        return buffer
+
     for bucket in buckets:
         for name, tensor in bucket:
             meta = next(expected, None)
@@ -47,44 +218,68 @@ def packed_buffers(
             chunk.append((name, tensor))
             total += meta.num_bytes
             if total > chunk_bytes:
-                _check_range(chunk, float16_servers, buckets)
-                yield _complete(pack([part for _, part in chunk], mark_of(pass_id, index, total)))
+                yield packed()
                 chunk, index, total = [], index + 1, 0
     if (missing := next(expected, None)) is not None:
         raise ValueError(f"weight source: the pass ended before {missing.name}")
     if chunk:
-        _check_range(chunk, float16_servers, buckets)
-        yield _complete(pack([part for _, part in chunk], mark_of(pass_id, index, total)))
+        yield packed()
 
 
-def _complete(buffer: torch.Tensor) -> torch.Tensor:
-    """`buffer`, once everything that this thread queued to fill it is done."""
-    if buffer.is_cuda:
-        torch.cuda.current_stream(buffer.device).synchronize()
-    return buffer
-
-
-def _check_range(chunk: list[tuple[str, torch.Tensor]], float16_servers: Sequence[str], rest: Iterator[object]) -> None:
-    """WeightSyncError if there are servers in float16 and a value that they cannot hold."""
-    if float16_servers and (problem := _beyond_float16(chunk)):
-        # The pass may be a collective of all ranks: they wait for its end.
-        for _ in rest:
-            pass
-        raise WeightSyncError(
-            ", ".join(float16_servers),
-            f"{problem}, and a server in float16 holds at most {FLOAT16_MAX:g}: "
-            "use vllm_config.vllm_kwargs.dtype=bfloat16 for this model",
-        )
-
-
-def _beyond_float16(chunk: list[tuple[str, torch.Tensor]]) -> str | None:
-    """What does not fit, or was made infinite on its way here; None if all is well. One wait for the GPU a chunk."""
+def _beyond_float16(chunk: NamedTensors) -> str | None:
+    """What float16 cannot hold, or was made infinite by a cast; None if all values fit. One wait for the GPU."""
     filled = [(name, tensor.detach()) for name, tensor in chunk if tensor.numel() and tensor.is_floating_point()]
     if not filled:
         return None
     largest = torch.stack([torch.linalg.vector_norm(tensor, float("inf")).float() for _, tensor in filled]).tolist()
     for (name, _), value in zip(filled, largest, strict=True):
-        # NaN compares false. What is infinite may have become so when it was cast.
+        # Written so that NaN is refused.
         if not value <= FLOAT16_MAX:
             return f"{name} has a value of {value:g}" if value != float("inf") else f"{name} has values that overflow"
     return None
+
+
+def receive_buffers(
+    metas: Sequence[TensorMeta],
+    chunk_bytes: int,
+    pass_id: int,
+    receive: Callable[[int], torch.Tensor],
+    load: Callable[[NamedTensors], object],
+) -> None:
+    """Receive, check and load all buffers of a pass, in order. The server's side.
+
+    After a damaged buffer, or one that could not be loaded, nothing more is loaded, but the rest is still received:
+    the other workers and the trainer are in the same broadcasts and would wait there until their timeout.
+
+    Args:
+        metas: all tensors of the pass, as the trainer announced them.
+        receive: returns the next buffer, given its size in bytes; complete, not under way.
+        load: gets the tensors of a buffer; returns when they were copied, or keeps them.
+
+    Raises:
+        DamagedBufferError: the first buffer that is not what was packed; the update must not be finished.
+        RuntimeError: `receive` failed.
+        Exception: the first one of `load`, after all buffers were received.
+    """
+    chunks = list(plan_chunks(metas, chunk_bytes))
+    first_error: Exception | None = None
+    for index, chunk in enumerate(chunks):
+        try:
+            buffer = receive(packed_bytes(chunk))
+        except RuntimeError as error:
+            if first_error is not None:
+                raise first_error from error
+            raise
+        if first_error is None:
+            try:
+                mark = mark_of(pass_id, index, payload_bytes(chunk))
+                if problem := checksum_problem(buffer, packed_bytes(chunk), mark):
+                    which = f"buffer {index + 1} of {len(chunks)}"
+                    raise DamagedBufferError(f"{which} arrived damaged: {problem}; nothing more was loaded")
+                load(unpack(buffer, chunk))
+            except Exception as error:  # noqa: BLE001 - raised below, whatever it is
+                first_error = error
+        # Before memory for the next one is allocated.
+        del buffer
+    if first_error is not None:
+        raise first_error

@@ -1,85 +1,213 @@
-"""The connection of the trainer with one server: its control client, its transfer group, one update at a time.
+"""One server as the trainer sees it: its HTTP control routes, its transfer group, and one update, top to bottom.
 
-The publisher runs the coroutines of all links on one event loop and feeds every link the same packed buffers from the
-trainer's thread. A link that failed swallows what it is fed, so that it never holds the others up.
+No torch is imported here: the actor process uses `ControlClient` too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
+import aiohttp
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.adapter_manifest import adapter_problems
-from pipelinerl.weights.control import ControlClient, KVCache
-from pipelinerl.weights.manifest import coverage_problems
-from pipelinerl.weights.packing import TensorMeta
-from pipelinerl.weights.report import ServerAddress, ServerUpdate
-from pipelinerl.weights.threads import in_thread
-from pipelinerl.weights.transport import Transport
+from pipelinerl.weights.manifest import ServerModel, update_problems
 
+if TYPE_CHECKING:
+    import torch
+
+    from pipelinerl.weights.source import TensorMeta
+    from pipelinerl.weights.transport import Sender
+
+KVCache = Literal["keep", "recompute"]
+Result = TypeVar("Result")
+
+_QUOTE_CHARACTERS = 800
+_HEALTH_RETRY_S = 0.25
 #: Buffers that may wait for one server; more would only hold memory.
-_OUTBOX_BUFFERS = 2
-#: Of the time of an attempt, how long one server may keep the trainer from the others, which need the rest.
+_QUEUED_BUFFERS = 2
+#: Share of `timeout_s` for which one server may block the trainer; the other servers need the rest.
 _STALL_SHARE = 0.5
-#: Of the time of an attempt, what the server may use for an update in one call.
-_SERVER_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """One server that receives weights.
+
+    Attributes:
+        name: for messages, for instance the job name.
+        url: `http://host:port`.
+        group_port: TCP port of this server's transfer group on the trainer's machine; None lets the system choose.
+    """
+
+    name: str
+    url: str
+    group_port: int | None = None
+
+
+@dataclass(frozen=True)
+class ServerUpdate:
+    """One server that has the new weights and samples again; `seconds` by phase (see `sync.PHASES`)."""
+
+    name: str
+    seconds: dict[str, float]
+    recovered_from: str | None = None
+
+
+class ControlClient:
+    """Control routes of the server at `url`. Callers set deadlines; a `WeightSyncError` quotes a bad answer."""
+
+    def __init__(self, session: aiohttp.ClientSession, name: str, url: str) -> None:
+        self._session = session
+        self.name = name
+        self._url = url.rstrip("/")
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Return once `/health` answers.
+
+        Raises:
+            WeightSyncError: it did not within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._is_healthy():  # noqa: ASYNC110 - a server that starts sends no event
+                    await asyncio.sleep(_HEALTH_RETRY_S)
+        except TimeoutError as error:
+            raise WeightSyncError(self.name, f"{self._url}/health did not answer within {timeout_s:g} s") from error
+
+    async def _is_healthy(self) -> bool:
+        try:
+            async with self._session.get(f"{self._url}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False  # not listening yet
+
+    async def pause(self, kv_cache: KVCache) -> None:
+        """Freeze running requests. `keep` keeps their KV cache; `recompute` makes them prefill again."""
+        # Whatever vLLM's documentation says: with mode=keep it is clear_cache that decides about the KV cache.
+        await self.post("/pause", params={"mode": "keep", "clear_cache": "false" if kv_cache == "keep" else "true"})
+
+    async def resume(self) -> None:
+        await self.post("/resume")
+
+    async def sleep(self, level: int) -> None:
+        """Leave the GPU. Level 1 keeps the weights in host memory, 2 drops them, 0 only pauses. No request may run."""
+        if level == 0:
+            await self.pause("keep")
+        else:
+            await self.post("/sleep", params={"level": str(level), "mode": "keep"})
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Take back one part of the GPU memory. A server that has both parts samples again."""
+        await self.post("/wake_up", params={"tags": part})
+
+    async def join_group(self, details: dict[str, Any]) -> None:
+        """Have the workers join the trainer's group (`transport.open_receiver`); returns when they have."""
+        await self.post("/init_weight_transfer_engine", json={"init_info": {"details": details}})
+
+    async def start_update(self) -> None:
+        await self.post("/start_weight_update")
+
+    async def receive_update(self, update_info: dict[str, Any]) -> None:
+        """Have the workers receive the tensors of `update_info` (`buffers.update_info_of`); returns when they have."""
+        await self.post("/update_weights", json={"update_info": update_info})
+
+    async def finish_update(self, version: int) -> None:
+        """Put the received weights in place under the label `version`."""
+        await self.post("/finish_weight_update", json={"weight_version": str(version)})
+
+    async def worker_call(self, method: str) -> Any:
+        """Call a method of `inference.worker_extension` in every worker; returns the answer of the first one."""
+        return (await self.post("/collective_rpc", json={"method": method}))["results"][0]
+
+    async def world_size(self) -> int:
+        """Number of workers of the server."""
+        return int((await self.get("/get_world_size"))["world_size"])
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One token-in-token-out request."""
+        return await self.post("/inference/v1/generate", json=body)
+
+    async def get(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        return await self._request("GET", path, **kwargs)
+
+    async def post(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        return await self._request("POST", path, **kwargs)
+
+    async def _request(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        try:
+            async with self._session.request(method, f"{self._url}{path}", **kwargs) as response:
+                text = await response.text()
+                if response.status != 200:
+                    quoted = text[:_QUOTE_CHARACTERS]
+                    raise WeightSyncError(self.name, f"{path} answered {response.status}: {quoted}")
+                answer = await response.json() if text else {}
+        except aiohttp.ClientError as error:
+            raise WeightSyncError(self.name, f"{path} failed: {type(error).__name__}: {error}") from error
+        if not isinstance(answer, dict):
+            raise WeightSyncError(self.name, f"{path}: got {str(answer)[:_QUOTE_CHARACTERS]!r}, expected a JSON object")
+        return answer
+
+
+def control_session(token: str) -> aiohttp.ClientSession:
+    """A session for control calls: token in the header, no proxy, no timeout of its own (callers set deadlines)."""
+    return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {token}"},
+        timeout=aiohttp.ClientTimeout(total=None, connect=30),
+        trust_env=False,
+        # One connection per call: the server closes idle ones after 5 s and those of failed calls at once, and a call
+        # on a connection that is being closed fails although nothing is wrong.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+    )
 
 
 class ServerLink:
-    """One server and the group that carries weights to it.
+    """One server and the group that carries weights to it. Coroutines run on the publisher's event loop.
+
+    A link that failed swallows what it is fed, so that it never holds up the other servers.
 
     Args:
         address: the server.
         client: its control client.
-        make_transport: opens a fresh transport; called again after a failure.
+        make_sender: opens a new transport; called again after a failure.
         timeout_s: limit of one attempt at connecting or updating.
         kv_cache: what happens to the KV cache of running requests at an update.
-        one_call: update in one call if the server offers it.
-        base_print: of the frozen model that an adapter belongs to; None: not compared.
+        base_checksum: of the frozen model that adapters belong to; None: not compared.
     """
 
     def __init__(
         self,
         address: ServerAddress,
         client: ControlClient,
-        make_transport: Callable[[], Transport],
+        make_sender: Callable[[], Sender],
         timeout_s: float,
         kv_cache: KVCache,
-        one_call: bool = True,
-        base_print: str | None = None,
+        base_checksum: str | None = None,
     ) -> None:
         self.address = address
         self.client = client
+        #: Why the last attempt failed; None if it did not.
         self.error: str | None = None
-        #: Of the server's weights, once it is connected and if it says so.
-        self.dtype: str | None = None
-        #: It came while the run was going on: what is wrong with it is its own trouble.
+        #: What the server says of its model, once it is connected.
+        self.model = ServerModel()
+        #: It joined while the run was going on: if its model differs, only it is refused and the run continues.
         self.joined_later = False
         #: Set when the server is known to be gone, so that no second attempt is made.
         self.gone: str | None = None
-        self._make_transport = make_transport
+        self._make_sender = make_sender
         self._timeout_s = timeout_s
         self._kv_cache: KVCache = kv_cache
-        self._transport: Transport | None = None
-        self._expected: Mapping[str, tuple[int, ...]] | None = None
-        self._tied = False
-        #: Of the largest adapter that fits, if the server takes one in place of a model.
-        self._adapter_rank: int | None = None
-        self._base_print = base_print
-        self._server_print: str | None = None
-        self._one_call = one_call
-        self._takes_whole_updates = False
+        self._base_checksum = base_checksum
+        self._sender: Sender | None = None
         self._phase = "connect"
-        self._outbox: queue.Queue[torch.Tensor | None] = queue.Queue(_OUTBOX_BUFFERS)
+        self._buffers: queue.Queue[torch.Tensor | None] = queue.Queue(_QUEUED_BUFFERS)
         self._took_buffer_at = time.monotonic()
-        #: What `sleep` took from the server and no update has given back yet.
         self._asleep = False
 
     @property
@@ -94,19 +222,14 @@ class ServerLink:
         """
         async with self._attempt("connect"):
             self.close()
-            await self.client.abort_update()
-            info = await self.client.model_info()
-            tensors = info.get("tensors")
-            self._expected = None if tensors is None else {name: tuple(shape) for name, shape in tensors.items()}
-            self._tied = bool(info.get("tied", False))
-            self._adapter_rank = info.get("adapter_rank")
-            self._server_print = info.get("base_print")
-            dtype = info.get("dtype")
-            self.dtype = None if dtype is None else str(dtype)
-            self._takes_whole_updates = self._one_call and bool(info.get("whole_update", False))
-            self._transport = transport = self._make_transport()
-            init_info = transport.prepare(await self.client.world_size())
-            await _together(self.client.init_engine(init_info), in_thread(f"weights-join-{self.name}", transport.join))
+            await self.client.worker_call("pipelinerl_abort_update")
+            self.model = ServerModel.from_wire(await self.client.worker_call("pipelinerl_model_info"))
+            self._sender = sender = self._make_sender()
+            details = sender.prepare(await self.client.world_size())
+            await _together(
+                self.client.join_group(details),
+                _in_thread(f"weights-join-{self.name}", sender.join),
+            )
             self.error = None
 
     def check(self, metas: list[TensorMeta]) -> None:
@@ -116,74 +239,44 @@ class ServerLink:
             WeightSyncError: tensors are missing, unknown or of another shape; sending again cannot help.
         """
         sent = {meta.name: meta.shape for meta in metas}
-        if self._adapter_rank is not None:
-            problems = adapter_problems(self._expected, sent, self._adapter_rank)
-            problems += self._other_base(metas)
-        elif self._expected is not None:
-            problems = coverage_problems(self._expected, sent, self._tied)
-        else:
-            return
-        if problems:
+        dtypes = sorted({meta.dtype_name for meta in metas})
+        if problems := update_problems(self.model, sent, dtypes, self._base_checksum):
             raise WeightSyncError(self.name, "the update does not fit the server's model: " + "; ".join(problems))
 
-    def _other_base(self, metas: list[TensorMeta]) -> list[str]:
-        """Why the frozen model, which the server read itself, has not the weights of the trainer's."""
-        problems = []
-        if others := sorted({meta.dtype_name for meta in metas} - {self.dtype}):
-            problems.append(
-                f"its base model is in {self.dtype}, the trainer computes with values of {', '.join(others)}: set "
-                f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
-            )
-        if None not in (self._base_print, self._server_print) and self._base_print != self._server_print:
-            problems.append(
-                "its model folder has other weights than the trainer read: model_path must stay as it is for the whole "
-                "run, on every machine; or set finetune.lora.sync=merged"
-            )
-        return problems
+    async def update(self, version: int, update_info: dict[str, Any]) -> ServerUpdate:
+        """One update: pause, start, transfer, load, resume. The buffers come through `feed`.
 
-    async def update(self, version: int, metas: list[TensorMeta], pass_id: int) -> ServerUpdate:
-        """One round: pause, start, transfer, load, resume. Buffers come through `feed`, sealed for pass `pass_id`.
+        Args:
+            version: label of the new weights.
+            update_info: what the buffers contain (`buffers.update_info_of`).
 
         Raises:
-            WeightSyncError: with the phase and the quoted error; the server is left paused.
+            WeightSyncError: with the phase and the quoted error. The server stays paused: resuming it with half-loaded
+                weights would kill its engine.
         """
-        if self._takes_whole_updates:
-            return ServerUpdate(self.name, await self._update_in_one_call(version, metas, pass_id))
         seconds: dict[str, float] = {}
         async with self._attempt("pause"):
             with self._timed("pause", seconds):
                 if self._asleep:
-                    # Before the pause: a server that is fully awake after this call has resumed.
+                    # Before the pause, because a server that has woken completely resumes.
                     await self.client.wake("weights")
                 await self.client.pause(self._kv_cache)
             with self._timed("start", seconds):
                 await self.client.start_update()
             with self._timed("transfer", seconds):
-                received = self.client.receive_update(metas, pass_id)
-                await _together(received, in_thread(f"weights-send-{self.name}", self._send_all))
+                receiving = self.client.receive_update(update_info)
+                await _together(receiving, _in_thread(f"weights-send-{self.name}", self._send_buffers))
             with self._timed("load", seconds):
                 await self.client.finish_update(version)
+                if self.model.adapter_rank is not None:
+                    # vLLM would do it at the next step, where an error ends the engine.
+                    await self.client.worker_call("pipelinerl_load_adapter")
             with self._timed("resume", seconds):
                 if self._asleep:
                     await self.client.wake("kv_cache")
                     self._asleep = False
                 await self.client.resume()
         return ServerUpdate(self.name, seconds)
-
-    async def _update_in_one_call(self, version: int, metas: list[TensorMeta], pass_id: int) -> dict[str, float]:
-        """The round as one call; buffers are on their way while the server still pauses. Returns seconds by phase."""
-        seconds: dict[str, float] = {}
-
-        async def call() -> None:
-            # The server's limit comes first: what it gives up it does not resume.
-            limit_s = _SERVER_SHARE * self._timeout_s
-            answer = self.client.whole_update(metas, pass_id, version, self._kv_cache, self._asleep, limit_s)
-            seconds.update(await answer)
-
-        async with self._attempt("update"):
-            await _together(call(), in_thread(f"weights-send-{self.name}", self._send_all))
-            self._asleep = False
-        return seconds
 
     async def sleep(self, level: int) -> None:
         """Let the server leave its GPU (see `ControlClient.sleep`) until the next update.
@@ -195,53 +288,50 @@ class ServerLink:
             await self.client.sleep(level)
             self._asleep = level > 0
 
+    def begin_round(self) -> None:
+        """Forget the buffers of an earlier attempt. Call before `feed` and `update`."""
+        self._buffers = queue.Queue(_QUEUED_BUFFERS)
+        self._took_buffer_at = time.monotonic()
+
     def feed(self, buffer: torch.Tensor | None) -> None:
-        """Hand the next buffer (None: that was the last) to this server. Called from the trainer's thread."""
+        """Hand the next buffer (None: there are no more) to this server. Called from the trainer's thread."""
         limit_s = _STALL_SHARE * self._timeout_s
-        if self._outbox.empty():
-            # It waited for the trainer, and not the other way round.
+        if self._buffers.empty():
+            # The server waited for the trainer, not the other way round.
             self._took_buffer_at = time.monotonic()
         while self.error is None:
-            # Since it took one, and not since now: a second server that hangs has used its time while the first did.
+            # Counted from the last buffer that it took: two servers that hang use up the same time, not twice as much.
             left_s = self._took_buffer_at + limit_s - time.monotonic()
             try:
-                # In short waits, because the link may fail meanwhile and nobody empties the queue any more.
-                self._outbox.put(buffer, timeout=min(1.0, max(0.0, left_s)))
+                # In short waits, because the link may fail meanwhile and then nobody empties the queue.
+                self._buffers.put(buffer, timeout=min(1.0, max(0.0, left_s)))
                 return
             except queue.Full:
                 if time.monotonic() >= self._took_buffer_at + limit_s:
                     self.error = f"phase {self._phase}: no buffer was taken for {limit_s:g} s"
 
-    def begin_round(self) -> None:
-        """Forget buffers of an earlier attempt. Call before `feed` and `update` of a round."""
-        self._outbox = queue.Queue(_OUTBOX_BUFFERS)
-        self._took_buffer_at = time.monotonic()
-
     def abandon(self, reason: str) -> None:
-        """The server is gone: let whatever waits for it fail now. Any thread may call it."""
+        """The server is gone: make everything that waits for it fail now. Any thread may call it."""
         self.gone = reason
         self._fail(reason)
 
     def close(self) -> None:
         """Leave the transfer group; the server keeps running."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
 
-    def _send_all(self) -> None:
-        transport, outbox = self._transport, self._outbox
-        if transport is None:
+    def _send_buffers(self) -> None:
+        sender, buffers = self._sender, self._buffers
+        if sender is None:
             raise RuntimeError("the transfer group is not connected")
-        while (buffer := outbox.get(timeout=self._timeout_s)) is not None:
+        while (buffer := buffers.get(timeout=self._timeout_s)) is not None:
             self._took_buffer_at = time.monotonic()
-            transport.send(buffer)
+            sender.send(buffer)
 
     @asynccontextmanager
     async def _attempt(self, phase: str) -> AsyncIterator[None]:
-        """One attempt with a deadline; whatever goes wrong closes the group and becomes a WeightSyncError.
-
-        A cancelled attempt closes the group as well.
-        """
+        """One attempt with a deadline. Whatever goes wrong closes the group and becomes a `WeightSyncError`."""
         self._phase = phase
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -253,7 +343,7 @@ class ServerLink:
             self._fail(f"phase {self._phase}: {error or type(error).__name__}")
             raise WeightSyncError(self.name, str(self.error)) from error
         except asyncio.CancelledError:
-            # Half an update may be on its way: the group is of no use, and its worker must not wait in it.
+            # Half an update may be on its way; its worker must not wait for the rest.
             self.close()
             raise
 
@@ -275,7 +365,7 @@ async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        # Of several errors the server's answer says most: it comes first in the list.
+        # If several failed, the server's answer, which comes first in the list, says most.
         for task in tasks:
             if task in done:
                 task.result()
@@ -283,3 +373,35 @@ async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _in_thread(name: str, call: Callable[[], Result]) -> Result:
+    """Run a blocking `call` in a daemon thread. After a cancellation it runs on and its result is dropped.
+
+    Not `asyncio.to_thread`: a pool joins its threads when the interpreter exits, and one may be stuck in NCCL.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Result] = loop.create_future()
+
+    def deliver(result: Result | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - handed to the awaiting task
+            failure = error
+        try:
+            loop.call_soon_threadsafe(deliver, result, failure)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future

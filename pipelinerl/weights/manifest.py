@@ -1,24 +1,139 @@
-"""Which tensors a model has, and whether an update covers them. Plain data: no torch.
+"""Which tensors a model folder has, and whether an update fits a server's model. Plain data, no torch.
 
-The server reads the manifest of the checkpoint that it was started with; the trainer compares it with what it is
-about to send, because a server accepts a subset without a word.
+A server accepts a subset of its tensors without a word. vLLM skips layers of an adapter that it does not know, and puts
+a matrix that is too small into a corner. So both ends check names and shapes before anything is received.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 Shape = tuple[int, ...]
 
+#: Ends of an adapter's names: A of shape [rank, in] and B of shape [out, rank], with the scale alpha / r in B.
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
 #: Buffers that some checkpoints carry although they are computed from the configuration.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")
 _TIED_HEAD = "lm_head.weight"
 _INDEX_FILE = "model.safetensors.index.json"
-#: A header beyond this is not a safetensors header.
+#: A longer header is not a safetensors header.
 _MAX_HEADER_BYTES = 512 * 2**20
+_MOST_NAMED = 4
+#: `folder_checksum` reads so many blocks of a file, evenly spaced: training changes weights everywhere.
+CHECKSUM_BLOCKS = 64
+CHECKSUM_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class ServerModel:
+    """What a server says of its model.
+
+    Attributes:
+        tensors: names and shapes in its checkpoint; None: not known (the checkpoint is not in safetensors format).
+        tied: the output head is the embedding.
+        dtype: of its weights, such as `bfloat16`; None: not told.
+        adapter_rank: the largest rank that fits, if updates bring an adapter; None: they bring the model.
+        base_checksum: `folder_checksum` of the frozen model under an adapter.
+    """
+
+    tensors: Mapping[str, Shape] | None = None
+    tied: bool = False
+    dtype: str | None = None
+    adapter_rank: int | None = None
+    base_checksum: str | None = None
+
+    @classmethod
+    def from_wire(cls, info: Mapping[str, Any]) -> ServerModel:
+        known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
+        if known.get("tensors") is not None:
+            known["tensors"] = {name: tuple(shape) for name, shape in known["tensors"].items()}
+        return cls(**known)
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def update_problems(
+    model: ServerModel, sent: Mapping[str, Shape], dtypes: Sequence[str] = (), base_checksum: str | None = None
+) -> list[str]:
+    """Everything that is wrong with sending `sent` to a server with `model`, as short sentences.
+
+    Args:
+        model: of the server.
+        sent: names and shapes of the update.
+        dtypes: dtypes on the wire; compared for adapters, whose base model the server loaded itself.
+        base_checksum: the trainer's, for adapters; None: not compared.
+    """
+    if model.adapter_rank is None:
+        return [] if model.tensors is None else coverage_problems(model.tensors, sent, model.tied)
+    problems = adapter_problems(model.tensors, sent, model.adapter_rank)
+    if others := [dtype for dtype in dtypes if dtype != model.dtype]:
+        problems.append(
+            f"its base model is in {model.dtype}, the trainer computes with values of {', '.join(others)}: set "
+            f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
+        )
+    if None not in (base_checksum, model.base_checksum) and base_checksum != model.base_checksum:
+        problems.append(
+            "its model folder has other weights than the trainer read: model_path must not change during a run, on any "
+            "machine; or set finetune.lora.sync=merged"
+        )
+    return problems
+
+
+def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], tied: bool) -> list[str]:
+    """What is wrong with sending the whole model `sent` to a server that expects `expected`.
+
+    `tied`: the output head is the embedding and need not be sent.
+    """
+    optional = {name for name in expected if name.endswith(_DERIVED_SUFFIXES)}
+    if tied:
+        optional |= {_TIED_HEAD}
+    problems = []
+    if missing := sorted(set(expected) - set(sent) - optional):
+        problems.append(f"{len(missing)} tensors are left out: {_some(missing)}")
+    if unknown := sorted(set(sent) - set(expected) - optional):
+        problems.append(f"{len(unknown)} tensors are unknown to the model: {_some(unknown)}")
+    wrong = sorted(name for name in set(sent) & set(expected) if tuple(sent[name]) != tuple(expected[name]))
+    problems += [f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong]
+    return _first_few(problems, _MOST_NAMED + 2)
+
+
+def adapter_problems(model: Mapping[str, Shape] | None, sent: Mapping[str, Shape], largest_rank: int) -> list[str]:
+    """What is wrong with sending the adapter `sent` to a server with `model` (None: not known)."""
+    foreign = sorted(name for name in sent if not name.endswith((A_SUFFIX, B_SUFFIX)))
+    layers = sorted({name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) for name in sent} - set(foreign))
+    problems = [f"{name} is not part of an adapter" for name in foreign]
+    problems += [problem for layer in layers if (problem := _layer_problem(layer, model, sent, largest_rank))]
+    if not sent:
+        problems.append("it has no tensors")
+    return _first_few(problems, _MOST_NAMED)
+
+
+def _layer_problem(
+    layer: str, model: Mapping[str, Shape] | None, sent: Mapping[str, Shape], largest_rank: int
+) -> str | None:
+    a, b = sent.get(f"{layer}{A_SUFFIX}"), sent.get(f"{layer}{B_SUFFIX}")
+    if a is None or b is None:
+        return f"{layer} has only one of A and B"
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return f"{layer}: got shapes {list(a)} and {list(b)}, expected [rank, in] and [out, rank]"
+    if a[0] > largest_rank:
+        return f"{layer}: got rank {a[0]}, the server has room for {largest_rank}"
+    if model is None:
+        return None
+    matrix = model.get(f"{layer}.weight")
+    if matrix is None:
+        return f"{layer} is unknown to the model"
+    if tuple(matrix) != (b[0], a[1]):
+        return f"{layer}: B A has shape {[b[0], a[1]]}, the model's matrix has {list(matrix)}"
+    return None
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -37,11 +152,8 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 def read_manifest(folder: Path) -> dict[str, Shape] | None:
     """Names and shapes of every tensor in the safetensors files of `folder`; None if it has no such file.
 
-    If there is an index, only the files that it names count, as for whoever loads them: some publishers put a second
-    copy of the weights beside them, under other names.
-
     Raises:
-        ValueError: a file's header cannot be read, or the index cannot.
+        ValueError: the header of a file cannot be read, or the index cannot.
     """
     files = tensor_files(folder)
     if files is None:
@@ -55,24 +167,49 @@ def read_manifest(folder: Path) -> dict[str, Shape] | None:
 
 
 def tensor_files(folder: Path) -> list[Path] | None:
-    """The safetensors files that hold the model of `folder`; None if it has none. ValueError: as `read_manifest`."""
+    """The safetensors files that hold the model of `folder`; None if it has none.
+
+    If there is an index, only the files that it names count: some publishers put a second copy of the weights into the
+    same folder, under other names.
+
+    Raises:
+        ValueError: the index cannot be read.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         return None
     index = folder / _INDEX_FILE
-    if index.is_file():
-        named = _files_of(index)
-        files = [file for file in files if file.name in named]
-    return files
-
-
-def _files_of(index: Path) -> set[str]:
-    """Format: `{"weight_map": {name of a tensor: name of its file}}`."""
+    if not index.is_file():
+        return files
     content = json.loads(index.read_bytes())
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index}: it has no weight_map")
-    return {str(name) for name in weight_map.values()}
+    named = {str(name) for name in weight_map.values()}
+    return [file for file in files if file.name in named]
+
+
+def folder_checksum(folder: Path | None) -> str | None:
+    """A hash of names, sizes and samples of the weight files in `folder`; None if it has none in safetensors format.
+
+    Where updates bring an adapter alone, trainer and servers load the frozen model themselves, and a server that is
+    restarted loads it in the middle of the run: a folder that changed meanwhile would be another policy.
+    """
+    files = [] if folder is None else tensor_files(folder)
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        step = max(CHECKSUM_BLOCK_BYTES, (size - CHECKSUM_BLOCK_BYTES) // (CHECKSUM_BLOCKS - 1))
+        # The last block is read in any case.
+        places = {*range(0, size, step), max(0, size - CHECKSUM_BLOCK_BYTES)}
+        with file.open("rb") as content:
+            for place in sorted(places):
+                content.seek(place)
+                digest.update(content.read(CHECKSUM_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
@@ -88,24 +225,8 @@ def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
     return header
 
 
-def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], tied: bool) -> list[str]:
-    """Everything that is wrong with sending `sent` to a model that expects `expected`, as short sentences.
-
-    `tied`: the output head is the embedding, so that it need not be sent.
-    """
-    optional = {name for name in expected if name.endswith(_DERIVED_SUFFIXES)}
-    if tied:
-        optional |= {_TIED_HEAD}
-    problems = []
-    if missing := sorted(set(expected) - set(sent) - optional):
-        problems.append(f"{len(missing)} tensors are left out: {_some(missing)}")
-    if unknown := sorted(set(sent) - set(expected) - optional):
-        problems.append(f"{len(unknown)} tensors are unknown to the model: {_some(unknown)}")
-    wrong = sorted(name for name in set(sent) & set(expected) if tuple(sent[name]) != tuple(expected[name]))
-    problems += [f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong[:4]]
-    if len(wrong) > 4:
-        problems.append(f"{len(wrong) - 4} more tensors have wrong shapes")
-    return problems
+def _first_few(problems: list[str], limit: int) -> list[str]:
+    return problems if len(problems) <= limit else [*problems[:limit], f"and {len(problems) - limit} more"]
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""Where the weights of an update come from. Used by the publisher (trainer rank 0) and by the other trainer ranks.
+"""Where the weights of an update come from.
 
 A source declares names, dtypes and shapes without gathering anything, and yields tensors bucket by bucket, so that
 a sharded model never exists as a second full copy. A pass may be repeated: a server that failed gets everything again.
@@ -6,25 +6,42 @@ a sharded model never exists as a second full copy. A pass may be repeated: a se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from pipelinerl.weights.packing import TensorMeta
-
 Bucket = list[tuple[str, torch.Tensor]]
 
 
+@dataclass(frozen=True)
+class TensorMeta:
+    """Name, dtype and shape of one tensor, in the names of the Hugging Face checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
 class WeightSource(Protocol):
-    """What `WeightPublisher.publish` takes."""
+    """The weights of one version."""
 
     def metadata(self) -> list[TensorMeta]:
         """Every tensor of an update, in the order of `buckets`, without gathering."""
         ...
 
     def buckets(self) -> Iterator[Bucket]:
-        """One fresh pass over the tensors. The publisher always reads a pass to its end."""
+        """One new pass over the tensors. The publisher always reads a pass to its end."""
         ...
 
 
@@ -78,7 +95,7 @@ class ModuleSource:
 
 
 class CollectiveSource:
-    """A source whose tensors are gathered by all trainer ranks together (ZeRO-3, FSDP2, tensor parallelism).
+    """A source whose tensors are gathered by all trainer ranks together (ZeRO-3, FSDP2).
 
     Rank 0 passes it to the publisher and calls `done` afterwards; every other rank calls `follow`, which takes part in
     as many passes as rank 0 makes.

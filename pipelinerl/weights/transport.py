@@ -1,25 +1,41 @@
-"""How the bytes of an update travel from the trainer to the workers of one server: the protocol and the choice.
+"""How packed buffers travel from the trainer to the workers of one server: the two ends, and the choice of one.
 
-A transport lives as long as its group: it is opened, used for many updates, and closed; after any failure it is
-closed and a new one is made.
+A transport is a module with `open_sender` and `open_receiver`. It lives as long as its group: it is opened, used for
+many updates, and closed; after a failure it is closed and a new one is opened.
 """
 
 from __future__ import annotations
 
+import errno
+import importlib
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
 
 TransportName = Literal["gloo", "nccl", "ipc"]
+MODULES: Mapping[str, str] = {
+    "gloo": "pipelinerl.weights.gloo",
+    "nccl": "pipelinerl.weights.nccl",
+    "ipc": "pipelinerl.weights.ipc",
+}
+#: Rank of the trainer, the only sender, in a group; workers follow.
+TRAINER_RANK = 0
 
 
-class Transport(Protocol):
-    """The trainer's end of one server's group. All methods block and are called from threads of the publisher."""
-
-    chunk_bytes: int
+class Sender(Protocol):
+    """The trainer's end of one server's group. All methods block."""
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
-        """Open the rendezvous; returns what `/init_weight_transfer_engine` needs to find it."""
+        """Open the rendezvous; returns what the workers' `open_receiver` needs, as JSON values:
+        `transport` is this one's name."""
         ...
 
     def join(self) -> None:
@@ -27,7 +43,7 @@ class Transport(Protocol):
         ...
 
     def send(self, buffer: torch.Tensor) -> None:
-        """Send one packed buffer (uint8); returns when it may be overwritten."""
+        """Send one packed buffer (uint8); returns when its memory may be reused."""
         ...
 
     def close(self) -> None:
@@ -35,34 +51,190 @@ class Transport(Protocol):
         ...
 
 
-def create_transport(
-    name: TransportName,
-    address: str,
-    port: int | None,
-    timeout_s: float,
-    chunk_bytes: int,
-    device_index: int | None = None,
-) -> Transport:
-    """A transport of the given kind.
+class Receiver(Protocol):
+    """A worker's end of the group. `receive` raises RuntimeError if the trainer is gone or too slow."""
 
-    Args:
-        name: `gloo` for servers on CPUs, `nccl` for servers on other GPUs, `ipc` for a server on the trainer's device.
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """The next packed buffer (uint8), complete."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+@dataclass(frozen=True)
+class SenderOptions:
+    """How to open a sender.
+
+    Attributes:
         address: address of this machine at which the workers reach the trainer.
         port: TCP port of the rendezvous; None lets the system choose.
         timeout_s: limit of one operation, where the transport can enforce it.
-        chunk_bytes: size of the packed buffers.
-        device_index: the GPU that `nccl` and `ipc` send from; None for the current one of the calling thread.
+        device_index: the GPU that buffers are sent from; None: the current one of the calling thread.
     """
-    if name == "gloo":
-        from pipelinerl.weights.gloo_transport import GlooTransport
 
-        return GlooTransport(address, port, timeout_s, chunk_bytes)
-    if name == "nccl":
-        from pipelinerl.weights.nccl_transport import NCCLTransport
+    address: str
+    port: int | None
+    timeout_s: float
+    device_index: int | None = None
 
-        return NCCLTransport(address, port, timeout_s, chunk_bytes, device_index)
-    if name == "ipc":
-        from pipelinerl.weights.ipc_transport import IPCTransport
 
-        return IPCTransport(port, timeout_s, chunk_bytes, device_index)
-    raise ValueError(f"transport: got {name!r}, expected 'gloo', 'nccl' or 'ipc'")
+def open_sender(name: TransportName, options: SenderOptions) -> Sender:
+    """The trainer's end: `gloo` for servers on CPUs, `nccl` on other GPUs, `ipc` on the trainer's device.
+
+    Raises:
+        ValueError: there is no such transport.
+    """
+    sender: Sender = _module(name).open_sender(options)
+    return sender
+
+
+def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> Receiver:
+    """A worker's end.
+
+    Args:
+        details: what the sender's `prepare` returned; `transport` names the module.
+        worker: number of this worker among those of its server, from 0.
+        device: of this worker.
+
+    Raises:
+        ValueError: there is no such transport.
+        RuntimeError: the trainer did not come within its timeout.
+    """
+    receiver: Receiver = _module(str(details.get("transport"))).open_receiver(details, worker, device)
+    return receiver
+
+
+def _module(name: str) -> Any:
+    if name not in MODULES:
+        raise ValueError(f"transport: got {name!r}, expected one of {', '.join(MODULES)}")
+    return importlib.import_module(MODULES[name])
+
+
+class Group(Protocol):
+    """Ranks that broadcast from rank 0."""
+
+    def broadcast(self, buffer: torch.Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GroupSender:
+    """The trainer's end of a transport that broadcasts in a group of ranks over a `TCPStore`.
+
+    Args:
+        lead: forms the group as rank 0, given the store and the number of ranks.
+        device: where buffers are sent from.
+    """
+
+    def __init__(
+        self, name: TransportName, options: SenderOptions, lead: Callable[[TCPStore, int], Group], device: torch.device
+    ) -> None:
+        self._name = name
+        self._options = options
+        self._lead = lead
+        self._device = device
+        self._world_size = 0
+        self._store: TCPStore | None = None
+        self._group: Group | None = None
+        self._closed = False
+
+    def prepare(self, num_workers: int) -> dict[str, Any]:
+        self._world_size = 1 + num_workers
+        options = self._options
+        self._store, port = serve_store(options.address, options.port, self._world_size, options.timeout_s)
+        return {
+            "transport": self._name,
+            "master_address": options.address,
+            "master_port": port,
+            "world_size": self._world_size,
+            "timeout_s": options.timeout_s,
+        }
+
+    def join(self) -> None:
+        if self._store is None:
+            raise RuntimeError(f"{self._name} sender: prepare() comes before join()")
+        group = self._lead(self._store, self._world_size)
+        self._group = group
+        if self._closed:
+            group.close()
+
+    def send(self, buffer: torch.Tensor) -> None:
+        # Another thread may close the sender meanwhile.
+        group = self._group
+        if group is None:
+            raise RuntimeError(f"{self._name} sender: it is not open")
+        group.broadcast(buffer.to(self._device))
+
+    def close(self) -> None:
+        self._closed = True
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.close()
+
+
+class GroupReceiver:
+    """A worker's end of such a transport. Buffers are received on `device`."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._group.broadcast(buffer)
+        return buffer
+
+    def close(self) -> None:
+        self._group.close()
+
+
+def serve_store(address: str, port: int | None, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
+    """A store for `world_size` ranks that listens at `address`, and its port (`port`, if that is free).
+
+    By itself a `TCPStore` listens on every interface; a socket of our own listens on the one address that workers use.
+    """
+    listener = listen(address, port)
+    found = int(listener.getsockname()[1])
+    store = TCPStore(
+        address,
+        found,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, found
+
+
+def find_store(details: Mapping[str, Any]) -> TCPStore:
+    """The trainer's store, for a worker. RuntimeError (DistStoreError): it is not there."""
+    timeout = timedelta(seconds=details["timeout_s"])
+    address, port = details["master_address"], details["master_port"]
+    return TCPStore(address, port, details["world_size"], is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def listen(address: str, port: int | None) -> socket.socket:
+    """A socket that listens at `address`, at `port` if it is free. OSError if the address is none of this machine.
+
+    A group that broke may hold its port until a call that is stuck in it ends; the server that joins again must not
+    wait for that, so any free port will do.
+    """
+    if port:
+        try:
+            return socket.create_server((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            logger.warning("port %d of the weight group is in use: using a free one", port)
+    return socket.create_server((address, 0))
+
+
+def local_address(peer: str, port: int) -> str:
+    """This machine's address on the route to `peer` (connecting a datagram socket sends nothing)."""
+    family, kind, protocol, _, target = socket.getaddrinfo(peer, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

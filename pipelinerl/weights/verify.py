@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.control import ControlClient
+from pipelinerl.weights.link import ControlClient
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from pipelinerl.llm.client import open_session
 from pipelinerl.llm.completions import Completion
 from pipelinerl.llm.trainable import complete
 from pipelinerl.role import TOKEN_KEY
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import WeightPublisher
 
 SEEDS = (1, 2, 3)
 

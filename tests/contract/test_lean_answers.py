@@ -24,9 +24,9 @@ from pipelinerl.records.completion import (
     unpack_ids,
     unpack_logprobs,
 )
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import WeightPublisher
 
 Server = VLLMProcess | FakeServer
 

@@ -18,12 +18,11 @@ from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.control import ControlClient, control_session
+from pipelinerl.weights.buffers import update_info_of
+from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
 from pipelinerl.weights.manifest import read_manifest
-from pipelinerl.weights.packing import TensorMeta
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
-from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.source import ModuleSource, TensorMeta
+from pipelinerl.weights.sync import WeightPublisher
 
 Server = FakeServer | VLLMProcess
 
@@ -34,7 +33,7 @@ def server(request: pytest.FixtureRequest, tiny_server: VLLMProcess) -> Iterator
         yield tiny_server
         return
     manifest = read_manifest(tiny_server.model)
-    with FakeServer(manifest, tied=True, token_delay_s=0.005, whole_update=True) as fake:
+    with FakeServer(manifest, tied=True, token_delay_s=0.005) as fake:
         yield fake
 
 
@@ -70,7 +69,7 @@ def published(server: Server, version: int) -> None:
 @pytest.mark.parametrize("token", [None, "", "wrong-token-wrong-token"])
 @pytest.mark.parametrize(
     "path",
-    ["/pause", "/resume", "/update_weights", "/collective_rpc", "/pipelinerl/update", "/inference/v1/generate"],
+    ["/pause", "/resume", "/update_weights", "/collective_rpc", "/inference/v1/generate"],
 )
 def test_no_token_no_answer(server: Server, path: str, token: str | None) -> None:
     assert call(server, "POST", path, {}, token)[0] == 401
@@ -129,7 +128,7 @@ def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
 
 
-def test_an_update_is_one_call(server: Server) -> None:
+def test_an_update_has_phases_and_leaves_a_server_that_samples(server: Server) -> None:
     with WeightPublisher(server.token, timeout_s=60) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
         report = publisher.publish(5, ModuleSource(random_model()))
@@ -142,15 +141,6 @@ def test_an_update_is_one_call(server: Server) -> None:
         }
     assert call(server, "GET", "/weight_info", token=server.token) == (200, {"weight_version": "5"})
     assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": False})
-    if isinstance(server, FakeServer):
-        assert "/pipelinerl/update" in server.calls and "/pause" not in server.calls
-
-
-def test_a_call_for_an_update_that_says_too_little_changes_nothing(server: Server) -> None:
-    published(server, 6)
-    assert call(server, "POST", "/pipelinerl/update", {"weight_version": "7"}, server.token)[0] == 400
-    assert call(server, "GET", "/weight_info", token=server.token) == (200, {"weight_version": "6"})
-    assert len(generate(server)["choices"][0]["token_ids"]) == 8
 
 
 def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> None:
@@ -166,18 +156,18 @@ def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> No
     assert len(answers[0]["choices"][0]["token_ids"]) == 8
 
 
-async def test_an_incomplete_update_fails_and_a_complete_one_mends_it(server: Server) -> None:
+async def test_w1_an_incomplete_update_fails_and_a_complete_one_repairs_it(server: Server) -> None:
     """The control calls one by one, as a sender without checks of its own would make them."""
     metas = ModuleSource(random_model()).metadata()
     async with control_session(server.token) as session:
         client = ControlClient(session, "server", server.url)
         with pytest.raises(WeightSyncError, match="500"):
             await client.finish_update(1)
-        await client.abort_update()
+        await client.worker_call("pipelinerl_abort_update")
         await client.pause("keep")
         await client.start_update()
         with pytest.raises(WeightSyncError, match="not initialized"):
-            await client.receive_update(metas, pass_id=1)
+            await client.receive_update(update_info_of(metas, 1000, pass_id=1))
         assert (await client.world_size()) == 1
     await asyncio.to_thread(published, server, 21)
     assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"
@@ -186,20 +176,20 @@ async def test_an_incomplete_update_fails_and_a_complete_one_mends_it(server: Se
 async def test_tensors_with_unequal_lists_are_refused(server: Server) -> None:
     async with control_session(server.token) as session:
         client = ControlClient(session, "server", server.url)
-        await client.abort_update()
+        await client.worker_call("pipelinerl_abort_update")
         await client.start_update()
-        body = {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [], "pass_id": 1}}
+        body = {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [], "chunk_bytes": 1, "pass_id": 1}}
         status, answer = await asyncio.to_thread(call, server, "POST", "/update_weights", body, server.token)
         assert status == 500, answer
-        await client.abort_update()
+        await client.worker_call("pipelinerl_abort_update")
 
 
 def test_model_info_describes_the_checkpoint(server: Server) -> None:
     async def ask() -> dict[str, Any]:
         async with control_session(server.token) as session:
-            return await ControlClient(session, "server", server.url).model_info()
+            return await ControlClient(session, "server", server.url).worker_call("pipelinerl_model_info")
 
     info = asyncio.run(ask())
     shapes = {meta.name: list(meta.shape) for meta in ModuleSource(random_model()).metadata()}
-    assert info == {"tensors": shapes, "tied": True, "dtype": "float32", "whole_update": True}
+    assert info == {"tensors": shapes, "tied": True, "dtype": "float32", "adapter_rank": None, "base_checksum": None}
     assert TensorMeta("lm_head.weight", random_model().dtype, (1,)).name not in shapes

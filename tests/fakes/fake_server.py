@@ -20,12 +20,9 @@ import torch
 from aiohttp import web
 
 from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
-from pipelinerl.weights.adapter_manifest import adapter_problems
-from pipelinerl.weights.gloo_group import GlooGroup
-from pipelinerl.weights.layout import BufferLayout, plan_layout
-from pipelinerl.weights.manifest import coverage_problems
-from pipelinerl.weights.packing import meta_from_wire
-from pipelinerl.weights.receiving import receive_buffers
+from pipelinerl.weights.buffers import metas_of, receive_buffers
+from pipelinerl.weights.manifest import ServerModel, update_problems
+from pipelinerl.weights.transport import Receiver, open_receiver
 
 Script = Callable[[dict[str, Any]], list[int]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -54,9 +51,8 @@ class FakeServer:
         script: the output ids for a request body.
         token_delay_s: seconds per output token, so that updates can fall into a sequence.
         logprob: log-prob of every token.
-        whole_update: serve an update in one call, as our servers do; False: the trainer makes the calls one by one.
         dtype: what it says that its weights are in; it keeps what it gets.
-        info: what else it says of itself: `adapter_rank` and `base_print`, as a server that gets adapters.
+        info: what else it says of itself: `adapter_rank` and `base_checksum`, as a server that gets adapters.
     """
 
     def __init__(
@@ -67,11 +63,9 @@ class FakeServer:
         token_delay_s: float = 0.0,
         logprob: float = -0.5,
         token: str = "fake-server-token-0123456789",
-        whole_update: bool = False,
         dtype: str = "float32",
         info: Mapping[str, Any] | None = None,
     ) -> None:
-        self._whole_update = whole_update
         self._dtype = dtype
         self._info = dict(info or {})
         self.token = token
@@ -88,8 +82,7 @@ class FakeServer:
         self._delay_s = token_delay_s
         self._logprob = logprob
         self._faults: dict[str, list[Fault]] = {}
-        self._group: GlooGroup | None = None
-        self._chunk_bytes = 0
+        self._group: Receiver | None = None
         self._open = False
         self._received: dict[str, torch.Tensor] = {}
         self._active = 0
@@ -146,7 +139,6 @@ class FakeServer:
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._update,
             ("POST", "/finish_weight_update"): self._finish,
-            ("POST", "/pipelinerl/update"): self._update_in_one_call,
             ("POST", "/inference/v1/generate"): self._generate,
         }
         for (method, path), handler in routes.items():
@@ -211,23 +203,23 @@ class FakeServer:
     async def _rpc(self, request: web.Request) -> web.Response:
         method = (await request.json())["method"]
         if method == "pipelinerl_model_info":
-            expected = None if self._expected is None else {name: list(s) for name, s in self._expected.items()}
-            info = {"tensors": expected, "tied": self._tied, "dtype": self._dtype, "whole_update": self._whole_update}
-            return web.json_response({"results": [info | self._info]})
+            return web.json_response({"results": [self._model().to_wire()]})
         if method == "pipelinerl_abort_update":
             was_open, self._open = self._open, False
             self._leave_group()
             return web.json_response({"results": [{"was_open": was_open}]})
+        if method == "pipelinerl_load_adapter":
+            return web.json_response({"results": [None]})
         return _error(500, f"unknown method {method}")
 
+    def _model(self) -> ServerModel:
+        return ServerModel(self._expected, self._tied, self._dtype, **self._info)
+
     async def _init(self, request: web.Request) -> web.Response:
-        info = (await request.json())["init_info"]
+        details = (await request.json())["init_info"]["details"]
         self._leave_group()
-        self._chunk_bytes = info["chunk_bytes"]
         try:
-            self._group = await asyncio.to_thread(
-                GlooGroup.join, info["master_address"], info["master_port"], 1, info["world_size"], info["timeout_s"]
-            )
+            self._group = await asyncio.to_thread(open_receiver, details, 0, torch.device("cpu"))
         except RuntimeError as error:
             return _error(500, str(error))
         return web.json_response({"message": "Weight transfer initialized"})
@@ -242,49 +234,25 @@ class FakeServer:
         info = (await request.json())["update_info"]
         if not self._open:
             return _error(500, "start_weight_update must be called before update_weights.")
-        group = self._group
-
-        def fetch(num_bytes: int) -> torch.Tensor:
-            if group is None:
-                raise RuntimeError("gloo weight transfer is not initialized")
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            group.broadcast(buffer)
-            return buffer
-
         try:
-            metas = meta_from_wire(info["names"], info["dtype_names"], info["shapes"])
-            layout = plan_layout(metas, self._chunk_bytes)
-            await asyncio.to_thread(receive_buffers, "gloo", layout, info["pass_id"], fetch, self._load)
+            if self._group is None:
+                raise RuntimeError("weight transfer is not initialized")
+            metas = metas_of(info["names"], info["dtype_names"], info["shapes"])
+            receive, load = self._group.receive, self._received.update
+            await asyncio.to_thread(receive_buffers, metas, info["chunk_bytes"], info["pass_id"], receive, load)
         except (RuntimeError, ValueError, KeyError) as error:
             self._open = False
             return _error(500, str(error))
         return web.json_response({"message": "Weights updated"})
 
-    def _load(self, part: BufferLayout, buffer: torch.Tensor) -> None:
-        self._received.update(part.unpack(buffer))
-
     async def _finish(self, request: web.Request) -> web.Response:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._received.items()}
-        if "adapter_rank" in self._info:
-            problems = adapter_problems(self._expected, shapes, self._info["adapter_rank"])
-        else:
-            problems = [] if self._expected is None else coverage_problems(self._expected, shapes, self._tied)
+        problems = update_problems(self._model(), shapes)
         if problems:
             return _error(500, f"the update left layers without all of their weights: {problems}")
         self.tensors, self._open = self._received, False
         self.version = (await request.json())["weight_version"]
         return web.json_response({"message": "Weight update finished"})
-
-    async def _update_in_one_call(self, request: web.Request) -> web.Response:
-        if not {"update_info", "weight_version", "clear_cache", "limit_s"} <= set(await request.json()):
-            return _error(400, "update: something is missing")
-        await self._pause(request)
-        for part in (self._start, self._update, self._finish):
-            answer = await part(request)
-            if answer.status != 200:
-                return answer
-        await self._resume(request)
-        return web.json_response({"seconds": dict.fromkeys(("pause", "start", "transfer", "load", "resume"), 0.001)})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -17,8 +17,8 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weights_feed import WeightsFeed
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
+from pipelinerl.weights.sync import WeightPublisher
 
 pytestmark = [
     pytest.mark.gpu,

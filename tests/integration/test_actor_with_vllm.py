@@ -11,9 +11,9 @@ from fakes.random_model import model_logprobs, perturb, random_model
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.records import Sample
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import WeightPublisher
 
 
 def crossing_samples(run: ActorRun) -> list[Sample]:

@@ -26,12 +26,11 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.inference.adapter_room import ROOM_RANKS
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
-from pipelinerl.weights.base_print import base_print
-from pipelinerl.weights.control import ControlClient, control_session
-from pipelinerl.weights.gloo_transport import GlooTransport
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
+from pipelinerl.weights.manifest import folder_checksum
 from pipelinerl.weights.source import ModuleSource, WeightSource
+from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.weights.transport import GroupSender
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
@@ -130,12 +129,11 @@ def test_before_the_first_update_the_server_is_its_base_model(server: VLLMProces
     assert max(abs(a - b) for a, b in zip(logprobs, base, strict=True)) < TOLERANCE
 
 
-@pytest.mark.parametrize("one_call", [True, False])
 @pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"], ["up_proj", "o_proj"]])
-def test_w1_the_server_computes_with_the_adapter(server: VLLMProcess, targets: list[str], one_call: bool) -> None:
+def test_w1_the_server_computes_with_the_adapter(server: VLLMProcess, targets: list[str]) -> None:
     """Fused layers with all and with some of their parts adapted; layers of the update before are 0 again."""
     backend = backend_of(1, target_modules=targets)
-    with connect(server, chunk_bytes=3_000, one_call=one_call) as publisher:
+    with connect(server, chunk_bytes=3_000) as publisher:
         feed = feed_of(backend, publisher)
         for seed in (2, 3):
             before = feed._trainer_logprobs(PROBED)
@@ -212,14 +210,14 @@ def test_a_sequence_that_crosses_an_update_goes_on_with_the_new_adapter(server: 
 
 
 def test_a_damaged_adapter_is_not_used_and_sent_again(server: VLLMProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, sent, send = backend_of(10), [], GlooTransport.send
+    backend, sent, send = backend_of(10), [], GroupSender.send
 
-    def send_damaged_once(self: GlooTransport, buffer: torch.Tensor) -> None:
+    def send_damaged_once(self: GroupSender, buffer: torch.Tensor) -> None:
         sent.append(buffer.numel())
         send(self, torch.zeros_like(buffer) if len(sent) == 2 else buffer)
 
     with connect(server, chunk_bytes=3_000) as publisher:
-        monkeypatch.setattr(GlooTransport, "send", send_damaged_once)
+        monkeypatch.setattr(GroupSender, "send", send_damaged_once)
         report = publisher.publish(next(VERSIONS), source_of(backend))
         assert report.failed == {} and "buffer 2 of" in str(report.updated[0].recovered_from)
         assert (feed_of(backend, publisher).send(next(VERSIONS), PROBED).probe_abs_diff or 0) < TOLERANCE
@@ -229,16 +227,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_paused(server: VLLMProc
     with connect(server) as publisher:
         with pytest.raises(WeightSyncError, match=r"got rank 9, the server has room for 8"):
             publisher.publish(next(VERSIONS), source_of(backend_of(11, r=9)))
-        with pytest.raises(WeightSyncError, match=r"is no part of an adapter"):
+        with pytest.raises(WeightSyncError, match=r"is not part of an adapter"):
             publisher.publish(next(VERSIONS), ModuleSource(random_model(tied=False)))
         with pytest.raises(WeightSyncError, match=r"vllm_config.vllm_kwargs.dtype=bfloat16"):
             publisher.publish(next(VERSIONS), backend_of(11).adapter_source(torch.bfloat16))
-    base = base_print(server.model)
+    base = folder_checksum(server.model)
     assert base is not None
     refused = pytest.raises(WeightSyncError, match=r"other weights than the trainer read")
-    with connect(server, base_print="another") as publisher, refused:
+    with connect(server, base_checksum="another") as publisher, refused:
         publisher.publish(next(VERSIONS), source_of(backend_of(11)))
-    with connect(server, base_print=base) as publisher:
+    with connect(server, base_checksum=base) as publisher:
         backend = backend_of(12)
         assert (feed_of(backend, publisher).send(next(VERSIONS), PROBED).probe_abs_diff or 0) < TOLERANCE
 

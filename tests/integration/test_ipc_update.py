@@ -14,10 +14,10 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weights_feed import WeightsFeed
-from pipelinerl.weights.ipc_transport import IPCTransport
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.ipc import HandleSender
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 pytestmark = pytest.mark.slow
@@ -67,16 +67,16 @@ def test_l1_a_trainer_that_breaks_off_is_followed_by_a_whole_update(
     """The second buffer never comes and the channel closes; the second attempt sends everything again."""
     model = random_model(tied=True, seed=6)
     sent: list[int] = []
-    send = IPCTransport.send
+    send = HandleSender.send
 
-    def send_or_fail(self: IPCTransport, buffer: torch.Tensor) -> None:
+    def send_or_fail(self: HandleSender, buffer: torch.Tensor) -> None:
         sent.append(buffer.numel())
         if len(sent) == 2:
             raise OSError("injected: no second buffer")
         send(self, buffer)
 
     with connect(server) as publisher:
-        monkeypatch.setattr(IPCTransport, "send", send_or_fail)
+        monkeypatch.setattr(HandleSender, "send", send_or_fail)
         report = publisher.publish(7, ModuleSource(model))
         assert report.failed == {} and "injected" in str(report.updated[0].recovered_from)
         assert probe(publisher, model).max_abs_diff < TOLERANCE
@@ -86,9 +86,9 @@ def test_a_buffer_that_is_damaged_on_the_way_is_refused_and_sent_again(
     server: VLLMProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(tied=True, seed=7)
-    send, sent = IPCTransport.send, []
+    send, sent = HandleSender.send, []
 
-    def send_damaged_once(self: IPCTransport, buffer: torch.Tensor) -> None:
+    def send_damaged_once(self: HandleSender, buffer: torch.Tensor) -> None:
         sent.append(buffer.numel())
         if len(sent) == 2:
             buffer = buffer.clone()
@@ -96,9 +96,9 @@ def test_a_buffer_that_is_damaged_on_the_way_is_refused_and_sent_again(
         send(self, buffer)
 
     with connect(server) as publisher:
-        monkeypatch.setattr(IPCTransport, "send", send_damaged_once)
+        monkeypatch.setattr(HandleSender, "send", send_damaged_once)
         report = publisher.publish(9, ModuleSource(model))
-        assert report.failed == {} and "ipc: buffer 2 of" in str(report.updated[0].recovered_from)
+        assert report.failed == {} and "buffer 2 of" in str(report.updated[0].recovered_from)
         assert probe(publisher, model).max_abs_diff < TOLERANCE
 
 

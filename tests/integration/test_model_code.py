@@ -12,8 +12,8 @@ from fakes.random_model import model_logprobs, random_ids, random_model, save_ra
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
+from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 
 pytestmark = pytest.mark.slow

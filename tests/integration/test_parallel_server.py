@@ -12,12 +12,11 @@ import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.weights.gloo_transport import GlooTransport
-from pipelinerl.weights.ipc_transport import IPCTransport
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.ipc import HandleSender
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import Bucket, ModuleSource
-from pipelinerl.weights.transport import TransportName
+from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.weights.transport import GroupSender, TransportName
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 pytestmark = pytest.mark.slow
@@ -70,13 +69,12 @@ def transport(server: VLLMProcess, request: pytest.FixtureRequest) -> TransportN
     return KINDS[request.node.callspec.params["server"]][0]
 
 
-@pytest.mark.parametrize("one_call", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [SMALL_BUFFERS, 2**28])
 def test_w1_both_workers_compute_what_the_trainer_does(
-    server: VLLMProcess, transport: TransportName, chunk_bytes: int, one_call: bool
+    server: VLLMProcess, transport: TransportName, chunk_bytes: int
 ) -> None:
     model = random_model(tied=False, seed=5)
-    with connect(server, transport, chunk_bytes=chunk_bytes, one_call=one_call) as publisher:
+    with connect(server, transport, chunk_bytes=chunk_bytes) as publisher:
         publisher.publish(0, ModuleSource(model))
         assert probe(publisher, model).max_abs_diff < TOLERANCE
         for version in (1, 2):
@@ -91,7 +89,7 @@ def test_a_damaged_buffer_is_refused_by_both_workers_and_sent_again(
     server: VLLMProcess, transport: TransportName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(tied=False, seed=7)
-    kind: Any = {"gloo": GlooTransport, "ipc": IPCTransport}[transport]
+    kind: Any = {"gloo": GroupSender, "ipc": HandleSender}[transport]
     send, sent = kind.send, []
 
     def send_damaged_once(self: Any, buffer: torch.Tensor) -> None:
@@ -105,7 +103,7 @@ def test_a_damaged_buffer_is_refused_by_both_workers_and_sent_again(
         monkeypatch.setattr(kind, "send", send_damaged_once)
         report = publisher.publish(9, ModuleSource(model))
         assert report.failed == {}
-        assert f"{transport}: buffer 2 of" in str(report.updated[0].recovered_from)
+        assert "buffer 2 of" in str(report.updated[0].recovered_from)
         assert probe(publisher, model).max_abs_diff < TOLERANCE
 
 
@@ -118,7 +116,7 @@ class CutShort(ModuleSource):
         raise InterruptedError("trainer died")
 
 
-def test_l2_a_restarted_trainer_mends_two_half_loaded_workers(server: VLLMProcess, transport: TransportName) -> None:
+def test_l2_a_restarted_trainer_repairs_two_half_loaded_workers(server: VLLMProcess, transport: TransportName) -> None:
     old, half, new = (random_model(tied=False, seed=seed) for seed in (10, 11, 12))
     with connect(server, transport) as publisher:
         publisher.publish(30, ModuleSource(old))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import urllib.error
 import urllib.request
@@ -12,8 +11,6 @@ import psutil
 import pytest
 from fakes.random_model import save_random_model
 from fakes.vllm_process import VLLMProcess
-
-from pipelinerl.inference.update_route import UPDATE_PATH
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +26,8 @@ def test_an_update_that_waits_for_a_dead_engine_does_not_keep_the_server(tmp_pat
     with VLLMProcess(model, tmp_path / "server.log") as server:
         engine = _engine_of(server)
         engine.suspend()
-        body = {"update_info": {}, "limit_s": 600, "weight_version": "1", "clear_cache": True}
-        request = urllib.request.Request(
-            server.url + UPDATE_PATH, json.dumps(body).encode(), {"Authorization": f"Bearer {server.token}"}
-        )
+        path, headers = "/pause?mode=keep&clear_cache=true", {"Authorization": f"Bearer {server.token}"}
+        request = urllib.request.Request(server.url + path, b"", headers)
         outcome: list[object] = []
 
         def call() -> None:

@@ -21,9 +21,8 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
-from pipelinerl.weights.control import ControlClient, control_session
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
+from pipelinerl.weights.sync import WeightPublisher
 
 TEMPERATURE = 0.6
 OUTPUT_TOKENS = 40

@@ -17,13 +17,11 @@ from fakes.mid_sequence import ATTEMPTS, generate_across_updates, num_running
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.weights.control import ControlClient, control_session
-from pipelinerl.weights.gloo_transport import GlooTransport
-from pipelinerl.weights.packing import TensorMeta, pack, payload_bytes, plan_chunks
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
-from pipelinerl.weights.seal import mark_of
-from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, mark_of, pack, payload_bytes, plan_chunks, update_info_of
+from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
+from pipelinerl.weights.source import ModuleSource, TensorMeta
+from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.weights.transport import GroupSender, SenderOptions, open_sender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, server_logprobs
 
 TOLERANCE = 1e-4
@@ -69,7 +67,7 @@ def assert_parity(server: VLLMProcess, chunk_bytes: int, model: torch.nn.Module)
 
 
 @pytest.mark.parametrize("chunk_bytes", [10_000, 2**28])
-def test_tied_model_agrees_after_every_update(tiny_server: VLLMProcess, chunk_bytes: int) -> None:
+def test_w1_tied_model_agrees_after_every_update(tiny_server: VLLMProcess, chunk_bytes: int) -> None:
     assert_parity(tiny_server, chunk_bytes, random_model(tied=True, seed=5))
 
 
@@ -109,7 +107,7 @@ def test_a_float16_server_agrees_within_its_precision(tmp_path: Path) -> None:
         assert max(differences) < 0.01
 
 
-def test_sampled_logprobs_are_those_of_the_trainer_at_the_sampling_temperature(tiny_server: VLLMProcess) -> None:
+def test_t3_sampled_logprobs_are_those_of_the_trainer_at_the_sampling_temperature(tiny_server: VLLMProcess) -> None:
     model = random_model(seed=8)
     with connect(tiny_server) as publisher:
         publisher.publish(0, ModuleSource(model))
@@ -125,15 +123,16 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
 
     async def run(client: ControlClient) -> None:
         tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters() if keep(name)]
-        transport, pass_id = GlooTransport("127.0.0.1", None, 60, 2**28), 7
-        await client.abort_update()
-        init_info = transport.prepare(1)
-        await asyncio.gather(client.init_engine(init_info), asyncio.to_thread(transport.join))
+        sender, pass_id = open_sender("gloo", SenderOptions("127.0.0.1", None, 60)), 7
+        await client.worker_call("pipelinerl_abort_update")
+        details = sender.prepare(1)
+        await asyncio.gather(client.join_group(details), asyncio.to_thread(sender.join))
         await client.pause("keep")
         await client.start_update()
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
         buffer = pack([tensor for _, tensor in tensors], mark_of(pass_id, 0, payload_bytes(metas)))
-        await asyncio.gather(client.receive_update(metas, pass_id), asyncio.to_thread(transport.send, buffer))
+        info = update_info_of(metas, DEFAULT_CHUNK_BYTES, pass_id)
+        await asyncio.gather(client.receive_update(info), asyncio.to_thread(sender.send, buffer))
         await client.finish_update(99)
 
     asyncio.run(with_client(server, run))
@@ -142,7 +141,9 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
 @pytest.mark.parametrize(
     "left_out", ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
 )
-def test_a_tensor_left_out_fails_the_update_and_the_next_one_mends_it(tiny_server: VLLMProcess, left_out: str) -> None:
+def test_w1_a_tensor_left_out_fails_the_update_and_the_next_one_repairs_it(
+    tiny_server: VLLMProcess, left_out: str
+) -> None:
     model = random_model(seed=9)
     with pytest.raises(Exception, match="finish_weight_update answered 500"):
         send_without_checks(tiny_server, model, lambda name: name != left_out)
@@ -188,34 +189,33 @@ def test_l2_a_restarted_trainer_mends_a_half_loaded_server_and_running_requests_
 
 
 class DamagingSend:
-    """Stands for `GlooTransport.send`: the second buffer of each of the first `passes` passes arrives as zeros."""
+    """Stands for `GroupSender.send`: the second buffer of each of the first `passes` passes arrives as zeros."""
 
     def __init__(self, buffers_per_pass: int, passes: int) -> None:
-        self._send = GlooTransport.send
+        self._send = GroupSender.send
         self._buffers_per_pass, self._passes, self.sent = buffers_per_pass, passes, 0
 
-    def __call__(self, transport: GlooTransport, buffer: torch.Tensor) -> None:
+    def __call__(self, sender: GroupSender, buffer: torch.Tensor) -> None:
         of_pass, index = divmod(self.sent, self._buffers_per_pass)
         self.sent += 1
         damaged = of_pass < self._passes and index == 1
-        self._send(transport, torch.zeros_like(buffer) if damaged else buffer)
+        self._send(sender, torch.zeros_like(buffer) if damaged else buffer)
 
 
-@pytest.mark.parametrize("one_call", [True, False])
-def test_buffers_that_arrive_as_zeros_are_not_loaded_and_good_ones_mend_the_server(
-    tiny_server: VLLMProcess, monkeypatch: pytest.MonkeyPatch, one_call: bool
+def test_w1_buffers_that_arrive_as_zeros_are_not_loaded_and_good_ones_repair_the_server(
+    tiny_server: VLLMProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = random_model(seed=18), random_model(seed=19)
     metas = ModuleSource(new).metadata()
     buffers = len(list(plan_chunks(metas, 10_000)))
-    message = f"gloo: buffer 2 of {buffers} arrived damaged"
+    message = f"buffer 2 of {buffers} arrived damaged"
 
     async def is_paused(client: ControlClient) -> bool:
-        return bool((await client._request("GET", "/is_paused"))["is_paused"])
+        return bool((await client.get("/is_paused"))["is_paused"])
 
     def damage(patch: pytest.MonkeyPatch, passes: int) -> DamagingSend:
         wire = DamagingSend(buffers, passes)
-        patch.setattr(GlooTransport, "send", lambda transport, buffer: wire(transport, buffer))
+        patch.setattr(GroupSender, "send", lambda sender, buffer: wire(sender, buffer))
         return wire
 
     def times_logged() -> int:
@@ -223,7 +223,7 @@ def test_buffers_that_arrive_as_zeros_are_not_loaded_and_good_ones_mend_the_serv
 
     logged = times_logged()
 
-    with connect(tiny_server, chunk_bytes=10_000, one_call=one_call) as publisher:
+    with connect(tiny_server, chunk_bytes=10_000) as publisher:
         assert publisher.publish(60, ModuleSource(old)).failed == {}
         with monkeypatch.context() as patch:
             wire = damage(patch, passes=1)
@@ -239,7 +239,7 @@ def test_buffers_that_arrive_as_zeros_are_not_loaded_and_good_ones_mend_the_serv
             assert list(publisher.publish(62, ModuleSource(old)).failed) == ["tiny"]
     assert times_logged() > logged_once
     assert asyncio.run(with_client(tiny_server, is_paused))
-    with connect(tiny_server, chunk_bytes=10_000, one_call=one_call) as publisher:
+    with connect(tiny_server, chunk_bytes=10_000) as publisher:
         assert publisher.publish(63, ModuleSource(old)).failed == {}
         assert probe(publisher, old).max_abs_diff < TOLERANCE
     assert not asyncio.run(with_client(tiny_server, is_paused))
@@ -254,7 +254,7 @@ def assert_pure(answer: dict[str, Any], prompt: list[int], version: str, model: 
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
-def test_requests_that_start_after_an_update_match_the_new_weights(tiny_server: VLLMProcess, kv_cache: str) -> None:
+def test_w3_requests_that_start_after_an_update_match_the_new_weights(tiny_server: VLLMProcess, kv_cache: str) -> None:
     """Prefix cache on, other requests running: neither requests that were queued during the pause nor later ones hit
     cache entries of the old weights. All share a prompt of 4 full cache blocks that the old weights have cached."""
     prompt = random_ids(140, seed=5)
@@ -323,7 +323,7 @@ def test_the_probe_does_not_read_the_prefix_cache(tiny_server: VLLMProcess) -> N
     assert first == pytest.approx(second, abs=1e-6)
 
 
-def test_no_route_but_health_opens_without_the_token(tiny_server: VLLMProcess) -> None:
+def test_w4_no_route_but_health_opens_without_the_token(tiny_server: VLLMProcess) -> None:
     """Every route that the server lists, and paths that mounted applications serve."""
 
     async def run() -> None:

@@ -1,7 +1,7 @@
 """For a server on a CPU whose PYTHONPATH has this folder: it loads in place, as one on a GPU does.
 
 Python imports this by itself in every process of the server. vLLM then leaves the matrices of linear layers as they are
-(on CPUs it packs them), and every update says in the log how it is loaded.
+(on CPUs it packs them), and every update says in the log that it is loaded so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import Any
 
 
 def _in_place(module: Any) -> None:
-    module.can_load_in_place = lambda model, environ: True
+    module.can_load_in_place = lambda model: True
+    begin = module.InPlaceLoading.begin
+
+    def told(self: Any) -> None:
+        print("loading in place", flush=True)
+        begin(self)
+
+    module.InPlaceLoading.begin = told
 
 
 def _no_packing_of_large(module: Any) -> None:
@@ -26,19 +33,8 @@ def _no_packing_of_small(module: Any) -> None:
     module.check_cpu_sgl_kernel = lambda *_: False
 
 
-def _tell_mode(module: Any) -> None:
-    finish = module.PlannedLoader.finish
-
-    def told(self: Any) -> None:
-        print(f"loaded in mode {self.mode.value}", flush=True)
-        finish(self)
-
-    module.PlannedLoader.finish = told
-
-
 _CHANGES: dict[str, Callable[[Any], None]] = {
-    "pipelinerl.inference.reload": _in_place,
-    "pipelinerl.inference.planned_load": _tell_mode,
+    "pipelinerl.inference.transfer": _in_place,
     "vllm._custom_ops": _no_packing_of_large,
     "vllm.model_executor.layers.utils": _no_packing_of_small,
 }

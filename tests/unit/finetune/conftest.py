@@ -36,7 +36,8 @@ from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import Entry
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.tracking.recorder import MetricRecorder
-from pipelinerl.weights.report import ServerUpdate, UpdateReport
+from pipelinerl.weights.link import ServerUpdate
+from pipelinerl.weights.sync import UpdateReport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 from pipelinerl.world import Job, WorldMap
 

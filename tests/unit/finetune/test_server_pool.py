@@ -16,9 +16,9 @@ from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.finetune.weights_feed import WeightsFeed
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 
 TIMEOUT_S = 60.0

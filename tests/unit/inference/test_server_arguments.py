@@ -34,7 +34,7 @@ def test_the_protocol_options_are_always_there() -> None:
     assert value_of(argv, "--port") == "8000"
     assert value_of(argv, "--served-model-name") == "actor"
     assert value_of(argv, "--logprobs-mode") == "processed_logprobs"
-    assert json.loads(value_of(argv, "--weight-transfer-config")) == {"backend": "pipelinerl_gloo"}
+    assert json.loads(value_of(argv, "--weight-transfer-config")) == {"backend": "pipelinerl"}
     assert value_of(argv, "--middleware") == "pipelinerl.inference.middleware.ServerMiddleware"
     assert "--enable-scale-out" in argv
 

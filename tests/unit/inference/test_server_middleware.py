@@ -8,7 +8,6 @@ import pytest
 
 from pipelinerl.inference.auth import TOKEN_VARIABLE
 from pipelinerl.inference.middleware import ServerMiddleware
-from pipelinerl.inference.update_route import UPDATE_PATH
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
 
 TOKEN = "a-token-of-sixteen-or-more"
@@ -34,12 +33,10 @@ async def status_of(path: str, token: str, monkeypatch: pytest.MonkeyPatch) -> i
     return int(sent[0]["status"])
 
 
-@pytest.mark.parametrize("path", [UPDATE_PATH, GENERATE_PATH, "/pause"])
+@pytest.mark.parametrize("path", [GENERATE_PATH, "/pause"])
 async def test_nothing_is_reached_without_the_token(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await status_of(path, "another-token-of-some-length", monkeypatch) == 401
 
 
 async def test_with_it_our_routes_answer_and_others_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await status_of("/pause", TOKEN, monkeypatch) == 418
-    # An empty body is no update.
-    assert await status_of(UPDATE_PATH, TOKEN, monkeypatch) == 400

@@ -23,7 +23,7 @@ from pipelinerl.rl.losses import LossInputs
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.tracking.collector import Collector
-from pipelinerl.weights.report import UpdateReport
+from pipelinerl.weights.sync import UpdateReport
 
 PACKAGE = Path(pipelinerl.__file__).parent
 RECORDING_PACKAGES = ("actor", "finetune", "preprocess", "rl", "tracking")

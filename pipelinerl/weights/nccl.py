@@ -1,12 +1,12 @@
-"""One NCCL group of a trainer and the workers of one server. Used by both ends; no vllm.
+"""Weight transfer over NCCL, for servers on other GPUs.
 
 The group is PyTorch's own `ProcessGroupNCCL` over the trainer's `TCPStore`, so it uses the NCCL that PyTorch brings at
 both ends. vLLM's binding asks for functions of newer NCCL releases and, where they are missing, skips every broadcast
 without a word. A group proves itself before it is used: a number that only the trainer knows has to arrive.
 
-NCCL itself waits without a limit for ranks that never come, so all ranks meet in the store first, which has one.
-Broadcasts run beside the current stream, never in it: what waits for a broadcast of a server that hangs is then only
-that server's group, and not whatever else this process does on the GPU.
+NCCL itself waits without a limit for ranks that never come, so all ranks meet in the store first, which has a timeout.
+Broadcasts run on a stream of the group, never on the current one: a server that hangs then blocks only its own group,
+not everything else that this process does on the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -23,33 +23,48 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from pipelinerl.weights.gloo_group import TRAINER_RANK
+from pipelinerl.weights.transport import TRAINER_RANK, GroupReceiver, GroupSender, SenderOptions, find_store
 
-# With it, PyTorch starts no watchdog for the group: that would end the whole process when a broadcast fails.
+# With it PyTorch starts no watchdog for the group; the watchdog would end the whole process when a broadcast fails.
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _PROOF_KEY = "proof"
 _HERE_KEY = "here-{rank}"
-#: So long `close` waits for NCCL at most.
+#: `close` waits for NCCL at most this long.
 _CLOSE_S = 5.0
 _environ_lock = threading.Lock()
 logger = logging.getLogger(__name__)
 
 
+def open_sender(options: SenderOptions) -> GroupSender:
+    index = torch.cuda.current_device() if options.device_index is None else options.device_index
+    device = torch.device("cuda", index)
+
+    def lead(store: TCPStore, world_size: int) -> NCCLGroup:
+        return NCCLGroup(store, TRAINER_RANK, world_size, options.timeout_s, device)
+
+    return GroupSender("nccl", options, lead, device)
+
+
+def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> GroupReceiver:
+    own = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    group = NCCLGroup(find_store(details), 1 + worker, details["world_size"], details["timeout_s"], own)
+    return GroupReceiver(group, own)
+
+
 class NCCLGroup:
-    """A group of `world_size` ranks, each with a GPU of its own; rank 0, the trainer, is the only sender."""
+    """A group of the trainer and the workers of one server, each with a GPU of its own.
+
+    Raises:
+        RuntimeError: the other ranks did not come within `timeout_s`, or what the trainer sent did not arrive.
+    """
 
     def __init__(self, store: TCPStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
-        """Form the group; blocks until all ranks are there.
-
-        Raises:
-            RuntimeError: the others did not come within `timeout_s`, or what the trainer sent did not arrive.
-        """
         # Kept because the store has to outlive the group.
         self._store = store
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device
         self._lock = threading.Lock()
-        # What a broadcast reads or writes. One that failed may go on until NCCL is left: so long its memory is kept.
+        # What a broadcast reads or writes. One that failed may run on until NCCL is left; its memory is kept so long.
         self._under_way: torch.Tensor | None = None
         _meet(store, rank, world_size, self._timeout)
         torch.cuda.set_device(device)
@@ -61,20 +76,6 @@ class NCCLGroup:
             self.close()
             raise
 
-    @classmethod
-    def join(
-        cls, address: str, port: int, rank: int, world_size: int, timeout_s: float, device: torch.device
-    ) -> NCCLGroup:
-        """Join as a worker. Raises RuntimeError (DistStoreError) if the others do not come within `timeout_s`."""
-        timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
-        return cls(store, rank, world_size, timeout_s, device)
-
-    @classmethod
-    def lead(cls, store: TCPStore, world_size: int, timeout_s: float, device: torch.device) -> NCCLGroup:
-        """Join as the trainer, over a store that it serves."""
-        return cls(store, TRAINER_RANK, world_size, timeout_s, device)
-
     def broadcast(self, buffer: torch.Tensor) -> None:
         """Broadcast `buffer` (contiguous, on the group's GPU) from the trainer to the workers, in place.
 
@@ -82,34 +83,23 @@ class NCCLGroup:
         stream.
 
         Raises:
-            RuntimeError: a peer went away, the time-out passed, or this group was closed.
-        """
-        self.start(buffer)()
-
-    def start(self, buffer: torch.Tensor) -> Callable[[], None]:
-        """As `broadcast`, but blocks only when what it returns is called. One at a time may be under way.
-
-        Raises:
-            RuntimeError: this group was closed, or another broadcast is under way.
+            RuntimeError: a peer went away, the timeout passed, or this group was closed.
         """
         group = self._group
         if group is None:
             raise RuntimeError("nccl group: it was closed")
         if self._under_way is not None:
             raise RuntimeError("nccl group: another broadcast is under way")
+        # The current device is one of the thread, and senders are called in threads of their own.
         torch.cuda.set_device(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work = group.broadcast(buffer, TRAINER_RANK, self._timeout)
-        self._under_way = buffer
-        return lambda: self._end(group, work)
-
-    def _end(self, group: Any, work: Any) -> None:
-        with torch.cuda.stream(self._stream):
-            # Given a time, it blocks the thread and not only the stream: ours, which waits for the broadcast too.
+            self._under_way = buffer
+            # Given a time it blocks this thread, and not only the stream.
             work.wait(self._timeout)
         if self._group is not group:
-            # One that is aborted seems to end well.
+            # A broadcast that is aborted seems to end well.
             raise RuntimeError("nccl group: it was closed during a broadcast")
         if not work.is_completed():
             raise RuntimeError(f"nccl group: a broadcast did not end within {self._timeout.total_seconds():g} s")
@@ -129,10 +119,10 @@ class NCCLGroup:
         thread.start()
         thread.join(_CLOSE_S)
         if thread.is_alive():
-            logger.warning("nccl group: leaving it takes more than %g s and goes on by itself", _CLOSE_S)
+            logger.warning("nccl group: leaving NCCL takes more than %g s and continues in the background", _CLOSE_S)
 
     def _prove(self, rank: int) -> None:
-        """Send a random number through the group and compare it with what the store says."""
+        """Broadcast a random number and compare it with the one in the store."""
         value = torch.zeros(1, dtype=torch.int64, device=self._device)
         if rank == TRAINER_RANK:
             number = secrets.randbits(62) + 1
@@ -148,11 +138,7 @@ class NCCLGroup:
 
 
 def _meet(store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Wait until all ranks are at this point.
-
-    Raises:
-        RuntimeError: some did not come within `timeout`.
-    """
+    """Wait until all ranks are at this point. RuntimeError: some did not come within `timeout`."""
     store.set(_HERE_KEY.format(rank=rank), "1")
     keys = [_HERE_KEY.format(rank=other) for other in range(world_size)]
     try:
@@ -163,11 +149,11 @@ def _meet(store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> No
         ) from error
 
 
-def _abort(group: Any, _kept: torch.Tensor | None = None) -> None:
+def _abort(group: Any, _kept: torch.Tensor | None) -> None:
     try:
         group.abort()
     except RuntimeError:
-        # Whoever closes a group has an error already, or no use for it any more.
+        # Whoever closes a group has an error already, or no use for the group any more.
         logger.exception("nccl group: NCCL could not leave it cleanly")
 
 
@@ -183,7 +169,7 @@ def _process_group(store: PrefixStore, rank: int, world_size: int, timeout: time
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable that a constructor reads, and only for it: other groups of this process keep their own ways."""
+    """Set a variable only while a constructor reads it: other groups of this process keep their own settings."""
     with _environ_lock:
         before = os.environ.get(name)
         os.environ[name] = value

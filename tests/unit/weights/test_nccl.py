@@ -15,13 +15,9 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from pipelinerl.weights import nccl_group
-from pipelinerl.weights.layout import BufferLayout, plan_layout
-from pipelinerl.weights.meeting_store import serve_store
-from pipelinerl.weights.nccl_group import NCCLGroup
-from pipelinerl.weights.packing import TensorMeta, pack
-from pipelinerl.weights.receiving import receive_buffers
-from pipelinerl.weights.seal import mark_of
+from pipelinerl.weights import nccl
+from pipelinerl.weights.nccl import NCCLGroup
+from pipelinerl.weights.transport import find_store, serve_store
 
 CPU = torch.device("cpu")
 VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
@@ -85,7 +81,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         return ProcessGroupGloo(store, rank, world_size, options)
 
-    monkeypatch.setattr(nccl_group, "_process_group", gloo)
+    monkeypatch.setattr(nccl, "_process_group", gloo)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -98,6 +94,7 @@ def both_ends(timeout_s: float = 60) -> dict[str, Any]:
     """The trainer's and a worker's group, or the errors with which they did not form."""
     store, port = serve_store("127.0.0.1", None, 2, timeout_s)
     found: dict[str, Any] = {"store": store}
+    details = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2, "timeout_s": timeout_s}
 
     def run(name: str, form: Any) -> None:
         try:
@@ -106,8 +103,8 @@ def both_ends(timeout_s: float = 60) -> dict[str, Any]:
             found[name] = error
 
     ends = {
-        "trainer": lambda: NCCLGroup.lead(store, 2, timeout_s, CPU),
-        "worker": lambda: NCCLGroup.join("127.0.0.1", port, 1, 2, timeout_s, CPU),
+        "trainer": lambda: NCCLGroup(store, 0, 2, timeout_s, CPU),
+        "worker": lambda: NCCLGroup(find_store(details), 1, 2, timeout_s, CPU),
     }
     threads = [threading.Thread(target=run, args=item) for item in ends.items()]
     for thread in threads:
@@ -130,49 +127,6 @@ def test_a_buffer_arrives_and_a_closed_group_refuses() -> None:
         ends[name].close()
         with pytest.raises(RuntimeError, match="closed"):
             ends[name].broadcast(sent)
-
-
-def test_sealed_buffers_come_ahead_over_real_broadcasts() -> None:
-    """A worker starts the next before it checks and loads the present one; one is under way at a time."""
-    ends = both_ends()
-    metas = [TensorMeta(f"t{number}", torch.float32, (5 + number,)) for number in range(6)]
-    layout = plan_layout(metas, 0)
-    tensors = [torch.full(meta.shape, float(number)) for number, meta in enumerate(metas)]
-    sent = [
-        pack([tensor], mark_of(9, part.index, part.payload_bytes))
-        for part, tensor in zip(layout.buffers, tensors, strict=True)
-    ]
-
-    def send() -> None:
-        for buffer in sent:
-            ends["trainer"].broadcast(buffer)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    worker, started, loaded = ends["worker"], [], []
-
-    def start(num_bytes: int) -> None:
-        buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-        started.append((buffer, worker.start(buffer)))
-        with pytest.raises(RuntimeError, match="another broadcast is under way"):
-            worker.start(buffer)
-
-    def fetch(num_bytes: int) -> torch.Tensor:
-        if not started:
-            start(num_bytes)
-        buffer, wait = started.pop()
-        wait()
-        assert buffer.numel() == num_bytes
-        return buffer
-
-    def load(part: BufferLayout, buffer: torch.Tensor) -> None:
-        assert len(started) == (0 if part.index == len(metas) - 1 else 1)
-        loaded.extend(tensor.clone() for _, tensor in part.unpack(buffer))
-
-    receive_buffers("nccl", layout, 9, fetch, load, start)
-    sender.join(60)
-    assert len(loaded) == len(tensors)
-    assert all(torch.equal(got, tensor) for got, tensor in zip(loaded, tensors, strict=True))
 
 
 def test_memory_of_a_broadcast_that_failed_is_kept_until_the_group_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +153,7 @@ def test_memory_of_a_broadcast_that_failed_is_kept_until_the_group_was_left(monk
 
 def test_a_group_that_carries_nothing_is_found_when_it_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     mute = Mute()
-    monkeypatch.setattr(nccl_group, "_process_group", lambda *args: mute)
+    monkeypatch.setattr(nccl, "_process_group", lambda *args: mute)
     ends = both_ends()
     assert "0 arrived where" in str(ends["worker"])
     assert mute.aborted
@@ -221,7 +175,7 @@ def test_the_variable_of_the_group_is_set_only_while_it_is_made(
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
-    with nccl_group._environment(VARIABLE, "1"):
+    with nccl._environment(VARIABLE, "1"):
         assert os.environ[VARIABLE] == "1"
     assert os.environ.get(VARIABLE) == before
 
@@ -239,7 +193,7 @@ def test_only_the_stream_of_the_group_waits_for_its_broadcasts() -> None:
 
 
 def test_ranks_that_never_come_are_an_error_before_nccl_would_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_group, "_process_group", lambda *args: pytest.fail("NCCL has no time-out"))
+    monkeypatch.setattr(nccl, "_process_group", lambda *args: pytest.fail("NCCL has no time-out"))
     store, port = serve_store("127.0.0.1", None, 3, 60)
     errors: list[str] = []
 
@@ -253,7 +207,7 @@ def test_ranks_that_never_come_are_an_error_before_nccl_would_wait_for_them(monk
     thread = threading.Thread(target=worker)
     thread.start()
     with pytest.raises(RuntimeError, match=r"rank 0 of 3 waited 0\.5 s for the others"):
-        NCCLGroup.lead(store, 3, 0.5, CPU)
+        NCCLGroup(store, 0, 3, 0.5, CPU)
     thread.join(60)
     assert len(errors) == 1
     assert "rank 1 of 3 waited" in errors[0]
@@ -274,7 +228,7 @@ def test_closing_raises_nothing_and_does_not_wait_for_nccl_without_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is called where another error is being told, and on the event loop that serves all servers."""
-    monkeypatch.setattr(nccl_group, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(nccl, "_CLOSE_S", 0.01)
     group = both_ends()["trainer"]
     group.close()
     is_over, broken, stuck = threading.Event(), Mute(), Mute()
@@ -284,9 +238,9 @@ def test_closing_raises_nothing_and_does_not_wait_for_nccl_without_end(
 
     monkeypatch.setattr(broken, "abort", refuse)
     monkeypatch.setattr(stuck, "abort", lambda: is_over.wait(60))
-    nccl_group._abort(broken)
+    nccl._abort(broken, None)
     assert "unhandled system error" in caplog.text
     group._group = stuck
     group.close()
-    assert "goes on by itself" in caplog.text
+    assert "continues in the background" in caplog.text
     is_over.set()

@@ -1,4 +1,4 @@
-"""The publisher against servers that fail in every way: one server's failure stays its own, and is mended."""
+"""Updates of fake servers: all of them get everything, a failing server costs only itself and gets a second attempt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fakes.fake_server import FakeServer, Fault
 from fakes.ports import refused_port
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.gloo_transport import GlooTransport
-from pipelinerl.weights.publisher import WeightPublisher
-from pipelinerl.weights.report import ServerAddress
+from pipelinerl.weights.link import ServerAddress, ServerUpdate
 from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.sync import UpdateReport, WeightPublisher
+from pipelinerl.weights.transport import GroupSender
 from pipelinerl.weights.verify import ProbeSequence
 
 # Only the server that hangs is waited for so long; whatever works has to be quicker.
@@ -68,7 +68,7 @@ FAULTS = [Fault("status", 500, "disk on fire"), Fault("close")]
 ROUTES = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
-def assert_mended(servers, model, route: str, fault: Fault, timeout_s: float) -> None:
+def assert_recovers(servers, model, route: str, fault: Fault, timeout_s: float) -> None:
     """The first server has `fault` on `route` in one update, which both have in the end."""
     first, second = servers
     with connected(servers, timeout_s=timeout_s) as publisher:
@@ -90,16 +90,16 @@ def assert_mended(servers, model, route: str, fault: Fault, timeout_s: float) ->
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
-def test_one_fault_is_mended(servers, model, route, fault) -> None:
-    assert_mended(servers, model, route, fault, LIMIT_S)
+def test_l1_a_server_with_one_fault_recovers(servers, model, route, fault) -> None:
+    assert_recovers(servers, model, route, fault, LIMIT_S)
 
 
-def test_a_server_that_hangs_is_mended_and_the_other_one_never_waits_for_ever(model) -> None:
+def test_l1_a_server_that_hangs_recovers_and_the_other_one_is_not_held_up(model) -> None:
     """On every route: one pair of servers for each, all at the same time."""
 
     def hang(route: str) -> None:
         with FakeServer(SHAPES) as first, FakeServer(SHAPES) as second:
-            assert_mended((first, second), model, route, Fault("hang"), HANG_S)
+            assert_recovers((first, second), model, route, Fault("hang"), HANG_S)
 
     with ThreadPoolExecutor(len(ROUTES)) as pool:
         for ended in [pool.submit(hang, route) for route in ROUTES]:
@@ -111,7 +111,7 @@ def test_a_server_that_takes_no_more_buffers_leaves_time_for_the_others(servers,
     with FakeServer(SHAPES) as third:
         three = (*servers, third)
         # The two that hang take a part of the time, one after the other.
-        with WeightPublisher(third.token, timeout_s=2 * HANG_S, chunk_bytes=1, one_call=False) as publisher:
+        with WeightPublisher(third.token, timeout_s=2 * HANG_S, chunk_bytes=1) as publisher:
             addresses = [ServerAddress(f"server_{index}", server.url) for index, server in enumerate(three)]
             publisher.connect(addresses, start_timeout_s=LIMIT_S)
             for server in servers:
@@ -227,8 +227,8 @@ def test_an_update_that_was_cut_off_leaves_its_groups_and_the_next_one_makes_new
         links = list(publisher._links.values())
         closed = [threading.Event() for _ in links]
         for link, event in zip(links, closed, strict=True):
-            close = link._transport.close
-            link._transport.close = lambda close=close, event=event: (close(), event.set())
+            close = link._sender.close
+            link._sender.close = lambda close=close, event=event: (close(), event.set())
         with pytest.raises(ArithmeticError, match="gather failed"):
             publisher.publish(0, Broken(model))
         assert all(event.wait(60) for event in closed)
@@ -247,7 +247,7 @@ def test_a_link_that_does_not_end_is_cancelled_and_its_group_closed(servers) -> 
     with connected(servers) as publisher:
         link, future = publisher._links["server_0"], Stuck()
         assert publisher._outcome(link, future) is None
-        assert future.cancelled() and link._transport is None and link.error == "no end after 60 s"
+        assert future.cancelled() and link._sender is None and link.error == "no end after 60 s"
 
 
 def test_a_server_that_joins_anew_while_its_old_start_fails_stays_connected(servers, model) -> None:
@@ -280,15 +280,15 @@ class Squares(torch.nn.Module):
 
 
 class DamagingWire:
-    """Stands for `GlooTransport.send`: the next `passes` passes of three buffers are damaged on the way."""
+    """Stands for `GroupSender.send`: the next `passes` passes of three buffers are damaged on the way."""
 
-    def __init__(self, send: Callable[[GlooTransport, torch.Tensor], None], kind: str, passes: int) -> None:
+    def __init__(self, send: Callable[[GroupSender, torch.Tensor], None], kind: str, passes: int) -> None:
         self._send, self._kind, self._damaged = send, kind, 3 * passes
         self._earlier: list[torch.Tensor] = []
         self._held: torch.Tensor | None = None
         self.armed = False
 
-    def __call__(self, transport: GlooTransport, buffer: torch.Tensor) -> None:
+    def __call__(self, transport: GroupSender, buffer: torch.Tensor) -> None:
         if not self.armed:
             self._earlier.append(buffer.clone())
             self._send(transport, buffer)
@@ -321,23 +321,22 @@ class DamagingWire:
 @pytest.fixture(params=["zeros", "stale", "byte", "swapped"])
 def damaged_wire(request, monkeypatch) -> Callable[[int], DamagingWire]:
     def make(passes: int) -> DamagingWire:
-        wire = DamagingWire(GlooTransport.send, request.param, passes)
-        monkeypatch.setattr(GlooTransport, "send", lambda transport, buffer: wire(transport, buffer))
+        wire = DamagingWire(GroupSender.send, request.param, passes)
+        monkeypatch.setattr(GroupSender, "send", lambda transport, buffer: wire(transport, buffer))
         return wire
 
     return make
 
 
-@pytest.mark.parametrize("whole_update", [True, False])
-def test_a_damaged_buffer_fails_the_attempt_and_good_ones_mend_it(damaged_wire, whole_update: bool) -> None:
+def test_a_damaged_buffer_fails_the_attempt_and_the_second_one_is_good(damaged_wire) -> None:
     model, wire = Squares(), damaged_wire(passes=1)
-    with FakeServer(whole_update=whole_update) as server, connected((server,), chunk_bytes=1) as publisher:
+    with FakeServer() as server, connected((server,), chunk_bytes=1) as publisher:
         assert publisher.publish(0, ModuleSource(model)).failed == {}
         wire.armed = True
         # The weights are the same in both versions: a stale buffer has the right values and the wrong pass.
         report = publisher.publish(1, ModuleSource(model))
         assert report.failed == {}
-        assert "of 3 arrived damaged: checksum" in str(report.updated[0].recovered_from)
+        assert "of 3 arrived damaged" in str(report.updated[0].recovered_from)
         assert_has(server, model)
         assert (server.version, server.paused) == ("1", False)
 
@@ -350,3 +349,89 @@ def test_a_server_whose_buffers_are_damaged_twice_stays_paused_with_its_old_labe
         report = publisher.publish(1, ModuleSource(model))
         assert report.failed["server_0"].count("arrived damaged") == 2
         assert (server.version, server.paused) == ("0", True)
+
+
+def test_adapters_and_models_are_not_taken_for_each_other() -> None:
+    """A stale or another frozen model is refused before anything is paused."""
+    model = {"layers.0.q_proj.weight": (6, 4), "norm.weight": (4,)}
+    module = torch.nn.ModuleDict({"A": torch.nn.Linear(4, 2, bias=False), "B": torch.nn.Linear(2, 6, bias=False)})
+    adapter = ModuleSource(module, rename=lambda name: f"layers.0.q_proj.lora_{name}")
+    info = {"adapter_rank": 2, "base_checksum": "same"}
+    for base_checksum, extra, fits in [("same", info, True), ("another", info, False), ("same", {}, False)]:
+        with (
+            FakeServer(model, info=extra) as server,
+            WeightPublisher(server.token, timeout_s=LIMIT_S, base_checksum=base_checksum) as publisher,
+        ):
+            publisher.connect([ServerAddress("actor_llm_0", server.url)])
+            if not fits:
+                with pytest.raises(WeightSyncError, match="does not fit the server's model"):
+                    publisher.publish(1, adapter)
+                assert "/pause" not in server.calls and not server.tensors
+                continue
+            report = publisher.publish(1, adapter)
+            assert (report.failed, report.sent_bytes, server.version) == ({}, 4 * (2 * 4 + 6 * 2), "1")
+            assert set(server.tensors) == {f"layers.0.q_proj.lora_{matrix}.weight" for matrix in "AB"}
+
+
+HALF_SHAPES = {"weight": (2, 3), "bias": (2,)}
+
+
+def linear(bias: float = 0.5) -> torch.nn.Linear:
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1 + 2**-11, 1 + 3 * 2**-11, -65504.0], [2.0**-24, 2.0**-26, 0.1]]))
+        model.bias.fill_(bias)
+    return model
+
+
+def test_weights_are_rounded_to_the_dtype_of_the_wire_once() -> None:
+    with FakeServer(HALF_SHAPES, dtype="float16") as server, connected((server,)) as publisher:
+        assert publisher.publish(1, ModuleSource(linear(), dtype=torch.float16)).failed == {}
+        arrived = server.tensors["weight"]
+        assert arrived.dtype == torch.float16
+        # Ties go to the even neighbor; below half of the smallest float16 lies 0.
+        assert arrived.tolist() == [[1.0, 1 + 2 * 2**-10, -65504.0], [2.0**-24, 0.0, 0.0999755859375]]
+        assert publisher.probe([ProbeSequence([1, 2], [-0.5])]).server_dtypes == {"server_0": "float16"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_value_beyond_float16_is_refused_before_a_float16_server_is_paused(dtype: str) -> None:
+    with FakeServer(HALF_SHAPES, dtype=dtype) as server, connected((server,)) as publisher:
+        if dtype == "float16":
+            with pytest.raises(WeightSyncError, match="bias has a value of 70000"):
+                publisher.publish(1, ModuleSource(linear(70000.0)))
+            assert (server.version, server.paused, server.tensors) == ("default", False, {})
+        else:
+            assert publisher.publish(1, ModuleSource(linear(70000.0))).failed == {}
+            assert float(server.tensors["bias"][0]) == 70000.0
+
+
+@pytest.mark.parametrize(("ids", "logprobs"), [([1], []), ([1, 2], []), ([1, 2], [0.1, 0.2])])
+def test_probe_sequences_must_fit(ids: list[int], logprobs: list[float]) -> None:
+    with pytest.raises(ValueError, match="one log-prob fewer"):
+        ProbeSequence(ids, logprobs)
+
+
+def report(
+    *servers: dict[str, float], failed: dict[str, str] | None = None, recovered: str | None = None
+) -> UpdateReport:
+    updates = [ServerUpdate(f"s{number}", seconds, recovered) for number, seconds in enumerate(servers)]
+    return UpdateReport(1, updates, failed or {}, total_s=0.5)
+
+
+def test_a_server_is_paused_in_its_own_phases() -> None:
+    seconds = report({"pause": 0.01, "transfer": 0.2, "resume": 0.01}, {"pause": 0.1, "transfer": 0.05}).seconds
+    # 0.22 and 0.15: not 0.1 + 0.2 + 0.01, which no server was paused.
+    assert seconds["paused"] == pytest.approx(0.22)
+    assert (seconds["pause"], seconds["transfer"], seconds["total"]) == (0.1, 0.2, 0.5)
+
+
+@pytest.mark.parametrize("how", ["recovered", "failed"])
+def test_after_a_failed_attempt_the_whole_call_counts(how: str) -> None:
+    phases = {"pause": 0.01, "transfer": 0.2}
+    found = report(phases, recovered="first error") if how == "recovered" else report(phases, failed={"s1": "gone"})
+    assert found.seconds["paused"] == 0.5
+
+
+def test_no_server_was_paused_where_there_is_none() -> None:
+    assert report().seconds["paused"] == 0.0

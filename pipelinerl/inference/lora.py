@@ -3,8 +3,7 @@
 vLLM does the work: it wraps the layers (`--enable-lora`), slices A and B for its workers, and adds their product to
 what a layer gives. What vLLM has no way for is an adapter that never was in a folder. So the scheduler attaches one
 request for an adapter to whatever it is given (`inference.scheduler`), and vLLM's worker, when it is to load that one,
-takes what was sent last. Before the first update it takes zeros: the server is its base model. Called by
-`inference.adapter_update`.
+loads what was sent last. Before the first update it loads zeros: the server is its base model.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from pipelinerl.weights.adapter_manifest import A_SUFFIX
+from pipelinerl.weights.buffers import NamedTensors
+from pipelinerl.weights.manifest import A_SUFFIX, Shape, adapter_problems
 
 _ID = 1
 _NAME = "policy"
@@ -27,6 +27,38 @@ _NAME = "policy"
 _NOWHERE = "pipelinerl:sent-by-the-trainer"
 _MARK = "pipelinerl_loads_what_was_sent"
 _SENT = "pipelinerl_sent"
+
+
+class AdapterLoading:
+    """Collects the tensors of an update and gives them to vLLM at its end; nothing changes before (`transfer.Loading`).
+
+    Args:
+        model: with vLLM's manager of adapters.
+        checkpoint: names and shapes of its checkpoint, if they are known.
+    """
+
+    def __init__(self, model: Any, checkpoint: Mapping[str, Shape] | None) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        self._tensors = {}
+
+    def problems(self, sent: Mapping[str, Shape]) -> list[str]:
+        rank = self._model.lora_manager.lora_config.max_lora_rank
+        if problems := adapter_problems(self._checkpoint, sent, rank):
+            return problems
+        unwrapped = unwrapped_layers(self._model, list(sent))
+        return [f"{layer} has no room for an adapter in this server" for layer in unwrapped]
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Keep these tensors: they are views of a buffer that nothing else writes to."""
+        self._tensors.update(tensors)
+
+    def finish(self) -> None:
+        replace_adapter(self._model, self._tensors)
+        self._tensors = {}
 
 
 def adapter_request() -> LoRARequest:
@@ -61,8 +93,8 @@ def load_what_was_sent(worker_manager: Any) -> None:
     worker_manager._load_adapter = load_adapter
 
 
-def layers_without_place(model: Any, names: Sequence[str]) -> list[str]:
-    """Layers of an adapter that this server's model has not, or does not wrap; vLLM would pass over them.
+def unwrapped_layers(model: Any, names: Sequence[str]) -> list[str]:
+    """Layers of an adapter that this server's model does not have, or does not wrap; vLLM would skip them.
 
     Args:
         model: with vLLM's manager of adapters.

@@ -1,0 +1,322 @@
+"""Weight updates inside a worker of a server: receives packed buffers and loads them into the model.
+
+`PackedTransferEngine` is what vLLM calls; a transport (`weights.transport`) brings the buffers. There are three ways to
+load them:
+
+| way | for | what it does |
+|---|---|---|
+| in place | plain models on GPUs | vLLM's loaders write into the tensors that the model computes with |
+| layer by layer | all others | vLLM's layerwise reload, made safe for repeated and failed updates |
+| adapter | `finetune.lora.sync=adapter` | the model stays, its adapter is replaced (`inference.lora`) |
+
+In place saves two thirds of the time of an update (62 ms against 188 ms at 1.5 B on an H200).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImplBase
+
+from pipelinerl.inference.adapter_room import serves_adapter
+from pipelinerl.weights.buffers import NamedTensors, metas_of, receive_buffers
+from pipelinerl.weights.manifest import Shape, coverage_problems, local_folder, read_manifest
+from pipelinerl.weights.transport import Receiver, open_receiver
+
+#: `0` in a server's environment: load layer by layer, whatever the model.
+IN_PLACE_VARIABLE = "PIPELINERL_IN_PLACE_RELOAD"
+
+
+class IncompleteUpdateError(RuntimeError):
+    """The tensors of an update did not cover the server's model."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Body of `/init_weight_transfer_engine`: what the trainer's sender prepared."""
+
+    details: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Body of `/update_weights` (`weights.buffers.update_info_of`): what is about to be sent, in order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    chunk_bytes: int
+    pass_id: int
+
+
+class Loading(Protocol):
+    """One way to load the tensors of an update."""
+
+    def begin(self) -> None:
+        """An update starts; forget what one that failed has left."""
+        ...
+
+    def problems(self, sent: Mapping[str, Shape]) -> list[str]:
+        """What is wrong with an update of these tensors, before they are received."""
+        ...
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Load the tensors of one checked buffer, or keep them."""
+        ...
+
+    def finish(self) -> None:
+        """All tensors were loaded: make the model use them. IncompleteUpdateError: it has not got all of them."""
+        ...
+
+
+class PackedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Refuses incomplete and damaged updates and survives failed ones."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    _receiver: Receiver | None = None
+    _loading: Loading | None = None
+    _is_received = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the trainer's group, after leaving an earlier one (of a trainer that is gone)."""
+        self.shutdown()
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver = open_receiver(init_info.details, worker, self.device)
+
+    def start_weight_update(self) -> None:
+        self._is_received = False
+        self._loading = self._loading or _loading_of(self.model, self.model_config)
+        self._loading.begin()
+
+    def update_weights(self, update_info: dict[str, object]) -> None:
+        """As the base class, which waits for an accelerator even if there is none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive every buffer and load it.
+
+        Raises:
+            IncompleteUpdateError: these are not the tensors of the model; nothing was received.
+            RuntimeError: the trainer went away or is too slow, or a buffer is damaged.
+        """
+        if self._receiver is None or self._loading is None:
+            raise RuntimeError("weight transfer is not initialized: call /init_weight_transfer_engine first")
+        metas = metas_of(update_info.names, update_info.dtype_names, update_info.shapes)
+        if problems := self._loading.problems({meta.name: meta.shape for meta in metas}):
+            raise IncompleteUpdateError("; ".join(problems))
+        receive = self._receiver.receive
+        receive_buffers(metas, update_info.chunk_bytes, update_info.pass_id, receive, self._loading.load)
+        self._is_received = True
+
+    def finish_weight_update(self) -> None:
+        """Put the loaded weights in place.
+
+        Raises:
+            IncompleteUpdateError: not all of them were received. The server must stay paused.
+        """
+        if self._loading is None or not self._is_received:
+            raise IncompleteUpdateError("the update is not complete: not all tensors were received")
+        self._loading.finish()
+
+    def abort(self) -> None:
+        """Forget an update that failed or was cut short, and leave the trainer's group."""
+        self.reset_weight_update_target()
+        roll_back(self.model)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+def _loading_of(model: torch.nn.Module, model_config: Any) -> Loading:
+    checkpoint = checkpoint_tensors(model_config)
+    if serves_adapter(os.environ):
+        from pipelinerl.inference.lora import AdapterLoading
+
+        return AdapterLoading(model, checkpoint)
+    # Without a list of its tensors only the layers can tell whether an update is complete.
+    if checkpoint is not None and os.environ.get(IN_PLACE_VARIABLE) != "0" and can_load_in_place(model):
+        return InPlaceLoading(model, checkpoint, is_tied(model_config))
+    return LayerwiseLoading(model, model_config)
+
+
+def checkpoint_tensors(model_config: Any) -> dict[str, Shape] | None:
+    """Names and shapes in the checkpoint that this server was started with; None if it is not in safetensors format."""
+    folder = local_folder(model_config.model, model_config.revision)
+    return None if folder is None else read_manifest(folder)
+
+
+def is_tied(model_config: Any) -> bool:
+    """Whether the output head is the embedding."""
+    return bool(getattr(model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
+
+
+class InPlaceLoading:
+    """vLLM's loaders write into the tensors that the model computes with."""
+
+    def __init__(self, model: Any, checkpoint: Mapping[str, Shape], tied: bool) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._tied = tied
+
+    def begin(self) -> None:
+        """Whatever an earlier update has left is overwritten."""
+
+    def problems(self, sent: Mapping[str, Shape]) -> list[str]:
+        return coverage_problems(self._checkpoint, sent, self._tied)
+
+    def load(self, tensors: NamedTensors) -> None:
+        self._model.load_weights(tensors)
+
+    def finish(self) -> None:
+        """Everything is where it belongs."""
+
+
+def can_load_in_place(model: torch.nn.Module) -> bool:
+    """Whether every layer computes with the tensors that its weight loaders fill.
+
+    CPUs pack the matrices of linear layers; quantized and expert layers rearrange theirs; some attention layers keep
+    products of theirs, or sinks in another dtype; layers wrapped for adapters have other names than the checkpoint.
+    """
+    if not current_platform.is_cuda():
+        return False
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in plain:
+            return False
+        if hasattr(module, "base_layer"):
+            return False
+        if hasattr(module, "process_weights_after_loading") and (
+            type(module) is not Attention or _keeps_a_copy(module.impl)
+        ):
+            return False
+    return True
+
+
+def _keeps_a_copy(impl: Any) -> bool:
+    """Whether an attention kernel may hold something made of weights (sinks in fp32) that only a reload renews."""
+    for variant in impl.get_impl_variants():
+        has_nothing = type(variant).process_weights_after_loading is AttentionImplBase.process_weights_after_loading
+        # The known kernels have nothing to renew without sinks; of one without the attribute nothing is known.
+        if not has_nothing and getattr(variant, "sinks", variant) is not None:
+            return True
+    return False
+
+
+class LayerwiseLoading:
+    """vLLM's layerwise reload.
+
+    By itself it accepts an incomplete set of tensors, takes half-loaded layers of a failed update for part of the next
+    one, and on CPUs leaves a packed copy of the old embedding behind in a tied head.
+    """
+
+    def __init__(self, model: Any, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+
+    def begin(self) -> None:
+        roll_back(self._model)
+        layerwise.initialize_layerwise_reload(self._model)
+
+    def problems(self, sent: Mapping[str, Shape]) -> list[str]:
+        """None yet: the layers tell at the end what they have not got."""
+        return []
+
+    def load(self, tensors: NamedTensors) -> None:
+        self._model.load_weights(tensors)
+
+    def finish(self) -> None:
+        if missing := incomplete_layers(self._model):
+            shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise IncompleteUpdateError(f"the update left {len(missing)} layers without all of their weights: {shown}")
+        layerwise.finalize_layerwise_reload(self._model, self._model_config)  # type: ignore[no-untyped-call]
+        repack_output_heads(self._model)
+
+
+def roll_back(model: torch.nn.Module) -> None:
+    """Drop the buffered tensors of an update that was never finished and put the working tensors back.
+
+    Layers that had been completed keep their new weights: the model is whole again only after a complete update.
+    """
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        if info.kernel_tensors is not None:
+            layerwise._place_kernel_tensors(layer, info)
+        info.reset()  # type: ignore[no-untyped-call]
+    layerwise.LOADING_LAYERS.clear()
+
+
+def incomplete_layers(model: torch.nn.Module) -> list[str]:
+    """Names of the layers that are still waiting for weights in the update that is open.
+
+    A complete layer is processed as soon as its last element arrived, so what still waits is incomplete. Exceptions:
+    layers without parameters; attention layers (their scales are optional); vocabulary layers, whose padding rows never
+    arrive; a head that is tied to the embedding, which receives nothing of its own.
+    """
+    waiting: list[str] = []
+    for name, layer in model.named_modules():
+        info = layerwise.get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer) or not any(True for _ in layer.parameters(False)):
+            continue
+        if isinstance(layer, VocabParallelEmbedding):
+            tied = isinstance(layer, ParallelLMHead) and _has_tied_head(model)
+            if tied or info.load_numel >= _rows_of_checkpoint(layer):
+                continue
+        waiting.append(f"{name or type(layer).__name__} ({info.load_numel} of {info.load_numel_total} elements)")
+    return waiting
+
+
+def _has_tied_head(model: torch.nn.Module) -> bool:
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return bool(getattr(text_config, "tie_word_embeddings", False))
+
+
+def _rows_of_checkpoint(layer: VocabParallelEmbedding) -> int:
+    """Elements that this shard of a vocabulary layer receives: its rows without padding, times their width."""
+    shard = layer.shard_indices
+    rows = (shard.org_vocab_end_index - shard.org_vocab_start_index) + (
+        shard.added_vocab_end_index - shard.added_vocab_start_index
+    )
+    return rows * layer.embedding_dim
+
+
+def repack_output_heads(model: torch.nn.Module) -> None:
+    """Rebuild the packed matrix that vocabulary layers multiply with on CPUs.
+
+    It is built once from the weights and is not a view of them; when the head is tied to the embedding, the reload
+    copies new values into the embedding and nothing renews the packed copy.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

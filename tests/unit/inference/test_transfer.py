@@ -1,0 +1,211 @@
+"""The transfer engine of a worker, and which models are loaded in place: plain ones on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("vllm")
+
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImplBase
+
+from pipelinerl.inference import transfer
+from pipelinerl.inference.transfer import (
+    IN_PLACE_VARIABLE,
+    IncompleteUpdateError,
+    PackedTransferEngine,
+    UpdateInfo,
+    can_load_in_place,
+)
+from pipelinerl.weights.buffers import packed_buffers, update_info_of
+from pipelinerl.weights.source import ModuleSource
+
+
+class Quantized(UnquantizedLinearMethod):
+    """A method that rearranges its weights."""
+
+
+def model(method: object) -> torch.nn.Module:
+    layer = torch.nn.Linear(2, 2)
+    layer.quant_method = method
+    return torch.nn.Sequential(layer)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "method", "expected"),
+    [
+        (True, UnquantizedLinearMethod(), True),
+        (True, Quantized(), False),
+        (False, UnquantizedLinearMethod(), False),
+    ],
+)
+def test_plain_models_on_gpus_are_loaded_in_place(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, method: object, expected: bool
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: on_gpu)
+    assert can_load_in_place(model(method)) is expected
+
+
+def test_a_layer_that_prepares_its_weights_after_loading_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    network = model(UnquantizedLinearMethod())
+    network[0].process_weights_after_loading = lambda dtype: None
+    assert not can_load_in_place(network)
+
+
+def test_layers_that_are_wrapped_for_adapters_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    wrapper = torch.nn.Module()
+    wrapper.base_layer = model(UnquantizedLinearMethod())[0]
+    assert not can_load_in_place(torch.nn.Sequential(wrapper))
+
+
+def attention(impl: object) -> torch.nn.Module:
+    """An attention layer with nothing but its kernel."""
+    layer = object.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    layer.impl = impl
+    return torch.nn.Sequential(layer)
+
+
+class Kernel(AttentionImplBase):
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return torch.empty(0)
+
+
+class KernelWithSinks(Kernel):
+    """Like those that keep the sinks of a layer in fp32: the copy is made after loading."""
+
+    def __init__(self, sinks: torch.Tensor | None) -> None:
+        self.sinks = sinks
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Would copy."""
+
+
+class UnknownKernel(Kernel):
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Who knows what it keeps."""
+
+
+class Both(Kernel):
+    """Two kernels, of which each runs at its time."""
+
+    def __init__(self, *variants: Kernel) -> None:
+        self.variants = variants
+
+    def get_impl_variants(self) -> tuple[Kernel, ...]:
+        return self.variants
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (lambda: Kernel(), True),
+        (lambda: KernelWithSinks(None), True),
+        (lambda: KernelWithSinks(torch.zeros(2)), False),
+        (lambda: UnknownKernel(), False),
+        (lambda: Both(Kernel(), KernelWithSinks(None)), True),
+        (lambda: Both(Kernel(), KernelWithSinks(torch.zeros(2))), False),
+    ],
+)
+def test_attention_that_keeps_a_copy_of_its_sinks_is_not_loaded_in_place(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], expected: bool
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert can_load_in_place(attention(kernel())) is expected
+
+
+class Doubles(torch.nn.Module):
+    """A model that notes what it is given, and the wire that brings it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = model(UnquantizedLinearMethod())[0]
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.buffers: list[torch.Tensor] = []
+
+    def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.loaded.update(tensors)
+
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        return self.buffers.pop(0)
+
+
+def engine_of(checkpoint: Path) -> Any:
+    engine: Any = object.__new__(PackedTransferEngine)
+    engine.model = engine._receiver = Doubles()
+    text = SimpleNamespace(tie_word_embeddings=False)
+    hf_config = SimpleNamespace(get_text_config=lambda: text)
+    engine.model_config = SimpleNamespace(model=str(checkpoint), revision=None, hf_config=hf_config)
+    engine.device = torch.device("cpu")
+    return engine
+
+
+@pytest.fixture
+def layerwise_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(transfer.layerwise, "initialize_layerwise_reload", lambda model: calls.append("initialize"))
+    monkeypatch.setattr(transfer.layerwise, "finalize_layerwise_reload", lambda *_: calls.append("finalize"))
+    return calls
+
+
+def send(engine: Any, sent: torch.nn.Module, damaged: bool = False) -> None:
+    """One update, up to the end of the transfer."""
+    source = ModuleSource(sent)
+    metas = source.metadata()
+    engine.model.buffers = list(packed_buffers(source, metas, 0, 5))
+    if damaged:
+        engine.model.buffers[-1].zero_()
+    engine.start_weight_update()
+    engine.update_weights(update_info_of(metas, 0, 5))
+
+
+@pytest.mark.parametrize("why", ["no safetensors", "turned off"])
+def test_others_are_loaded_layer_by_layer(
+    tmp_path: Path, layerwise_calls: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = torch.nn.Linear(2, 2)
+    if why == "turned off":
+        save_file(dict(sent.state_dict()), tmp_path / "model.safetensors")
+        monkeypatch.setenv(IN_PLACE_VARIABLE, "0")
+    engine = engine_of(tmp_path)
+    send(engine, sent)
+    engine.finish_weight_update()
+    assert layerwise_calls == ["initialize", "finalize"]
+    assert torch.equal(engine.model.loaded["weight"], sent.weight)
+
+
+def test_w1_in_place_an_update_has_to_cover_the_checkpoint(tmp_path: Path, layerwise_calls: list[str]) -> None:
+    """The layers cannot tell afterwards; and what was announced but not received is no update either."""
+    sent = torch.nn.Linear(2, 2)
+    save_file(dict(sent.state_dict()), tmp_path / "model.safetensors")
+    engine = engine_of(tmp_path)
+    with pytest.raises(IncompleteUpdateError, match="bias"):
+        send(engine, torch.nn.Linear(2, 2, bias=False))
+    assert engine.model.loaded == {}
+    with pytest.raises(RuntimeError, match="buffer 2 of 2 arrived damaged"):
+        send(engine, sent, damaged=True)
+    with pytest.raises(IncompleteUpdateError, match="not all tensors were received"):
+        engine.finish_weight_update()
+    send(engine, sent)
+    engine.finish_weight_update()
+    assert torch.equal(engine.model.loaded["bias"], sent.bias)
+    assert layerwise_calls == []
+
+
+def test_an_update_without_a_pass_is_refused(tmp_path: Path) -> None:
+    info = update_info_of([], 0, 5)
+    assert engine_of(tmp_path).parse_update_info(info) == UpdateInfo(**info)
+    with pytest.raises(ValueError, match="pass_id"):
+        engine_of(tmp_path).parse_update_info({name: value for name, value in info.items() if name != "pass_id"})

@@ -1,0 +1,172 @@
+"""Manifests of model folders, and whether an update fits a server's model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipelinerl.weights.manifest import (
+    CHECKSUM_BLOCK_BYTES,
+    CHECKSUM_BLOCKS,
+    ServerModel,
+    adapter_problems,
+    coverage_problems,
+    folder_checksum,
+    read_manifest,
+    update_problems,
+)
+
+
+def test_manifest_is_read_from_the_headers(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": torch.zeros(4)}, tmp_path / "model-2.safetensors")
+    assert read_manifest(tmp_path) == {"a": (2, 3), "b": (4,)}
+
+
+def test_a_second_copy_of_the_weights_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+    save_file({"model.a": torch.zeros(2, 3)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "consolidated.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}))
+    assert read_manifest(tmp_path) == {"model.a": (2, 3)}
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="no weight_map"):
+        read_manifest(tmp_path)
+
+
+def test_a_folder_without_safetensors_has_no_manifest_and_a_broken_file_is_named(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 2**60))
+    with pytest.raises(ValueError, match=r"x\.safetensors"):
+        read_manifest(tmp_path)
+    body = json.dumps([1]).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(body)) + body)
+    with pytest.raises(ValueError, match="not an object"):
+        read_manifest(tmp_path)
+
+
+EXPECTED = {"embed.weight": (8, 4), "lm_head.weight": (8, 4), "layer.rotary_emb.inv_freq": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("sent", "tied", "problems"),
+    [
+        ({"embed.weight": (8, 4), "lm_head.weight": (8, 4)}, False, []),
+        ({"embed.weight": (8, 4)}, True, []),
+        ({"embed.weight": (8, 4)}, False, ["1 tensors are left out: lm_head.weight"]),
+        ({"embed.weight": (8, 5)}, True, ["embed.weight: got shape [8, 5], the model has [8, 4]"]),
+        ({"embed.weight": (8, 4), "x": (1,)}, True, ["1 tensors are unknown to the model: x"]),
+    ],
+)
+def test_coverage(sent: dict[str, tuple[int, ...]], tied: bool, problems: list[str]) -> None:
+    assert coverage_problems(EXPECTED, sent, tied) == problems
+
+
+def test_a_tied_head_that_the_checkpoint_does_not_list_may_be_sent() -> None:
+    assert coverage_problems({"embed.weight": (8, 4)}, {"embed.weight": (8, 4), "lm_head.weight": (8, 4)}, True) == []
+
+
+MODEL = {"model.layers.0.q_proj.weight": (6, 4), "model.layers.0.down_proj.weight": (4, 8), "model.norm.weight": (4,)}
+FITTING = {
+    "model.layers.0.q_proj.lora_A.weight": (2, 4),
+    "model.layers.0.q_proj.lora_B.weight": (6, 2),
+    "model.layers.0.down_proj.lora_A.weight": (2, 8),
+    "model.layers.0.down_proj.lora_B.weight": (4, 2),
+}
+
+
+def test_an_adapter_of_some_layers_fits() -> None:
+    assert adapter_problems(MODEL, FITTING, 2) == []
+    assert adapter_problems(None, FITTING, 8) == []
+    only_q = {name: shape for name, shape in FITTING.items() if ".q_proj." in name}
+    assert adapter_problems(MODEL, only_q, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model.norm.weight": (4,)}, "model.norm.weight is not part of an adapter"),
+        ({"model.layers.0.q_proj.lora_B.weight": None}, "model.layers.0.q_proj has only one of A and B"),
+        (
+            {"model.layers.0.q_proj.lora_B.weight": (6, 1)},
+            "model.layers.0.q_proj: got shapes [2, 4] and [6, 1], expected [rank, in] and [out, rank]",
+        ),
+        (
+            {"model.layers.0.q_proj.lora_B.weight": (5, 2)},
+            "model.layers.0.q_proj: B A has shape [5, 4], the model's matrix has [6, 4]",
+        ),
+        (
+            {"model.layers.9.q_proj.lora_A.weight": (2, 4), "model.layers.9.q_proj.lora_B.weight": (6, 2)},
+            "model.layers.9.q_proj is unknown to the model",
+        ),
+        (
+            {"model.layers.0.q_proj.lora_A.weight": (3, 4), "model.layers.0.q_proj.lora_B.weight": (6, 3)},
+            "model.layers.0.q_proj: got rank 3, the server has room for 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(change, problem) -> None:
+    sent = {name: shape for name, shape in {**FITTING, **change}.items() if shape is not None}
+    assert adapter_problems(MODEL, sent, 2) == [problem]
+
+
+def test_nothing_is_no_adapter_and_many_problems_are_counted() -> None:
+    assert adapter_problems(MODEL, {}, 2) == ["it has no tensors"]
+    many = {f"model.layers.{n}.q_proj.bias": (6,) for n in range(9)}
+    assert adapter_problems(MODEL, many, 2)[-1] == "and 5 more"
+
+
+def save(folder: Path, seed: int = 0, elements: int = 5000, name: str = "model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
+    save_file({"model.weight": values}, folder / name)
+    return folder
+
+
+def test_copies_are_alike_and_other_weights_are_not(tmp_path: Path) -> None:
+    first = folder_checksum(save(tmp_path / "a"))
+    assert first is not None and first == folder_checksum(save(tmp_path / "b"))
+    assert first != folder_checksum(save(tmp_path / "c", seed=1))
+    # A file beside the weights does not count.
+    (tmp_path / "b" / "notes.txt").write_text("x")
+    assert first == folder_checksum(tmp_path / "b")
+
+
+def test_a_large_file_is_sampled_to_its_last_byte(tmp_path: Path) -> None:
+    folder = save(tmp_path, elements=CHECKSUM_BLOCKS * CHECKSUM_BLOCK_BYTES)
+    file = folder / "model.safetensors"
+    before, content = folder_checksum(folder), bytearray(file.read_bytes())
+    for place in (0, len(content) - 1):
+        changed = content.copy()
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        assert folder_checksum(folder) != before
+    file.write_bytes(content)
+    assert folder_checksum(folder) == before
+
+
+def test_without_safetensors_there_is_none(tmp_path: Path) -> None:
+    assert folder_checksum(None) is None
+    assert folder_checksum(tmp_path) is None
+
+
+def test_what_a_server_says_of_its_model_survives_the_wire() -> None:
+    model = ServerModel({"a": (2, 3)}, tied=True, dtype="bfloat16", adapter_rank=8, base_checksum="x")
+    assert ServerModel.from_wire(json.loads(json.dumps(model.to_wire()))) == model
+    assert ServerModel.from_wire({"later": 1}) == ServerModel()
+
+
+def test_an_adapter_needs_the_same_frozen_model_in_the_same_dtype() -> None:
+    model = ServerModel(MODEL, dtype="bfloat16", adapter_rank=2, base_checksum="same")
+    assert update_problems(model, FITTING, ["bfloat16"], "same") == []
+    assert update_problems(model, FITTING, ["bfloat16"], None) == []
+    assert len(update_problems(model, FITTING, ["float32"], "same")) == 1
+    # A stale base: another folder than the trainer read.
+    assert len(update_problems(model, FITTING, ["bfloat16"], "another")) == 1
+    # Of a model whose tensors are not known nothing can be said.
+    assert update_problems(ServerModel(), FITTING) == []

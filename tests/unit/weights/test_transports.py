@@ -1,0 +1,285 @@
+"""The two ends of every transport: what arrives is what was sent, and closing one end frees the other."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.ports import free_port
+
+from pipelinerl.weights import ipc
+from pipelinerl.weights.ipc import HandleReceiver, HandleSender, copy_of_buffer, export_buffer, place_of, release_buffer
+from pipelinerl.weights.transport import (
+    GroupSender,
+    Receiver,
+    Sender,
+    SenderOptions,
+    TransportName,
+    listen,
+    open_receiver,
+    open_sender,
+)
+
+CPU = torch.device("cpu")
+LIMIT_S = 60.0
+
+
+def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Run `call` in a thread; the returned function waits for it, and returns or raises what it did."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except Exception as error:  # noqa: BLE001 - raised again below
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(LIMIT_S)
+        assert result, "it did not end"
+        if isinstance(result[0], Exception):
+            raise result[0]
+        return result[0]
+
+    return wait
+
+
+def options(port: int | None = None, device_index: int | None = None) -> SenderOptions:
+    return SenderOptions("127.0.0.1", port, LIMIT_S, device_index)
+
+
+def opened(name: TransportName, workers: int = 1) -> tuple[Sender, list[Receiver]]:
+    sender = open_sender(name, options())
+    details = json.loads(json.dumps(sender.prepare(workers)))
+    joined = in_background(sender.join)
+    joining = [in_background(lambda worker=worker: open_receiver(details, worker, CPU)) for worker in range(workers)]
+    receivers = [wait() for wait in joining]
+    joined()
+    return sender, receivers
+
+
+@pytest.mark.parametrize("name", ["gloo", "ipc"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_worker_gets_every_buffer(name: TransportName, workers: int) -> None:
+    sender, receivers = opened(name, workers)
+    for value in range(3):
+        buffer = torch.full((10 + value,), value, dtype=torch.uint8)
+        sent = in_background(functools.partial(sender.send, buffer))
+        waits = [in_background(functools.partial(receiver.receive, len(buffer))) for receiver in receivers]
+        assert all(torch.equal(wait(), buffer) for wait in waits)
+        sent()
+    sender.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("name", ["gloo", "ipc"])
+@pytest.mark.parametrize("closer", ["sender", "receiver"])
+def test_l1_an_end_that_goes_away_frees_the_other_one(name: TransportName, closer: str) -> None:
+    sender, (receiver,) = opened(name)
+    if closer == "sender":
+        waiting = in_background(lambda: receiver.receive(4))
+        sender.close()
+    else:
+        waiting = in_background(lambda: sender.send(torch.zeros(4, dtype=torch.uint8)))
+        receiver.close()
+    with pytest.raises(RuntimeError):
+        waiting()
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ValueError, match="'pigeon'"):
+        open_receiver({"transport": "pigeon"}, 0, CPU)
+
+
+def test_the_planned_port_is_used_if_it_is_free() -> None:
+    port = free_port()
+    for _ in range(2):
+        with listen("127.0.0.1", port) as listening:
+            assert listening.getsockname()[1] == port
+
+
+@pytest.mark.parametrize(("name", "key"), [("gloo", "master_port"), ("ipc", "port")])
+def test_a_server_that_joins_again_does_not_wait_for_the_port_of_its_broken_group(
+    name: TransportName, key: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        planned = held.getsockname()[1]
+        sender = open_sender(name, options(planned))
+        told = sender.prepare(num_workers=1)
+        assert told[key] != planned
+        with socket.create_connection(("127.0.0.1", told[key]), timeout=60):
+            pass
+        sender.close()
+
+
+def test_what_a_worker_could_not_read_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, (receiver,) = opened("ipc")
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no such memory")
+
+    monkeypatch.setattr(ipc, "copy_of_buffer", refuse)
+    sent = in_background(lambda: sender.send(torch.zeros(4, dtype=torch.uint8)))
+    for ended in (lambda: receiver.receive(4), sent):
+        with pytest.raises(RuntimeError, match="no such memory"):
+            ended()
+    sender.close()
+
+
+def test_a_caller_without_the_secret_is_turned_away_and_keeps_no_worker_out() -> None:
+    sender = HandleSender(None, LIMIT_S)
+    details = sender.prepare(1)
+    joined = in_background(sender.join)
+    for shown in (b'{"secret": "guess"}\n', b"not json\n", b"[1]\n"):
+        with socket.create_connection(("127.0.0.1", details["port"]), LIMIT_S) as stranger:
+            stranger.sendall(shown)
+            assert stranger.recv(100) == b""
+    HandleReceiver(details["port"], details["secret"], LIMIT_S, CPU)
+    joined()
+    sender.close()
+
+
+def test_closing_ends_a_wait_for_workers() -> None:
+    sender = HandleSender(None, LIMIT_S)
+    sender.prepare(1)
+    joined = in_background(sender.join)
+    sender.close()
+    with pytest.raises(RuntimeError, match="0 of 1 workers"):
+        joined()
+
+
+def test_workers_that_do_not_come_are_counted() -> None:
+    sender = HandleSender(None, timeout_s=0.01)
+    sender.prepare(2)
+    with pytest.raises(RuntimeError, match="0 of 2 workers"):
+        sender.join()
+
+
+def test_a_handle_of_another_device_is_refused(tmp_path: Path) -> None:
+    handle = export_buffer(torch.arange(5, dtype=torch.uint8), tmp_path)
+    assert copy_of_buffer(handle, CPU).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="got kind 'file' for cuda:0"):
+        copy_of_buffer(handle, torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="got kind None"):
+        copy_of_buffer({}, CPU)
+    release_buffer(handle)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_opens_a_buffer_on_the_gpu_that_holds_it() -> None:
+    """Worker 1 of a parallel server copies from the trainer's GPU, whatever number that has in either process."""
+    seen = ["GPU-b", "GPU-a"]
+    assert place_of("GPU-b", seen, own=1) == 0
+    assert place_of("GPU-a", seen, own=1) == 1
+    assert place_of("GPU-c", seen, own=1) == 1
+    assert place_of(None, seen, own=1) == 1
+
+
+class Group:
+    """Refuses once it is closed, as the groups do."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def broadcast(self, buffer: object) -> None:
+        if self.closed:
+            raise RuntimeError("it was closed")
+
+
+class Buffer:
+    """It closes the sender while it is moved to the sender's device."""
+
+    is_cuda = False
+
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def to(self, device: object) -> Buffer:
+        self._sender.close()
+        return self
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+def test_a_group_that_is_closed_while_a_buffer_is_prepared_fails_as_a_link_expects(name: TransportName) -> None:
+    """Anything but a RuntimeError or an OSError would end the trainer instead of the one link."""
+    sender: Any = open_sender(name, options(device_index=0))
+    assert isinstance(sender, GroupSender)
+    sender._group = Group()
+    with pytest.raises(RuntimeError, match="closed"):
+        sender.send(Buffer(sender))
+
+
+def test_sending_does_not_wait_for_the_whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broadcast to another server may hang on it."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it waits for the whole GPU"))
+    sender: Any = open_sender("nccl", options(device_index=3))
+    sent: list[object] = []
+    monkeypatch.setattr(Group, "broadcast", lambda self, buffer: sent.append(buffer))
+    sender._group = Group()
+    sender.send(_OnGPU())
+    assert sent == ["cuda:3"]
+
+
+class _OnGPU:
+    """Stands for a buffer of a GPU; it becomes the name of the device that it is sent from."""
+
+    is_cuda = True
+
+    def to(self, device: torch.device) -> str:
+        return str(device)
+
+
+def test_ipc_fails_as_a_link_expects_when_it_is_closed_while_a_buffer_is_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sender, _ = opened("ipc")
+
+    def export(*_: object) -> dict[str, str]:
+        sender.close()
+        return {"kind": "cuda"}
+
+    monkeypatch.setattr(ipc, "export_buffer", export)
+    with pytest.raises((OSError, RuntimeError)):
+        sender.send(torch.zeros(1))
+
+
+def test_ipc_keeps_its_folder_while_a_buffer_is_written_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for the buffer that is on its way to the disk, and does not trip over it."""
+    sender = HandleSender(None, 60)
+    sender.prepare(1)
+    exporting, closing = threading.Event(), threading.Event()
+
+    def slow_export(buffer: torch.Tensor, folder: Path) -> Any:
+        exporting.set()
+        assert closing.wait(60)
+        return export_buffer(buffer, folder)
+
+    class Worker:
+        """Its connection is closed with the sender."""
+
+        def close(self) -> None:
+            closing.set()
+
+        def send(self, handle: object) -> None:
+            raise OSError("it was closed")
+
+    monkeypatch.setattr(ipc, "export_buffer", slow_export)
+    sender._workers.append(Worker())  # type: ignore[arg-type]
+    sent = in_background(lambda: sender.send(torch.zeros(8, dtype=torch.uint8)))
+    assert exporting.wait(60)
+    sender.close()
+    with pytest.raises(OSError, match="it was closed"):
+        sent()
+    assert not Path(sender._folder.name).exists()
