@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipelinerl.config.run import RunConfig
 
 AGENT_ROLLOUT = "pipelinerl.agents.agent_func.generate_agent_rollout"
-PROMPT_LOADER = "pipelinerl.agents.prompt_data.load_prompts"
+PROMPT_LOADER = "pipelinerl.domains.prompt_data.load_prompts"
 #: Keys of data sets, several of them with commas between.
 DATA_KEYS = ("agent.prompt_data", "agent.prompt_data_probs", "agent.eval_data")
 _LOADER_KEYS = ("input_key", "label_key", "apply_chat_template", "prompt_max_len", "max_samples")

@@ -71,47 +71,65 @@ def draw_problems(
     return problems
 
 
-def read_jsonl(path: Path, domain: str) -> list[dict[str, Any]]:
-    """Return the objects of a file with one JSON object a line; empty lines are left out.
+def read_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a file with one JSON object per line, or with one JSON list of objects. Skips empty lines.
+
+    Args:
+        path: of the file.
+        key: configuration key or domain that named the file, for messages.
 
     Raises:
-        DomainError: there is no such file, or a line is something else; names the line.
+        DomainError: there is no such file, or a row is something else; names the line.
     """
     try:
-        lines = path.expanduser().read_bytes().splitlines()
+        content = path.expanduser().read_bytes()
     except OSError as error:
-        raise DomainError(
-            f"{domain}: {str(path)!r} cannot be read: {error}. Correct the name of the data set."
-        ) from None
+        raise DomainError(f"{key}: cannot read {str(path)!r}: {error}. Correct the name of the data set.") from None
+    if content.lstrip().startswith(b"["):
+        try:
+            return msgspec.json.decode(content, type=list[dict[str, Any]])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DomainError(f"{key}: {path}: {error}; expected a list of JSON objects.") from error
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
             rows.append(msgspec.json.decode(line, type=dict[str, Any]))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise DomainError(f"{domain}: {path}:{number}: {error}; expected one JSON object a line.") from error
+            raise DomainError(f"{key}: {path}:{number}: {error}; expected one JSON object per line.") from error
     return rows
 
 
-def load_hub_rows(path: str, config: str | None, split: str, domain: str) -> list[dict[str, Any]]:
-    """Return the rows of a data set on the hub; the `datasets` package keeps it in its cache.
+def load_hub_rows(
+    path: str, config: str | None, split: str, key: str, limit: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the rows of a data set on the hub, at most the first `limit`; the `datasets` package caches it.
+
+    Args:
+        path: name of the data set.
+        config: its configuration, if it has several.
+        split: for instance `train`.
+        key: configuration key or domain that named it, for messages.
+        limit: number of rows; None: all.
 
     Raises:
-        DomainError: it is not there, the hub cannot be reached and the cache does not have it, or the package is
+        DomainError: it does not exist, the hub cannot be reached and the cache does not have it, or the package is
             missing.
     """
     if find_spec("datasets") is None:
-        raise DomainError(f"{domain}: loading {path!r} needs the package datasets. Install pipelinerl[math].")
+        raise DomainError(f"{key}: loading {path!r} needs the package datasets. Install pipelinerl[math].")
     import datasets
 
     try:
         loaded = datasets.load_dataset(path, config, split=split)
-    except Exception as error:
+    except Exception as error:  # "not there", "no network" and "no such split" have no common base
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DomainError(
-            f"{domain}: the data set {path!r} (config {config!r}, split {split!r}) cannot be loaded: {first_line} "
+            f"{key}: cannot load the data set {path!r} (config {config!r}, split {split!r}): {first_line} "
             "Without access to the hub: load it once on a machine with access and copy its cache (HF_HOME), or save it "
             "as a JSONL file and name that file."
         ) from error
+    if limit is not None:
+        loaded = loaded.select(range(min(limit, len(loaded))))
     return [dict(row) for row in loaded]

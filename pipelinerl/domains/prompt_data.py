@@ -1,20 +1,15 @@
-"""Prompts of an agent function: rows of a file or of a Hugging Face data set become `state` and `label`.
-
-`load_prompts` is the dataset loader of a run with `agent.prompt_data`, called by the actor and by the check before a
-run. Reads files; `datasets` may go to the network.
-"""
+"""Prompts of an agent function (`agent.prompt_data`): rows of a file or a Hugging Face data set."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.domains.data import load_hub_rows, read_jsonl
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm.chat_messages import for_template
 from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
@@ -37,22 +32,22 @@ def load_prompts(
     shares: Mapping[str, float] | None = None,
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return one problem a row: `{"id", "dataset", "state", "label"}`.
+    """Return one problem per row: `{"id", "dataset", "state", "label"}`.
 
     Args:
-        dataset_names: JSONL files (`.jsonl`, `.json`), or names of Hugging Face data sets, `name:split` for another
-            split than `train`. They follow one another; a name may be there more than once.
+        dataset_names: JSONL files (`.jsonl`, `.json`), or names of Hugging Face data sets (`name`, or `name:split` for
+            a split other than `train`), in this order; a name may occur more than once.
         model_path: of the tokenizer.
         input_key: column of the prompt: text, or a list of messages.
         label_key: column of the label; None: the label is "".
-        apply_chat_template: write the prompt as the model's chat template does; a text is a message of the user.
-        prompt_max_len: longest prompt in tokens; longer ones are left out, and their number is logged.
-        max_samples: rows taken from the beginning of all data sets together, or with `shares` each one's share of them.
-        shares: how often the prompts of each data set are drawn, whatever their numbers; None: all equally often.
+        apply_chat_template: render the prompt with the model's chat template; text becomes a user message.
+        prompt_max_len: longest prompt in tokens; longer ones are dropped, and their number is logged.
+        max_samples: limit on the rows of all data sets together; with `shares`, each gets its share of the limit.
+        shares: how often the prompts of each data set are drawn, whatever their number; None: all equally often.
         trust_remote_code: for the tokenizer.
 
     Raises:
-        DomainError: the data cannot be had, or a row does not have these columns.
+        DomainError: the data cannot be loaded, or a row lacks these columns.
     """
     renderer = ChatRenderer(load_tokenizer(model_path, trust_remote_code=trust_remote_code))
     problems = []
@@ -68,7 +63,7 @@ def load_prompts(
         prefix = stem if stems[stem] == 1 else f"{stem}.{stems[stem]}"
         too_long = 0
         limit = math.ceil(max_samples * drawn[name]) if drawn and max_samples is not None else left
-        rows = list(islice(_rows(name), limit))
+        rows = _rows(name, limit)
         left = left if left is None else left - len(rows)
         for index, row in enumerate(rows):
             where = f"{name}, row {index}"
@@ -87,7 +82,7 @@ def load_prompts(
 
 
 def _fractions(dataset_names: Sequence[str], shares: Mapping[str, float] | None) -> dict[str, float]:
-    """The shares of these data sets, so that they add up to 1; empty if there are none for them (held-out data)."""
+    """Return the shares of these data sets, scaled to sum to 1; empty if they have none (held-out data)."""
     if shares is None or set(dataset_names) != set(shares):
         return {}
     total = math.fsum(shares.values())
@@ -107,60 +102,19 @@ def _state(row: dict[str, Any], where: str, input_key: str, apply_chat_template:
         )
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise DomainError(f"{DATA_KEY}: {where}: {input_key!r} is no text and no list of messages.")
+        raise DomainError(f"{DATA_KEY}: {where}: {input_key!r} is neither text nor a list of messages.")
     try:
         return renderer.render_text([for_template(message) for message in messages])
     except RolloutError as error:
         raise DomainError(f"{DATA_KEY}: {where}: {error}") from error
 
 
-def _rows(name: str) -> Iterable[dict[str, Any]]:
+def _rows(name: str, limit: int | None) -> list[dict[str, Any]]:
     file = Path(name).expanduser()
     if file.suffix in (".jsonl", ".json") or file.is_file():
-        return _rows_of_file(file)
-    return _rows_of_dataset(name)
-
-
-def _rows_of_file(file: Path) -> Iterable[dict[str, Any]]:
-    """Yield the rows of a JSONL file, or of a file with one JSON list."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DomainError(f"{DATA_KEY}: got {str(file)!r}, expected a JSONL file: {error}") from error
-    if text.lstrip().startswith("["):
-        rows = list(enumerate(_json(text, file, 1), start=1))
-    else:
-        rows = [(number, _json(line, file, number)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    for number, row in rows:
-        if not isinstance(row, dict):
-            raise DomainError(f"{DATA_KEY}: {file}:{number} is a {type(row).__name__}, expected a JSON object.")
-        yield row
-
-
-def _json(text: str, file: Path, number: int) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DomainError(f"{DATA_KEY}: {file}:{number} is no JSON: {error}") from error
-
-
-def _rows_of_dataset(name: str) -> Iterable[dict[str, Any]]:
+        return read_jsonl(file, DATA_KEY)[:limit]
     path, _, split = name.partition(":")
-    try:
-        import datasets
-    except ImportError as error:
-        raise DomainError(
-            f"{DATA_KEY}: got {name!r}; data sets by name need the package datasets. Install it "
-            "(pip install pipelinerl[math]), or give a JSONL file."
-        ) from error
-    try:
-        rows: Iterable[dict[str, Any]] = datasets.load_dataset(path, split=split or _DEFAULT_SPLIT)
-        return rows
-    except Exception as error:  # its errors for "not there", "no network" and "no such split" have no common base
-        raise DomainError(
-            f"{DATA_KEY}: got {name!r}, expected a JSONL file or a Hugging Face data set (name, or name:split); "
-            f"loading it failed: {type(error).__name__}: {error}"
-        ) from error
+    return load_hub_rows(path, None, split or _DEFAULT_SPLIT, DATA_KEY, limit)
 
 
 def _missing(key: str, column: str, where: str, row: dict[str, Any]) -> str:
