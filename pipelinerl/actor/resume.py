@@ -1,6 +1,6 @@
 """What a restarted actor finds in the streams: samples in flight, groups to run again, evaluations that were made.
 
-Called once, when the servers have their weights again. Only the few fields that are needed are decoded.
+Called once, when the servers have their weights again.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pipelinerl.actor.trainer_state import PREPROCESSOR_INSTANCE
-from pipelinerl.records import SCHEMA_VERSION, Fate
+from pipelinerl.records import BatchHead, EvaluationResult, FateRecord, GroupHead
 from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
@@ -19,44 +17,6 @@ from pipelinerl.streams.read import read_all
 INTERRUPTED = "interrupted"
 # Groups that ended for these reasons were cut off by the end of the run, not by their problem: it is due again.
 CUT_OFF_REASONS = frozenset({INTERRUPTED, "training_done", "run_ended"})
-
-
-class _SampleHead(msgspec.Struct):
-    id: str
-
-
-class _GroupHead(msgspec.Struct, kw_only=True):
-    id: str
-    samples: list[_SampleHead]
-    schema: int = SCHEMA_VERSION
-
-
-class _GroupId(msgspec.Struct, kw_only=True):
-    id: str
-    schema: int = SCHEMA_VERSION
-
-
-class _BatchHead(msgspec.Struct, kw_only=True):
-    step: int
-    group_ids: list[str]
-    actor_offset: int
-    schema: int = SCHEMA_VERSION
-
-
-class _FateHead(msgspec.Struct, kw_only=True):
-    sample_ids: list[str]
-    fate: Fate
-    reason: str
-    group_id: str
-    num_rollouts: int
-    schema: int = SCHEMA_VERSION
-
-
-class _EvaluationHead(msgspec.Struct, kw_only=True):
-    due_version: int
-    is_final: bool
-    success_rate: float | None
-    schema: int = SCHEMA_VERSION
 
 
 @dataclass
@@ -83,14 +43,14 @@ def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
     started: dict[str, int] = {}
     failed: Counter[str] = Counter()
     cut_off: set[str] = set()
-    for fate in read_all(streams, FATES_TOPIC, actor, _FateHead):
+    for fate in read_all(streams, FATES_TOPIC, actor, FateRecord):
         if fate.fate == "pending":
             started[fate.group_id] = fate.num_rollouts
         else:
             failed[fate.group_id] += fate.num_rollouts
             if fate.reason in CUT_OFF_REASONS:
                 cut_off.add(fate.group_id)
-    published = {group.id for group in read_all(streams, ACTOR_TOPIC, actor, _GroupId)}
+    published = {group.id for group in read_all(streams, ACTOR_TOPIC, actor, GroupHead)}
     result = StartedGroups()
     finished: set[int] = {number_of(group_id) for group_id in published}
     for group_id, rollouts in started.items():
@@ -113,16 +73,16 @@ def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> di
     """
     trained: set[str] = set()
     offset = 0
-    for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR_INSTANCE, _BatchHead):
+    for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR_INSTANCE, BatchHead):
         if batch.step <= steps_done:
             trained.update(batch.group_ids)
             offset = max(offset, batch.actor_offset)
     dropped: set[str] = set()
-    for fate in read_all(streams, FATES_TOPIC, PREPROCESSOR_INSTANCE, _FateHead):
+    for fate in read_all(streams, FATES_TOPIC, PREPROCESSOR_INSTANCE, FateRecord):
         if fate.fate != "pending":
             dropped.update(fate.sample_ids)
     unsettled = {}
-    for group in read_all(streams, ACTOR_TOPIC, actor, _GroupHead, offset):
+    for group in read_all(streams, ACTOR_TOPIC, actor, GroupHead, offset):
         ids = [sample.id for sample in group.samples if sample.id not in dropped]
         if ids and group.id not in trained:
             unsettled[group.id] = ids
@@ -136,6 +96,6 @@ def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
     """
     return {
         (evaluation.due_version, evaluation.is_final)
-        for evaluation in read_all(streams, EVALUATION_TOPIC, actor, _EvaluationHead)
+        for evaluation in read_all(streams, EVALUATION_TOPIC, actor, EvaluationResult)
         if evaluation.success_rate is not None
     }

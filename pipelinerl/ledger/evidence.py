@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
-from pipelinerl.records import SCHEMA_VERSION, FateRecord, TrainerMessage, VersionSpan
+from pipelinerl.records import BatchHead, FateRecord, GroupHead, TrainerMessage
 from pipelinerl.streams.base import (
     ACTOR,
     ACTOR_TOPIC,
@@ -22,38 +20,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
-
-
-class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a `Sample` that say what it is, without its tokens."""
-
-    id: str
-    output_tokens: int
-    version_spans: list[VersionSpan] = []
-
-    @property
-    def max_version(self) -> int:
-        return max((span.version for span in self.version_spans), default=0)
-
-    @property
-    def min_version(self) -> int:
-        return min((span.version for span in self.version_spans), default=0)
-
-
-class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    samples: list[SampleHead]
-    schema: int = SCHEMA_VERSION
-
-
-class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
-    step: int
-    samples: list[SampleHead]
-    schema: int = SCHEMA_VERSION
-
-    @property
-    def sample_ids(self) -> list[str]:
-        return [sample.id for sample in self.samples]
 
 
 @dataclass(frozen=True)

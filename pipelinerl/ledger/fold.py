@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipelinerl.ledger.evidence import Evidence, SampleHead
-from pipelinerl.records import Fate, FateRecord, StepDone
+from pipelinerl.ledger.evidence import Evidence
+from pipelinerl.records import Fate, FateRecord, SampleHead, StepDone
 from pipelinerl.tracking.lineage import Lineage
 
 SHOWN = 5

@@ -9,37 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
-from pipelinerl.records import SCHEMA_VERSION, Fate, Sample
+from pipelinerl.records import BatchHead, FateRecord, Sample
 from pipelinerl.streams.base import FATES_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
-
-
-class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a `TrainingBatch` that say where the preprocessor was."""
-
-    step: int
-    group_ids: list[str]
-    actor_offset: int
-    epochs_done: float = 0.0
-    plan: list[list[list[int]]] = []
-    incarnation: int = 0
-    schema: int = SCHEMA_VERSION
-
-    @property
-    def num_samples(self) -> int:
-        """Each sample is in the plan once."""
-        return sum(len(micro_batch) for share in self.plan for micro_batch in share)
-
-
-class FateHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a `FateRecord` that say which samples are settled."""
-
-    sample_ids: list[str]
-    fate: Fate
-    schema: int = SCHEMA_VERSION
 
 
 @dataclass
@@ -74,10 +47,10 @@ def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -
         point.actor_offset = max(point.actor_offset, head.actor_offset)
         point.epochs_done = max(point.epochs_done, head.epochs_done)
         point.dispatched_groups.update(head.group_ids)
-        point.step_samples[head.step] = head.num_samples
+        point.step_samples[head.step] = len(head.samples)
         point.first_steps.setdefault(head.incarnation, head.step)
     point.first_steps.setdefault(incarnation, point.next_step)
-    for fate in read_all(streams, FATES_TOPIC, job_name, FateHead):
+    for fate in read_all(streams, FATES_TOPIC, job_name, FateRecord):
         if fate.fate != "pending":
             point.settled_samples.update(fate.sample_ids)
     return point

@@ -1,6 +1,5 @@
 """Frozen wire records and their codec. No torch, no I/O."""
 
-from pipelinerl.records.evaluation import EvaluationRollout, EvaluationSample
 from pipelinerl.records.messages import (
     EvaluationResult,
     Fate,
@@ -8,20 +7,29 @@ from pipelinerl.records.messages import (
     MetricRecord,
     PassesOver,
     PauseRequest,
+    PoolAnswer,
+    PoolChange,
     RolloutsPaused,
+    ServerDropped,
+    ServerReady,
     StepDone,
     TrainerMessage,
     TrainerStarted,
     TrainingDone,
     WeightUpdateSuccess,
 )
-from pipelinerl.records.pool import PoolAnswer, PoolChange, ServerDropped, ServerReady
 from pipelinerl.records.sample import (
     IGNORED_LABEL,
     SCHEMA_VERSION,
+    BatchHead,
+    EvaluationRollout,
+    EvaluationSample,
     Group,
+    GroupHead,
+    RolloutHead,
     RolloutSummary,
     Sample,
+    SampleHead,
     TrainingBatch,
     VersionSpan,
 )
@@ -29,20 +37,24 @@ from pipelinerl.records.sample import (
 __all__ = [
     "IGNORED_LABEL",
     "SCHEMA_VERSION",
+    "BatchHead",
     "EvaluationResult",
     "EvaluationRollout",
     "EvaluationSample",
     "Fate",
     "FateRecord",
     "Group",
+    "GroupHead",
     "MetricRecord",
     "PassesOver",
     "PauseRequest",
     "PoolAnswer",
     "PoolChange",
+    "RolloutHead",
     "RolloutSummary",
     "RolloutsPaused",
     "Sample",
+    "SampleHead",
     "ServerDropped",
     "ServerReady",
     "StepDone",

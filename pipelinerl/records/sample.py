@@ -1,7 +1,7 @@
-"""Wire records of rollouts: what the actor publishes and what the trainer trains on.
+"""Records with tokens: `Group` (actor), `TrainingBatch` (preprocessor), `EvaluationRollout`, and their heads.
 
-Written by the actor (`Group`) and the preprocessor (`TrainingBatch`); read by the preprocessor and every trainer
-rank. All records are frozen msgspec structs; this module imports no torch and knows no stream.
+A head has some fields of a record: a reader that does not need tokens decodes nothing else. All records are frozen
+msgspec structs. No torch.
 """
 
 from __future__ import annotations
@@ -117,3 +117,91 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     metrics: dict[str, float] = {}
     schema: int = SCHEMA_VERSION
+
+
+class EvaluationSample(Sample, frozen=True, kw_only=True):
+    """One token sequence of an evaluation, as the rollout returned it: unchecked, without log-probs, never trained.
+
+    `prompt_text` and `output_text` stand for the tokens where the rollout returned a text without ids. A text without a
+    reward has that of its rollout.
+    """
+
+    logprobs: list[float] = []
+    prompt_text: str = ""
+    output_text: str = ""
+
+
+class EvaluationRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """How one attempt at a held-out problem ended: stream `evaluation_rollouts`, to be read by people.
+
+    `group_id` names the evaluation, all of whose rollouts share it. `problem` is the problem as JSON, maybe cut.
+    `due_version` is the version that the evaluation was due at, `min_version`/`max_version` those that answered this
+    rollout. A rollout that failed has no `summary`, but a `failure` (a short word) and a `message`.
+    """
+
+    id: str
+    group_id: str
+    problem_id: str
+    dataset_name: str
+    problem: str
+    due_version: int
+    is_final: bool
+    samples: list[EvaluationSample] = []
+    summary: RolloutSummary | None = None
+    min_version: int | None = None
+    max_version: int | None = None
+    failure: str = ""
+    message: str = ""
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
+class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `Sample` that say what it is, without its tokens."""
+
+    id: str
+    rollout_id: str = ""
+    reward: float = 0.0
+    output_tokens: int = 0
+    version_spans: list[VersionSpan] = []
+
+    @property
+    def min_version(self) -> int:
+        return min((span.version for span in self.version_spans), default=0)
+
+    @property
+    def max_version(self) -> int:
+        return max((span.version for span in self.version_spans), default=0)
+
+
+class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `RolloutSummary`."""
+
+    rollout_id: str
+    reward: float
+
+
+class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `Group`."""
+
+    id: str
+    samples: list[SampleHead]
+    dataset_name: str = ""
+    rollouts: list[RolloutHead] = []
+    schema: int = SCHEMA_VERSION
+
+
+class BatchHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `TrainingBatch`."""
+
+    step: int
+    samples: list[SampleHead]
+    group_ids: list[str] = []
+    actor_offset: int = 0
+    epochs_done: float = 0.0
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def sample_ids(self) -> list[str]:
+        return [sample.id for sample in self.samples]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.base import StreamReader
 
 

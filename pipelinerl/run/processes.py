@@ -25,7 +25,7 @@ from typing import Literal
 import msgspec
 import psutil
 
-from pipelinerl.records.pool import PoolAnswer
+from pipelinerl.records import PoolAnswer
 from pipelinerl.run.last_error import LogPart, crash_note, last_error
 from pipelinerl.run.start import JOB_KEY
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipelinerl.config.sections import SuperviseConfig
-from pipelinerl.records.pool import PoolAnswer, PoolChange, ServerReady
+from pipelinerl.records import PoolAnswer, PoolChange, ServerReady
 from pipelinerl.run.processes import describe_exit
 from pipelinerl.run.restarts import RestartBudget
 from pipelinerl.world import Job

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipelinerl.samples.recorded import GroupHead, SampleHead
+from pipelinerl.records import GroupHead, SampleHead
 
 Order = Literal["last", "first", "best", "worst"]
 # A run has a few data sets; more names are not kept.

@@ -10,13 +10,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from pipelinerl.errors import StreamError
-from pipelinerl.records import SCHEMA_VERSION, EvaluationRollout, EvaluationSample, VersionSpan
+from pipelinerl.records import (
+    EvaluationResult,
+    EvaluationRollout,
+    EvaluationSample,
+    GroupHead,
+    RolloutHead,
+    SampleHead,
+    VersionSpan,
+)
 from pipelinerl.samples.choose import Candidate, Wanted
 from pipelinerl.samples.decode import TokenText
-from pipelinerl.samples.recorded import GroupHead, RolloutHead, SampleHead
 from pipelinerl.samples.scan import Source
 from pipelinerl.samples.view import EvaluationView, RolloutView, rollout_view, sample_view
 from pipelinerl.streams.base import ACTOR, EVALUATION_ROLLOUTS_TOPIC, EVALUATION_TOPIC
@@ -26,38 +31,6 @@ from pipelinerl.streams.read import read_entries
 FATE = "not trained"
 
 
-class _SampleId(msgspec.Struct, frozen=True):
-    id: str
-
-
-class _SummaryHead(msgspec.Struct, frozen=True):
-    reward: float
-    success: bool
-
-
-class RolloutRecordHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of an `EvaluationRollout` that it is chosen by."""
-
-    id: str
-    group_id: str
-    dataset_name: str
-    due_version: int
-    is_final: bool
-    samples: list[_SampleId] = []
-    summary: _SummaryHead | None = None
-    failure: str = ""
-    incarnation: int = 0
-    schema: int = SCHEMA_VERSION
-
-
-class _ResultHead(msgspec.Struct, frozen=True, kw_only=True):
-    due_version: int
-    is_final: bool
-    success_rate: float | None
-    incarnation: int = 0
-    schema: int = SCHEMA_VERSION
-
-
 @dataclass(frozen=True)
 class Evaluations:
     """Which evaluations have a result: the starts of the run that made one, by the version that it was due at and
@@ -65,10 +38,10 @@ class Evaluations:
 
     made: dict[tuple[int, bool], set[int]] = field(default_factory=dict)
 
-    def has_result(self, rollout: RolloutRecordHead | EvaluationRollout) -> bool:
+    def has_result(self, rollout: EvaluationRollout) -> bool:
         return rollout.incarnation in self.made.get((rollout.due_version, rollout.is_final), ())
 
-    def is_repeated(self, rollout: RolloutRecordHead) -> bool:
+    def is_repeated(self, rollout: EvaluationRollout) -> bool:
         """Whether its evaluation was cut off and made again."""
         return (rollout.due_version, rollout.is_final) in self.made and not self.has_result(rollout)
 
@@ -76,8 +49,8 @@ class Evaluations:
 def find_evaluations(streams: StreamHub) -> Evaluations:
     """The evaluations that have a result by now. Raises StreamError if the stream cannot be read."""
     found = Evaluations()
-    for entry in read_entries(streams, EVALUATION_TOPIC, ACTOR, _ResultHead):
-        result: _ResultHead = entry.record
+    for entry in read_entries(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult):
+        result: EvaluationResult = entry.record
         if result.success_rate is not None:  # without it all its rollouts failed
             found.made.setdefault((result.due_version, result.is_final), set()).add(result.incarnation)
     return found
@@ -93,7 +66,7 @@ def evaluation_source(evaluations: Evaluations, wanted: Wanted, only_failed: boo
         no_success: rollouts that failed, or ended without success.
     """
 
-    def wants(rollout: RolloutRecordHead) -> bool:
+    def wants(rollout: EvaluationRollout) -> bool:
         if wanted.order in ("best", "worst") and rollout.summary is None:
             return False  # no reward
         if only_failed and not rollout.failure:
@@ -102,10 +75,10 @@ def evaluation_source(evaluations: Evaluations, wanted: Wanted, only_failed: boo
             return False
         return wanted.name is not None or not evaluations.is_repeated(rollout)
 
-    return Source(EVALUATION_ROLLOUTS_TOPIC, RolloutRecordHead, _as_group, wants, ids_repeat=True)
+    return Source(EVALUATION_ROLLOUTS_TOPIC, EvaluationRollout, _as_group, wants, ids_repeat=True)
 
 
-def _as_group(rollout: RolloutRecordHead) -> GroupHead:
+def _as_group(rollout: EvaluationRollout) -> GroupHead:
     """One rollout in the form of a group. Its version is the one that it was due at, also if it failed."""
     due = [VersionSpan(rollout.due_version, 0, 0)]
     reward = rollout.summary.reward if rollout.summary else 0.0

@@ -7,29 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipelinerl.records import SCHEMA_VERSION, Group, RolloutSummary, Sample, VersionSpan
-
-
-class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a `Sample` that it is chosen by."""
-
-    id: str
-    rollout_id: str
-    reward: float
-    version_spans: list[VersionSpan] = []
-
-
-class RolloutHead(msgspec.Struct, frozen=True, kw_only=True):
-    rollout_id: str
-    reward: float
-
-
-class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    dataset_name: str
-    samples: list[SampleHead]
-    rollouts: list[RolloutHead]
-    schema: int = SCHEMA_VERSION
+from pipelinerl.records import Group, RolloutSummary, Sample
 
 
 class StoredSample(Sample, frozen=True, kw_only=True):

@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.ledger.evidence import BatchHead
-from pipelinerl.records import SCHEMA_VERSION, Fate, TrainerMessage
+from pipelinerl.records import BatchHead, FateRecord, GroupHead, TrainerMessage
 from pipelinerl.samples.choose import Candidate, Chooser, Seen, Wanted
-from pipelinerl.samples.recorded import GroupHead, StoredGroup, StoredRollout, rollout_of
+from pipelinerl.samples.recorded import StoredGroup, StoredRollout, rollout_of
 from pipelinerl.streams.base import (
     ACTOR,
     ACTOR_TOPIC,
@@ -29,20 +26,6 @@ from pipelinerl.streams.base import (
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_entries
 from pipelinerl.tracking.lineage import Lineage
-
-# Decoded at a time: whole groups may be large.
-_BATCH = 16
-
-
-class FateHead(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a `FateRecord` that say what became of which samples."""
-
-    sample_ids: list[str]
-    fate: Fate
-    reason: str
-    version: int
-    incarnation: int = 0
-    schema: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
@@ -154,14 +137,14 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
         lineage.fold(entry.record)
     found: dict[str, str] = {}
     for source in (TRAINER, PREPROCESSOR, ACTOR):
-        for entry in read_entries(streams, FATES_TOPIC, source, FateHead):
-            record: FateHead = entry.record
+        for entry in read_entries(streams, FATES_TOPIC, source, FateRecord):
+            record: FateRecord = entry.record
             if text := _fate_text(record, lineage):
                 found.update((name, text) for name in record.sample_ids if name in wanted)
     return found
 
 
-def _fate_text(record: FateHead, lineage: Lineage) -> str | None:
+def _fate_text(record: FateRecord, lineage: Lineage) -> str | None:
     """None for what is no fate (yet), and for training that a restart rolled back."""
     if record.fate == "trained":
         return f"trained in step {record.version}" if lineage.survives(record.incarnation, record.version) else None

@@ -10,10 +10,19 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.ledger.audit import audit_run
-from pipelinerl.ledger.evidence import BatchHead, Evidence, GroupHead, SampleHead
+from pipelinerl.ledger.evidence import Evidence
 from pipelinerl.ledger.fold import fold
 from pipelinerl.ledger.lengths import compare, describe
-from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, VersionSpan
+from pipelinerl.records import (
+    BatchHead,
+    FateRecord,
+    GroupHead,
+    SampleHead,
+    StepDone,
+    TrainerMessage,
+    TrainerStarted,
+    VersionSpan,
+)
 from pipelinerl.run.open_run import StartedRun
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir

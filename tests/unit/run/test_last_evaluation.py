@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.config.sections import SuperviseConfig
-from pipelinerl.records.pool import PoolChange, ServerReady
+from pipelinerl.records import PoolChange, ServerReady
 from pipelinerl.run.last_evaluation import ANSWER_S, END_S, LastEvaluation
 from pipelinerl.run.policy import ExitPolicy
 from pipelinerl.run.server_keeper import ServerKeeper

@@ -49,7 +49,7 @@ FINISHES = """
 import sys, time
 from pathlib import Path
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
 hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
@@ -62,7 +62,7 @@ FOLLOWS = """
 import sys
 from pathlib import Path
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.records.messages import TrainerMessage
+from pipelinerl.records import TrainerMessage
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
 hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
@@ -154,7 +154,7 @@ TALKS_NONSENSE = """
 import sys, time
 from pathlib import Path
 from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
 hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
@@ -169,7 +169,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.records import PoolAnswer, ServerReady
-from pipelinerl.records.messages import TrainerMessage, TrainingDone
+from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
 root = Path(sys.argv[1])

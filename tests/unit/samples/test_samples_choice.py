@@ -89,7 +89,7 @@ def test_the_newest_are_found_without_reading_the_rest(run: RecordedRun, monkeyp
 
 
 def test_no_more_is_held_than_is_asked_for(run: RecordedRun) -> None:
-    from pipelinerl.samples.recorded import GroupHead, RolloutHead
+    from pipelinerl.records import GroupHead, RolloutHead
 
     for order in ("last", "first", "best", "worst"):
         chooser = Chooser(Wanted(order=order, count=4), Seen())
