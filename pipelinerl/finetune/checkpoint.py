@@ -17,7 +17,7 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import UserError
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import TrainingBatch
-from pipelinerl.rl.entropy_control import EntropyControl
+from pipelinerl.rl.coefficients import EntropyControl
 from pipelinerl.rundir.durable import (
     PARTIAL_PREFIX,
     checksums,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,10 +24,9 @@ from pipelinerl.finetune.step_advantages import finish_advantages
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.advantages import has_signal
 from pipelinerl.rl.aggregation import step_scale
+from pipelinerl.rl.coefficients import EntropyControl, coefficients_at
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
-from pipelinerl.rl.entropy_control import EntropyControl
-from pipelinerl.rl.losses import LossInputs, coefficients_at, compute_loss
-from pipelinerl.rl.metrics import TensorMetric, combine
+from pipelinerl.rl.losses import LossInputs, Metrics, compute_loss
 from pipelinerl.rl.microbatch import MicroBatch, collate, sentinel
 from pipelinerl.rl.packing import make_plan
 
@@ -103,14 +102,14 @@ class StepRunner:
 
     def accumulate(
         self, batch: TrainingBatch, entropy_control: EntropyControl | None = None
-    ) -> tuple[dict[str, TensorMetric], StepDiagnostics]:
+    ) -> tuple[Metrics, StepDiagnostics]:
         """Forward and backward of the whole step without the update (gradients stay in the backend)."""
         total_steps = self._schedule.total_at(batch.step, batch.epochs_done)
         coefficients = coefficients_at(self._config.rl, batch.step, total_steps)
         if entropy_control is not None:
             coefficients = replace(coefficients, entropy=entropy_control.bonus(self._config.rl))
         micro_batches = self.micro_batches(batch)
-        metrics: dict[str, TensorMetric] = {}
+        metrics: Metrics = {}
         diagnostics = DiagnosticsSum(self._config.rl.clamp)
         for number, micro_batch in enumerate(micro_batches, start=1):
             layout = self._backend.policy.layout_of(micro_batch)
@@ -125,10 +124,10 @@ class StepRunner:
                 values=outputs.values,
                 trainer_version=batch.step - 1,
             )
-            loss = compute_loss(inputs, self._config.rl, coefficients)
+            loss, found = compute_loss(inputs, self._config.rl, coefficients)
             with self._backend.policy.products():
-                self._backend.backward(_connected(loss.loss, inputs), is_last=is_last)
-            metrics = combine([metrics, loss.metrics])
+                self._backend.backward(_connected(loss, inputs), is_last=is_last)
+            metrics |= {name: metrics[name] + value if name in metrics else value for name, value in found.items()}
             diagnostics.add(inputs)
             self._on_micro_batch()
         return metrics, diagnostics.total()
@@ -174,14 +173,10 @@ def _with_reference(batch: MicroBatch, has_reference: bool) -> MicroBatch:
     return replace(batch, ref_logprobs=torch.zeros_like(batch.old_logprobs) if has_reference else None)
 
 
-def reduce_metrics(metrics: Mapping[str, TensorMetric], ranks: Ranks) -> dict[str, float]:
-    """Final values; all ranks hold the same names, because even a sentinel goes through the loss."""
-    values: dict[str, float] = {}
-    for reduction, operation in (("sum", ranks.sum), ("max", ranks.max), ("min", ranks.min)):
-        names = sorted(name for name, metric in metrics.items() if metric.reduction == reduction)
-        reduced = operation([float(metrics[name].value) for name in names])
-        values.update(zip(names, reduced, strict=True))
-    return values
+def reduce_metrics(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
+    """Sums over all ranks, which hold the same names because even a sentinel goes through the loss."""
+    names = sorted(metrics)
+    return dict(zip(names, ranks.sum([float(metrics[name]) for name in names]), strict=True))
 
 
 def reduce_diagnostics(diagnostics: StepDiagnostics, ranks: Ranks) -> dict[str, float]:

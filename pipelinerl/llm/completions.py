@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import msgspec
@@ -140,6 +142,14 @@ def _read_json(content: bytes) -> _Answer:
         choice.stop_reason,
         choice.weight_versions,
     )
+
+
+def are_logprobs(values: Sequence[float]) -> bool:
+    """False if a value is not finite, positive beyond rounding, or the server's stand-in for NaN."""
+    # Passes in C: a NaN or an infinity makes the sum one too.
+    if not len(values):
+        return True
+    return isfinite(sum(values)) and min(values) > LOWEST_LOGPROB and max(values) <= _HIGHEST_LOGPROB
 
 
 def _checked_logprobs(answer: _Answer) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import DomainError, RolloutError
-from pipelinerl.llm.completions import check_spans
+from pipelinerl.llm.completions import are_logprobs, check_spans
 from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.records import IGNORED_LABEL, EvaluationSample, RolloutSummary, Sample, VersionSpan
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
@@ -286,12 +286,12 @@ def _check_lengths(text: TrainingText) -> int:
         raise RolloutError("bad_labels", "the first token has no context and cannot be trained")
     if len(text.logprobs) != trained:
         raise RolloutError("length_mismatch", f"{len(text.logprobs)} log-probs for {trained} trained tokens")
-    if not all(map(math.isfinite, text.logprobs)):
-        raise RolloutError("bad_logprob", "a log-prob is not finite")
+    if not are_logprobs(text.logprobs):
+        raise RolloutError("bad_logprob", "a log-prob is not finite, positive, or the server's -9999 for NaN")
     if text.ref_logprobs and len(text.ref_logprobs) != trained:
         raise RolloutError("length_mismatch", f"{len(text.ref_logprobs)} reference log-probs for {trained} tokens")
-    if not all(map(math.isfinite, text.ref_logprobs)):
-        raise RolloutError("bad_logprob", "a reference log-prob is not finite")
+    if not are_logprobs(text.ref_logprobs):
+        raise RolloutError("bad_logprob", "a reference log-prob is not finite, positive, or the server's -9999 for NaN")
     return trained
 
 

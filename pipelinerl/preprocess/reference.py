@@ -20,6 +20,7 @@ import msgspec
 
 from pipelinerl.errors import ConfigError, EndRunError, RolloutError
 from pipelinerl.llm.client import Fault, Verdict, classify, open_session, post, reason_of, retry_delay_s
+from pipelinerl.llm.completions import are_logprobs
 from pipelinerl.records import IGNORED_LABEL, Sample
 from pipelinerl.records.completion import GENERATE_PATH
 
@@ -158,7 +159,7 @@ def read_prompt_logprobs(content: bytes, sample: Sample) -> list[float]:
         if label == IGNORED_LABEL:
             continue
         value = _logprob_at(found[position], label)
-        if value is None or value <= -9998.0:
+        if value is None or not are_logprobs([value]):
             raise RolloutError("missing_logprobs", f"token {label} at position {position} has log-prob {value}")
         values.append(value)
     return values

@@ -23,7 +23,7 @@ from pipelinerl.finetune.report import StepTimes, step_metrics
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import TrainingBatch
-from pipelinerl.rl.entropy_control import EntropyControl
+from pipelinerl.rl.coefficients import EntropyControl
 from pipelinerl.run.open_run import StartedRun
 
 _COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")

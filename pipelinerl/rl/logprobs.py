@@ -1,9 +1,8 @@
 """Log-prob and entropy of tokens from hidden states, a chunk of rows at a time: full logits never exist.
 
-Called by the trainer's forward pass. `token_logprobs` keeps two numbers per token for backward (log-normaliser and
-entropy) and computes the chunk's logits again there, so peak memory is one chunk of `chunk_tokens x vocabulary` floats
-in place of several copies of `tokens x vocabulary`. `plain_token_logprobs` is the same in ordinary PyTorch: the
-reference of the tests and the benchmark.
+`token_logprobs` keeps two numbers per token for backward (log-normalizer and entropy) and computes the chunk's logits
+again there, so peak memory is one chunk of `chunk_tokens x vocabulary` floats instead of several copies of
+`tokens x vocabulary`.
 
 With z = logits / temperature, p = softmax(z), L = logsumexp(z) and H = L - sum(p * z):
     log-prob of target y: z_y - L        d/dz = onehot(y) - p
@@ -63,23 +62,6 @@ def token_logprobs(
         picked, head_weight, head_bias, targets.reshape(-1)[rows], temperature, chunk_tokens, with_entropy, fp32_head
     )
     return _spread(logprobs, rows, targets), _spread(entropy, rows, targets) if with_entropy else None
-
-
-def plain_token_logprobs(
-    hidden: torch.Tensor,
-    head_weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    head_bias: torch.Tensor | None = None,
-    fp32_head: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same as `token_logprobs` with all logits in memory and PyTorch's own backward."""
-    wide = _wide(hidden.dtype)
-    logits = hidden.to(wide) @ head_weight.to(wide).T if fp32_head else (hidden @ head_weight.T).to(wide)
-    if head_bias is not None:
-        logits = logits + head_bias.to(wide)
-    return logprobs_from_logits(logits, targets, temperature, with_entropy)
 
 
 def logprobs_from_logits(

@@ -1,32 +1,43 @@
-"""What a loss gets and what it returns. A new loss is one file next to this one, one entry in the registry, one test.
+"""What a policy loss gets and what it returns.
 
-All token tensors are [R, T], line up with `MicroBatch.targets`, and may hold anything where `mask` is False:
-`LossInputs` replaces masked values by zeros before a loss sees them, so masked tokens give exactly zero gradient even
-if the model's output there is not finite.
+A new loss is one file next to this one with a function `(LossInputs, RLConfig) -> LossOutputs`, and one line in the
+registry (`losses/compose.py`). A loss of your own has the same signature and is named by its dotted path:
+`finetune.rl.policy_loss=my_package.my_module.my_loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.metrics import TensorMetric
-from pipelinerl.rl.microbatch import MicroBatch, positions_of
+from pipelinerl.rl.microbatch import MicroBatch, positions_of, segment_sum, to_tokens
 
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
 MAX_LOG_RATIO = 20.0
 
+# 0-d tensors without gradient, each the share of one micro-batch: added up over micro-batches and ranks.
+Metrics = dict[str, torch.Tensor]
+
+_FROM_BATCH = (
+    *("old_logprobs", "advantages", "mask", "weights", "segment_ids", "versions", "oldest_versions"),
+    *("num_segments", "step_tokens", "trained", "token_rewards"),
+)
+
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch after the forward pass.
+    """One micro-batch after the forward pass. Fields are only added while `api_version` stays the same.
+
+    All token tensors are [R, T] and line up with the tokens that are predicted. `of` replaces what is not trained by
+    zeros, so masked tokens give exactly zero gradient even if the model's output there is not finite.
 
     Attributes:
-        new_logprobs: log-probs of the targets under the policy in training; the only tensors with gradient are this,
-            `entropy` and `values`.
+        new_logprobs: log-probs of the targets under the policy in training. Only this, `entropy` and `values` have
+            gradients.
         old_logprobs: under the policy that sampled them.
         advantages, mask, weights, segment_ids: see `MicroBatch`.
         versions: policy version that sampled the token; `trainer_version` is that of the weights in training.
@@ -34,10 +45,12 @@ class LossInputs:
         ref_logprobs: of the frozen reference model, needed if the KL coefficient is not 0.
         entropy: nats per token, needed if the entropy coefficient is not 0.
         values: output of the value head before each target, needed for `gae`.
-        trained: see `MicroBatch`; None: looked for in `mask` when it is needed.
+        trained: see `MicroBatch`; None: computed from `mask` when needed.
         oldest_versions: see `MicroBatch`; None: those of the tokens themselves.
         token_rewards: see `MicroBatch`; used by `gae`.
     """
+
+    api_version: ClassVar[int] = 1
 
     new_logprobs: torch.Tensor
     old_logprobs: torch.Tensor
@@ -64,33 +77,20 @@ class LossInputs:
         *,
         entropy: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
-        ref_logprobs: torch.Tensor | None = None,
         trainer_version: int = 0,
     ) -> LossInputs:
-        """Join a micro-batch with the model's outputs; `ref_logprobs` overrides those of the batch."""
+        """Join a micro-batch with the model's outputs."""
 
         def kept(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else torch.where(batch.mask, values, torch.zeros_like(values))
 
-        new = kept(new_logprobs)
-        assert new is not None
         return cls(
-            new_logprobs=new,
-            old_logprobs=batch.old_logprobs,
-            advantages=batch.advantages,
-            mask=batch.mask,
-            weights=batch.weights,
-            segment_ids=batch.segment_ids,
-            versions=batch.versions,
-            num_segments=batch.num_segments,
-            step_tokens=batch.step_tokens,
-            trainer_version=trainer_version,
-            ref_logprobs=kept(batch.ref_logprobs if ref_logprobs is None else ref_logprobs),
+            new_logprobs=torch.where(batch.mask, new_logprobs, torch.zeros_like(new_logprobs)),
+            ref_logprobs=kept(batch.ref_logprobs),
             entropy=kept(entropy),
             values=kept(values),
-            trained=batch.trained,
-            oldest_versions=batch.oldest_versions,
-            token_rewards=batch.token_rewards,
+            trainer_version=trainer_version,
+            **{name: getattr(batch, name) for name in _FROM_BATCH},
         )
 
     def of_trained(self, values: torch.Tensor) -> torch.Tensor:
@@ -104,26 +104,30 @@ class LossInputs:
         ratio = (self.new_logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         return torch.where(self.mask, ratio, torch.zeros_like(ratio))
 
-    def token_mean(self, values: torch.Tensor) -> TensorMetric:
-        """A mean over the trained tokens of the step, as this micro-batch's share of the sum."""
+    def sample_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of `values` [R, T] over the trained tokens of every sample: [num_segments]."""
+        return segment_sum(values, self.mask, self.segment_ids, self.num_segments)
+
+    def sample_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean of `values` [R, T] over the trained tokens of every sample: [num_segments]; 0 for none."""
+        return self.sample_sum(values) / self.sample_sum(self.mask.to(values.dtype)).clamp(min=1)
+
+    def to_tokens(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """Give every position the value of its sample: [R, T]."""
+        return to_tokens(per_sample, self.segment_ids)
+
+    def token_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """A mean over the trained tokens of the step, as this micro-batch's share of the sum: a metric."""
         kept = torch.where(self.mask, values.detach().float(), 0.0)
-        return TensorMetric(kept.sum() / max(self.step_tokens, 1), "sum")
+        return kept.sum() / max(self.step_tokens, 1)
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """`loss` is this micro-batch's share of the step's loss: add up over micro-batches and ranks, divide by nothing."""
-
-    loss: torch.Tensor
-    metrics: dict[str, TensorMetric] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """What a policy loss returns: the loss of every token [R, T] before weights, and its metrics."""
+    """What a policy loss returns: the loss of every token [R, T] before weights, and metrics (`token_mean`)."""
 
     per_token: torch.Tensor
-    metrics: dict[str, TensorMetric] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
-PolicyLoss = Callable[[LossInputs, RLConfig], TokenLoss]
+PolicyLoss = Callable[[LossInputs, RLConfig], LossOutputs]

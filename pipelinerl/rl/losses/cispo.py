@@ -10,14 +10,14 @@ over tokens: `aggregation: token`.
 from __future__ import annotations
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 
 
-def cispo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+def cispo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
     ratio = inputs.log_ratio().detach().exp()
     weight = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     metrics = {
         "rl/clip_fraction_low": inputs.token_mean((ratio < 1 - config.epsilon_low).float()),
         "rl/clip_fraction_high": inputs.token_mean((ratio > 1 + config.epsilon_high).float()),
     }
-    return TokenLoss(-weight * inputs.advantages * inputs.new_logprobs, metrics)
+    return LossOutputs(-weight * inputs.advantages * inputs.new_logprobs, metrics)

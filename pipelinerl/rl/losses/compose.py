@@ -1,17 +1,14 @@
-"""The whole loss of one micro-batch: policy loss by name, importance correction, KL, entropy bonus, value loss.
-
-Called by the trainer for every micro-batch. The result is this micro-batch's share of the step's loss.
-"""
+"""The loss of one micro-batch: policy loss by name, importance correction, KL, entropy bonus, value loss."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from pipelinerl.config.finetune import RLConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.kl import token_kl
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs, PolicyLoss
+from pipelinerl.rl.losses.base import LossInputs, Metrics, PolicyLoss
 from pipelinerl.rl.losses.cispo import cispo
 from pipelinerl.rl.losses.decoupled_ppo import decoupled_ppo
 from pipelinerl.rl.losses.gspo import gspo
@@ -20,8 +17,7 @@ from pipelinerl.rl.losses.ppo import ppo
 from pipelinerl.rl.losses.reinforce import reinforce
 from pipelinerl.rl.losses.sapo import sapo
 from pipelinerl.rl.losses.value import value_loss, with_gae_advantages
-from pipelinerl.rl.metrics import TensorMetric
-from pipelinerl.rl.schedule import linear_coefficient
+from pipelinerl.rl.user_function import load_function
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "reinforce": reinforce,
@@ -33,27 +29,28 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-@dataclass(frozen=True)
-class Coefficients:
-    """Values of the scheduled coefficients at one step."""
+def policy_loss_function(name: str) -> PolicyLoss:
+    """The policy loss `name`, or the user's function at a dotted path.
 
-    kl: float
-    entropy: float
-
-
-def coefficients_at(config: RLConfig, step: int, max_steps: float) -> Coefficients:
-    """KL and entropy coefficient of optimizer step `step` (from 1)."""
-    return Coefficients(
-        kl=linear_coefficient(config.kl_coef, config.final_kl_coef, step, max_steps),
-        entropy=linear_coefficient(config.entropy_bonus, config.final_entropy_bonus, step, max_steps),
+    Raises:
+        ConfigError: neither.
+    """
+    key = "finetune.rl.policy_loss"
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    if "." in name:
+        return load_function(key, name, LossInputs.api_version)
+    raise ConfigError(
+        key, name, f"one of {', '.join(sorted(POLICY_LOSSES))}", "Or name a function: package.module.name."
     )
 
 
-def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficients) -> LossOutputs:
-    """Policy loss, KL penalty, entropy bonus and value loss, weighted and summed over the tokens of the micro-batch.
+def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficients) -> tuple[torch.Tensor, Metrics]:
+    """This micro-batch's share of the step's loss (0-d) and metrics: sums over micro-batches and ranks.
 
     Raises:
-        ValueError: unknown `policy_loss`; a coefficient without the values that it needs.
+        ConfigError: unknown `policy_loss`.
+        ValueError: a coefficient without the values that it needs.
     """
     returns = None
     if config.advantage_estimator == "gae":
@@ -67,21 +64,19 @@ def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficient
         metrics |= found
         if term is not None:
             loss = loss + term
-    metrics["rl/loss"] = TensorMetric(loss.detach())
-    return LossOutputs(loss, metrics)
+    metrics["rl/loss"] = loss.detach()
+    return loss, metrics
 
 
-_Term = tuple[torch.Tensor | None, dict[str, TensorMetric]]
+_Term = tuple[torch.Tensor | None, Metrics]
 
 
-def _policy_term(inputs: LossInputs, config: RLConfig) -> tuple[torch.Tensor, dict[str, TensorMetric]]:
-    if config.policy_loss not in POLICY_LOSSES:
-        raise ValueError(f"finetune.rl.policy_loss: got {config.policy_loss!r}, expected one of {list(POLICY_LOSSES)}")
+def _policy_term(inputs: LossInputs, config: RLConfig) -> tuple[torch.Tensor, Metrics]:
     corrected, factor, metrics = correct(inputs, config)
-    policy = POLICY_LOSSES[config.policy_loss](corrected, config)
+    policy = policy_loss_function(config.policy_loss)(corrected, config)
     per_token = policy.per_token if factor is None else policy.per_token * factor
     loss = weighted_sum(inputs, per_token)
-    return loss, {**metrics, **policy.metrics, "rl/policy_loss": TensorMetric(loss.detach())}
+    return loss, {**metrics, **policy.metrics, "rl/policy_loss": loss.detach()}
 
 
 def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
 
 
-def decoupled_ppo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+def decoupled_ppo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
     proximal = proximal_logprobs(inputs)
     ratio = inputs.log_ratio(proximal).exp()
     behavior = torch.where(inputs.mask, proximal - inputs.old_logprobs, 0.0).clamp(-20.0, 20.0).exp()
@@ -29,7 +29,7 @@ def decoupled_ppo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
     metrics = clip_metrics(inputs, ratio, config)
     metrics["rl/behavior_weight_mean"] = inputs.token_mean(weight)
     metrics["rl/behavior_clip_fraction"] = inputs.token_mean((behavior > config.clamp).float())
-    return TokenLoss(weight * clipped_surrogate(ratio, inputs.advantages, config), metrics)
+    return LossOutputs(weight * clipped_surrogate(ratio, inputs.advantages, config), metrics)
 
 
 def proximal_logprobs(inputs: LossInputs) -> torch.Tensor:

@@ -10,12 +10,10 @@ samples: `aggregation: sample_mean`. Its clip range is far narrower than PPO's (
 from __future__ import annotations
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
-from pipelinerl.rl.microbatch import segment_mean, to_tokens
 
 
-def gspo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
-    mean = segment_mean(inputs.log_ratio(), inputs.mask, inputs.segment_ids, inputs.num_segments)
-    ratio = to_tokens(mean.exp(), inputs.segment_ids)
-    return TokenLoss(clipped_surrogate(ratio, inputs.advantages, config), clip_metrics(inputs, ratio, config))
+def gspo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+    ratio = inputs.to_tokens(inputs.sample_mean(inputs.log_ratio()).exp())
+    return LossOutputs(clipped_surrogate(ratio, inputs.advantages, config), clip_metrics(inputs, ratio, config))

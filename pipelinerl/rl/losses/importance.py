@@ -21,21 +21,19 @@ from dataclasses import replace
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
-from pipelinerl.rl.metrics import TensorMetric
-from pipelinerl.rl.microbatch import segment_mean, segment_sum, to_tokens
+from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs, Metrics
 
 
-def correct(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor | None, dict[str, TensorMetric]]:
+def correct(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor | None, Metrics]:
     """Inputs for the policy loss, the factor of every token (None: no correction), and metrics."""
     mode = config.importance_correction
     if mode == "none":
         return inputs, None, {}
     log_rho = inputs.log_ratio().detach()
     if mode == "geometric_mask":
-        rho = _by_sample(segment_mean, log_rho, inputs)
+        rho = _of_sample(inputs.sample_mean(log_rho), inputs)
     elif config.importance_level == "sequence":
-        rho = _by_sample(segment_sum, log_rho, inputs)
+        rho = _of_sample(inputs.sample_sum(log_rho), inputs)
     else:
         rho = log_rho.exp()
     factor = _factor(mode, rho, config)
@@ -49,9 +47,9 @@ def correct(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Ten
     return inputs, factor, metrics
 
 
-def _by_sample(reduce, log_rho: torch.Tensor, inputs: LossInputs) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    per_sample = reduce(log_rho, inputs.mask, inputs.segment_ids, inputs.num_segments)
-    return to_tokens(per_sample.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), inputs.segment_ids)
+def _of_sample(log_rho: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """exp of [num_segments] at every position of the sample: [R, T]."""
+    return inputs.to_tokens(log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
 
 
 def _factor(mode: str, rho: torch.Tensor, config: RLConfig) -> torch.Tensor:

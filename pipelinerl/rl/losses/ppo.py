@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import LossInputs, TokenLoss
-from pipelinerl.rl.metrics import TensorMetric
+from pipelinerl.rl.losses.base import LossInputs, LossOutputs, Metrics
 
 
-def ppo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+def ppo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
     ratio = inputs.log_ratio().exp()
-    return TokenLoss(clipped_surrogate(ratio, inputs.advantages, config), clip_metrics(inputs, ratio, config))
+    return LossOutputs(clipped_surrogate(ratio, inputs.advantages, config), clip_metrics(inputs, ratio, config))
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: RLConfig) -> torch.Tensor:
@@ -29,7 +28,7 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: RLC
     return -surrogate
 
 
-def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, config: RLConfig) -> dict[str, TensorMetric]:
+def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, config: RLConfig) -> Metrics:
     """Share of tokens whose gradient the clip removes, by sign of the advantage."""
     ratio = ratio.detach()
     low = (ratio < 1 - config.epsilon_low) & (inputs.advantages < 0)

@@ -8,14 +8,13 @@ that system clamps at 1 + epsilon_high = 1.02 instead; set `clamp: 1.02` for the
 
 from __future__ import annotations
 
-import torch
-
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 
 
-def reinforce(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+def reinforce(inputs: LossInputs, config: RLConfig) -> LossOutputs:
     ratio = inputs.log_ratio().detach().exp()
     weight = ratio.clamp(max=config.clamp)
     per_token = -weight * inputs.advantages * inputs.new_logprobs
-    return TokenLoss(per_token, {"rl/clip_fraction_high": inputs.token_mean((ratio > config.clamp).to(torch.float32))})
+    metrics = {"rl/clip_fraction_high": inputs.token_mean((ratio > config.clamp).float())}
+    return LossOutputs(per_token, metrics)

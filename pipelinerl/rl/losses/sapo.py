@@ -11,14 +11,14 @@ from __future__ import annotations
 import torch
 
 from pipelinerl.config.finetune import RLConfig
-from pipelinerl.rl.losses.base import LossInputs, TokenLoss
+from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 
 
-def sapo(inputs: LossInputs, config: RLConfig) -> TokenLoss:
+def sapo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
     ratio = inputs.log_ratio().exp()
     positive = inputs.advantages > 0
     tau = torch.where(positive, config.soft_gate_positive, config.soft_gate_negative).to(ratio.dtype)
     gate = torch.sigmoid(tau * (ratio - 1))
     # What is left of the gradient of the ratio: f'(r), 1 on-policy.
     slope = (4 * gate * (1 - gate)).detach()
-    return TokenLoss(-4 / tau * gate * inputs.advantages, {"rl/soft_gate_mean": inputs.token_mean(slope)})
+    return LossOutputs(-4 / tau * gate * inputs.advantages, {"rl/soft_gate_mean": inputs.token_mean(slope)})

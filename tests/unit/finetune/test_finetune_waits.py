@@ -10,8 +10,9 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.rl.coefficients import coefficients_at
 from pipelinerl.rl.diagnostics import DiagnosticsSum
-from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, coefficients_at, compute_loss
+from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, compute_loss
 
 # What reads a number back, or makes a tensor whose size depends on one.
 WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "repeat_interleave.Tensor")
@@ -51,7 +52,7 @@ def test_forward_loss_backward_and_diagnostics(kit, policy_loss, rl):
         for micro_batch, layout in zip(micro_batches, layouts, strict=True):
             outputs = policy(micro_batch, layout)
             inputs = LossInputs.of(micro_batch, outputs.logprobs, entropy=outputs.entropy)
-            compute_loss(inputs, config.rl, coefficients).loss.backward()
+            compute_loss(inputs, config.rl, coefficients)[0].backward()
             diagnostics.add(inputs)
         total = diagnostics.total()
     assert total.values()["rl/lag_max_versions"] >= 0

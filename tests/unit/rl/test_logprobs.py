@@ -8,8 +8,41 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.rl.logprobs import logprobs_from_logits, plain_token_logprobs, token_logprobs
+from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
+
+
+def plain_token_logprobs(hidden, weight, targets, temperature=1.0, with_entropy=False, bias=None, fp32_head=True):
+    """The same with all logits in memory and PyTorch's own backward."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logits = hidden.to(wide) @ weight.to(wide).T if fp32_head else (hidden @ weight.T).to(wide)
+    logits = logits if bias is None else logits + bias.to(wide)
+    return logprobs_from_logits(logits, targets, temperature, with_entropy)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Number of elements of the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            self.numel = max(self.numel, tensor.numel() if isinstance(tensor, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_full_logits_never_exist(with_entropy):
+    hidden, weight, bias, targets = head(rows=64, dim=4, vocab=100)
+    with LargestTensor() as chunked:
+        logprobs, _ = token_logprobs(hidden, weight, targets, 0.7, 8, with_entropy, bias)
+        logprobs.sum().backward()
+    assert chunked.numel == 8 * 100
+    with LargestTensor() as plain:
+        plain_token_logprobs(hidden, weight, targets)[0].sum().backward()
+    assert plain.numel == 64 * 100
 
 
 def head(rows=7, dim=5, vocab=11, dtype=torch.float64, seed=0):

@@ -14,8 +14,9 @@ from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.preprocess import scoring
 from pipelinerl.rl.advantages import ADVANTAGES
 from pipelinerl.rl.aggregation import AGGREGATIONS
+from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.diagnostics import StepDiagnostics
-from pipelinerl.rl.losses import POLICY_LOSSES, Coefficients, LossInputs, compute_loss
+from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, compute_loss
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -27,7 +28,7 @@ def test_every_metric_is_explained():
     names = set(StepDiagnostics.of(inputs, 5.0).values())
     for name in POLICY_LOSSES:
         rl = RLConfig(policy_loss=name, advantage_estimator="gae", importance_correction="mask")
-        names |= set(compute_loss(inputs, rl, Coefficients(0.1, 0.1)).metrics)
+        names |= set(compute_loss(inputs, rl, Coefficients(0.1, 0.1))[1])
     text = (DOCS / "metrics.md").read_text()
     assert not [name for name in names if f"`{_RENAMED.get(name, name)}`" not in text]
 

@@ -11,8 +11,9 @@ import torch
 from rl_samples import collated, make_sample, on_trained
 
 from pipelinerl.config.finetune import RLConfig
+from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.kl import token_kl
-from pipelinerl.rl.losses import Coefficients, LossInputs, compute_loss
+from pipelinerl.rl.losses import LossInputs, compute_loss
 
 NONE = Coefficients(kl=0.0, entropy=0.0)
 LOG2 = math.log(2)
@@ -34,10 +35,10 @@ def run(log_ratios, advantages, *, versions=None, trainer_version=0, values=None
     if values is not None:
         values = torch.zeros(batch.mask.shape).masked_scatter(batch.mask, torch.tensor(values)).requires_grad_()
     inputs = LossInputs.of(batch, new, trainer_version=trainer_version, values=values)
-    out = compute_loss(inputs, RLConfig(**rl), NONE)
-    out.loss.backward()
-    metrics = {name: metric.value.item() for name, metric in out.metrics.items()}
-    return out.loss.item(), flat.grad.tolist(), metrics, None if values is None else values.grad
+    loss, metrics = compute_loss(inputs, RLConfig(**rl), NONE)
+    loss.backward()
+    metrics = {name: metric.item() for name, metric in metrics.items()}
+    return loss.item(), flat.grad.tolist(), metrics, None if values is None else values.grad
 
 
 def test_ppo_clips_by_sign():

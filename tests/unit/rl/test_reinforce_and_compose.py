@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 
 import pytest
 import torch
 from rl_samples import collated, make_sample
 
 from pipelinerl.config.finetune import RLConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.losses import POLICY_LOSSES, Coefficients, LossInputs, coefficients_at, compute_loss
-from pipelinerl.rl.metrics import combine
+from pipelinerl.rl.coefficients import Coefficients, coefficients_at
+from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, LossOutputs, compute_loss
 from pipelinerl.rl.microbatch import collate
 
 NONE = Coefficients(kl=0.0, entropy=0.0)
@@ -23,28 +26,28 @@ def one_sample(old, advantage=1.0, ref=None):
 
 def run(batch, new, config=None, coefficients=NONE, **more):
     new = torch.tensor([[*new, 0.0]], dtype=torch.float64, requires_grad=True)
-    out = compute_loss(LossInputs.of(batch, new, **more), config or RLConfig(), coefficients)
-    (grad,) = torch.autograd.grad(out.loss, new)
-    return out, grad[0, :-1].tolist()
+    loss, metrics = compute_loss(LossInputs.of(batch, new, **more), config or RLConfig(), coefficients)
+    (grad,) = torch.autograd.grad(loss, new)
+    return loss.item(), metrics, grad[0, :-1].tolist()
 
 
 def test_reinforce_by_hand():
     # Ratios: e^0.5 kept, e^2 = 7.39 truncated to 5. loss = -(w1 * l1 + w2 * l2) * A / B, gradient = -w * A / B.
-    out, grad = run(one_sample([-1.0, -3.0], advantage=2.0), [-0.5, -1.0])
+    loss, metrics, grad = run(one_sample([-1.0, -3.0], advantage=2.0), [-0.5, -1.0])
     w = [math.exp(0.5), 5.0]
-    assert out.loss.item() == pytest.approx(-2 * (w[0] * -0.5 + w[1] * -1.0))
+    assert loss == pytest.approx(-2 * (w[0] * -0.5 + w[1] * -1.0))
     assert grad == pytest.approx([-2 * w[0], -2 * w[1]])
-    assert out.metrics["rl/clip_fraction_high"].value.item() == 0.5
+    assert metrics["rl/clip_fraction_high"].item() == 0.5
 
 
 def test_kl_and_entropy_by_hand():
     entropy = torch.tensor([[0.7, 0.0]], dtype=torch.float64)
     batch = one_sample([-1.0], advantage=0.0, ref=[-1.5])
-    out, grad = run(batch, [-1.0], coefficients=Coefficients(kl=0.1, entropy=0.01), entropy=entropy)
+    loss, metrics, grad = run(batch, [-1.0], coefficients=Coefficients(kl=0.1, entropy=0.01), entropy=entropy)
     # r = ref - new = -0.5; k3 = e^r - r - 1; d k3 / d new = 1 - e^r.
-    assert out.loss.item() == pytest.approx(0.1 * (math.exp(-0.5) + 0.5 - 1) - 0.01 * 0.7)
+    assert loss == pytest.approx(0.1 * (math.exp(-0.5) + 0.5 - 1) - 0.01 * 0.7)
     assert grad == pytest.approx([0.1 * (1 - math.exp(-0.5))])
-    assert out.metrics["rl/entropy"].value.item() == pytest.approx(0.7)
+    assert metrics["rl/entropy"].item() == pytest.approx(0.7)
 
 
 def test_m4_kl_without_reference_and_entropy_without_entropy_are_refused():
@@ -83,9 +86,9 @@ def test_m2_loss_and_gradient_do_not_depend_on_micro_batches(name, aggregation):
             flat = flat.masked_scatter(batch.mask, torch.cat([leaves[i] for i in batch.indices]))
             inputs = LossInputs.of(batch, flat, trainer_version=3)
             outs.append(compute_loss(inputs, RLConfig(policy_loss=name), NONE))
-        loss = sum(out.loss for out in outs)
+        loss = sum(loss for loss, _ in outs)
         loss.backward()
-        metrics = {key: m.value.item() for key, m in combine(out.metrics for out in outs).items()}
+        metrics = {key: sum(found[key].item() for _, found in outs) for key in outs[0][1]}
         return loss.item(), torch.cat([leaves[k].grad for k in sorted(leaves)]), metrics
 
     reference = total([list(range(8))], True)
@@ -94,3 +97,25 @@ def test_m2_loss_and_gradient_do_not_depend_on_micro_batches(name, aggregation):
         assert loss == pytest.approx(reference[0], rel=1e-6)
         torch.testing.assert_close(grad, reference[1])
         assert metrics == pytest.approx(reference[2], rel=1e-5, abs=1e-7)
+
+
+def test_a_loss_of_the_user_is_a_dotted_path(monkeypatch):
+    """Once per sample: -mean log-ratio times the advantage, with a metric of its own."""
+
+    def mean_ratio(inputs, config):
+        mean = inputs.sample_mean(inputs.log_ratio())
+        metrics = {"rl/their_mean": inputs.token_mean(inputs.to_tokens(mean))}
+        return LossOutputs(-inputs.to_tokens(mean) * inputs.advantages, metrics)
+
+    module = types.ModuleType("their_package")
+    module.mean_ratio = mean_ratio
+    monkeypatch.setitem(sys.modules, "their_package", module)
+    config = RLConfig().model_copy(update={"policy_loss": "their_package.mean_ratio"})
+    loss, metrics, grad = run(one_sample([-1.0, -3.0], advantage=2.0), [-0.5, -1.5], config)
+    # Mean log-ratio (0.5 + 1.5) / 2 = 1 on both tokens.
+    assert loss == pytest.approx(-4.0) and grad == pytest.approx([-2.0, -2.0])
+    assert metrics["rl/their_mean"].item() == pytest.approx(1.0)
+    for path in ("their_package.other", "nowhere"):
+        with pytest.raises(ConfigError) as error:
+            run(one_sample([-1.0]), [-1.0], RLConfig().model_copy(update={"policy_loss": path}))
+        assert error.value.key == "finetune.rl.policy_loss"

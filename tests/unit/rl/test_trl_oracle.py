@@ -14,7 +14,8 @@ import torch
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.rl.advantages import AdvantageInputs, group_advantages
-from pipelinerl.rl.losses import Coefficients, LossInputs, compute_loss
+from pipelinerl.rl.coefficients import Coefficients
+from pipelinerl.rl.losses import LossInputs, compute_loss
 
 pytestmark = pytest.mark.slow
 LENGTHS = [3, 5, 1, 4]
@@ -109,7 +110,7 @@ def our_loss(new, old, ref, advantages, mask, aggregation, kl=0.0, entropy=None,
         step_tokens=int(mask.sum()),
         entropy=entropy,
     )
-    return compute_loss(inputs, RLConfig(**rl), Coefficients(kl=kl, entropy=bonus)).loss
+    return compute_loss(inputs, RLConfig(**rl), Coefficients(kl=kl, entropy=bonus))[0]
 
 
 def compare(ours, theirs):

@@ -1,7 +1,8 @@
-"""An entropy bonus that keeps the policy's entropy from staying below a target. Pure. No torch.
+"""KL coefficient and entropy bonus of one optimizer step. No torch.
 
-Called by the trainer's loop once a step. Follows the adaptive entropy control of arXiv 2505.22312, with the entropy
-of the step before in place of an extra pass over the batch:
+Both move linearly over training if a final value is set. With `finetune.rl.target_entropy` the bonus instead keeps the
+policy's entropy from staying below a target, as in arXiv 2505.22312, with the entropy of the previous step in place of
+an extra pass over the batch:
 
     bonus(k + 1) = c(k + 1) if e(k) <= target else 0
     c(k + 1)     = max(0, c(k) + d) if e(k) < target, max(0, c(k) - d) if e(k) > target, else c(k)
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,26 +25,52 @@ ENTROPY = "rl/entropy"
 _TRAINED = "rl/entropy_estimate"
 
 
+@dataclass(frozen=True)
+class Coefficients:
+    """Factors of the KL term and of the entropy bonus at one step."""
+
+    kl: float
+    entropy: float
+
+
+def coefficients_at(config: RLConfig, step: int, max_steps: float) -> Coefficients:
+    """KL and entropy coefficient of optimizer step `step` (from 1) without a target entropy."""
+    return Coefficients(
+        kl=linear_coefficient(config.kl_coef, config.final_kl_coef, step, max_steps),
+        entropy=linear_coefficient(config.entropy_bonus, config.final_entropy_bonus, step, max_steps),
+    )
+
+
+def linear_coefficient(start: float, final: float | None, step: int, max_steps: float) -> float:
+    """`start` at step 1, `final` at `max_steps` and later, a straight line between; constant if `final` is None."""
+    if final is None:
+        return start
+    if max_steps <= 1:
+        return final
+    share = min(max((step - 1) / (max_steps - 1), 0.0), 1.0)
+    return start + (final - start) * share
+
+
 class EntropyControl(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the control stands; saved with the training state. `entropy` is that of the last step, None before it."""
+    """State of the target entropy; saved in checkpoints. `entropy` is that of the last step, None before it."""
 
     coefficient: float
     entropy: float | None = None
 
     @classmethod
     def at(cls, config: RLConfig, saved: EntropyControl | None) -> EntropyControl | None:
-        """Where the control goes on behind `saved`, or begins; None without a target."""
+        """`saved`, or the state before step 1; None without a target."""
         if config.target_entropy is None:
             return None
         return cls(coefficient=config.entropy_bonus) if saved is None else saved
 
     def bonus(self, config: RLConfig) -> float:
-        """The coefficient of the next step's entropy term."""
+        """Coefficient of the entropy bonus at the next step."""
         is_above = self.entropy is not None and self.entropy > _target(config)
         return 0.0 if is_above else self.coefficient
 
     def after(self, config: RLConfig, metrics: Mapping[str, float]) -> EntropyControl:
-        """Behind a step with these metrics. One that trained nothing, or has no finite entropy, changes nothing."""
+        """State after a step with these metrics; unchanged if it trained nothing or its entropy is not finite."""
         entropy = metrics.get(ENTROPY, math.nan) if _TRAINED in metrics else math.nan
         if not math.isfinite(entropy):
             return self
