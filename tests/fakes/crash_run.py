@@ -25,7 +25,6 @@ from pipelinerl.actor.resume import INTERRUPTED, find_started_groups, find_unset
 from pipelinerl.actor.trainer_state import TrainerState as ActorView
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.checkpoint import TrainerState
-from pipelinerl.finetune.data_feed import DataFeed
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.weights_feed import Delivery
 from pipelinerl.preprocess.main import PreprocessLoop
@@ -141,13 +140,7 @@ class _Trainer:
     def __init__(self, context: Any, state: TrainerState) -> None:
         hub = context.streams
         self.state = state
-        self.feed = DataFeed(
-            hub.reader("training_data", "preprocessor_0", TrainingBatch, state.data_offset),
-            context.heartbeat,
-            0.0,
-            lambda: self._is_idle,
-        )
-        self._is_idle = False
+        self.feed = hub.reader("training_data", "preprocessor_0", TrainingBatch, state.data_offset)
         self.reporter = Reporter(
             hub.writer("trainer", "finetune_0", TrainerMessage),
             hub.writer("fates", "finetune_0", FateRecord),
@@ -159,7 +152,7 @@ class _Trainer:
         self.reporter.weights_delivered(Delivery(self.state.step, {}, 1, None, 0.0))
 
     def act(self) -> None:
-        entries = self.feed._reader.read(0, max_records=1)
+        entries = self.feed.read(0, max_records=1)
         if entries:
             batch = entries[0].record
             assert batch.step == self.state.step + 1
