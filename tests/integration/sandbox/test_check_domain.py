@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.__main__ import main
-from pipelinerl.commands import dry_rollout
+from pipelinerl.analysis import check as dry_rollout
 
 OFFLINE = ("guessing", "counting", "countdown", "math", "ifeval", "fn_calling", "logic", "multi")
 SMALL = ["dataset_loader_params={num_train: 20, num_test: 5}"]

@@ -31,6 +31,7 @@ from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState as ActorView
 from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.actor.training import TrainingRollouts
+from pipelinerl.analysis.ledger import build_ledger, read_records
 from pipelinerl.config import RunConfig
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.domains.problem_sets import Problem
@@ -39,8 +40,6 @@ from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.weights_feed import Delivery
-from pipelinerl.ledger.evidence import read_evidence
-from pipelinerl.ledger.fold import fold
 from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (
@@ -376,5 +375,5 @@ async def test_l7_full_streams_and_a_drain_never_wait_in_a_circle(hub: StreamHub
     assert not trainer.is_alive() and not batching.is_alive()
     preprocessor.close()
     assert (trainer.failure, failures, trainer.drained) == (None, [], list(range(1, steps + 1)))
-    ledger = fold(read_evidence(hub))
+    ledger = build_ledger(read_records(hub))
     assert ledger.faults == [] and ledger.lineage.last_step == steps

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from pipelinerl.commands.tiny_model import main
 from pipelinerl.tiny.build import build_tiny_model, model_key
+from pipelinerl.tiny.main import main
 from pipelinerl.tiny.model import build_model
 from pipelinerl.tiny.tokenizer import build_tokenizer
 from pipelinerl.tiny.warmup import WarmupSettings, warm_up

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from fakes.recorded_run import RecordedRun
 
+from pipelinerl.analysis import select as scan
+from pipelinerl.analysis.select import Chooser, Seen, Wanted, choose, fates_of, load, samples_of_step
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
-from pipelinerl.samples import scan
-from pipelinerl.samples.choose import Chooser, Seen, Wanted
-from pipelinerl.samples.scan import choose, fates_of, load, samples_of_step
 from pipelinerl.streams import shards
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub

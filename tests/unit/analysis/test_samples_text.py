@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 from fakes.recorded_run import RecordedRun
 
+from pipelinerl.analysis.sample_view import Painter, RolloutView, Turn, json_lines, render, turns_of, view_of
+from pipelinerl.analysis.select import StoredGroup, StoredRollout, rollout_of
+from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened, token_text
 from pipelinerl.records import VersionSpan
 from pipelinerl.run.open_run import find_run
-from pipelinerl.samples.decode import TokenText, token_text
-from pipelinerl.samples.printable import escaped, one_line, shortened
-from pipelinerl.samples.recorded import StoredGroup, StoredRollout, rollout_of
-from pipelinerl.samples.text import Painter, render
-from pipelinerl.samples.turns import Turn, turns_of
-from pipelinerl.samples.view import RolloutView, json_lines, view_of
 
 TOOL_CHAT = [
     ("<|user|>what is 6*7?<|end|><|assistant|>", False),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pipelinerl.analysis.replay import BatchReplay
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.scoring import GroupScorer
 from pipelinerl.records import Group, RolloutSummary, Sample, TrainingBatch, VersionSpan
-from pipelinerl.replay.batches import BatchReplay
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from fakes.crash_run import CrashRun, Cutter, Killed
 
+from pipelinerl.analysis.ledger import Ledger, RunRecords, build_ledger, read_records
 from pipelinerl.config import RunConfig
-from pipelinerl.ledger.evidence import Evidence, read_evidence
-from pipelinerl.ledger.fold import Ledger, fold
 from pipelinerl.streams.files import FileWriter
 
 STEPS = 12
@@ -46,13 +45,13 @@ def run_with_cuts(run: CrashRun, monkeypatch: pytest.MonkeyPatch, cuts: int) -> 
     return ledger
 
 
-def evidence_of(run: CrashRun) -> Evidence:
+def evidence_of(run: CrashRun) -> RunRecords:
     with contextlib.closing(run.hub()) as hub:
-        return read_evidence(hub)
+        return read_records(hub)
 
 
 def audit(run: CrashRun) -> Ledger:
-    return fold(evidence_of(run))
+    return build_ledger(evidence_of(run))
 
 
 @pytest.mark.parametrize("seed", range(8))

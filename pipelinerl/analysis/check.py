@@ -1,24 +1,93 @@
-"""One rollout against a server that answers what it is told: shows that a rollout function works, without a model.
+"""The command `check-domain`: check a task's functions, data sets and gold answers, and run one rollout.
 
-Called by `check-domain`. Waits for the rollout, at most `actor.rollout_timeout_s` and `TIMEOUT_S`.
+No model is started: the rollout runs against a server that answers as told.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import faulthandler
+import signal
+import sys
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from types import FrameType
 from typing import Any
 
 from aiohttp import web
 
-from pipelinerl.commands.time_limit import time_limit
 from pipelinerl.config import RunConfig
-from pipelinerl.domains.check import domain_function
+from pipelinerl.config.compose import compose
+from pipelinerl.config.load import to_dictconfig
+from pipelinerl.config.rules_run import missing_task
+from pipelinerl.domains.check import check_answers, checked_problems, domain_function
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.domains.registry import load_rollout_function
 from pipelinerl.errors import DomainError, UserError
+from pipelinerl.grading import open_verifier
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.client import open_session
+from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
+from pipelinerl.llm.trainable import sampling_parameters
+from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S
+from pipelinerl.tiny.tokenizer import build_tokenizer
+
+_REPEAT_S = 5.0  # code that swallows the interruption meets it again
+_LAST_RESORT_S = 20.0
+_FRAMES = 6
+
+
+class _TimeIsUp(BaseException):
+    """Raised inside foreign code. Not an `Exception`, so that `except Exception` does not stop it."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str, next_step: str) -> Iterator[None]:
+    """Run the code inside for at most `seconds`.
+
+    Raises:
+        DomainError: it took longer; `what` is the subject of the message, `next_step` its end.
+    """
+    place: list[str] = []
+    is_inside = True
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        if not is_inside:
+            return
+        place[:] = place or [f"{f.filename}:{f.lineno} in {f.name}" for f in traceback.extract_stack(frame)[-_FRAMES:]]
+        raise _TimeIsUp
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
+    faulthandler.dump_traceback_later(seconds + _LAST_RESORT_S, exit=True, file=sys.__stderr__ or 2)
+    try:
+        yield
+    except _TimeIsUp:
+        where = "\n  ".join(place)
+        raise DomainError(f"{what} took more than {seconds:g} s. {next_step} It was here:\n  {where}") from None
+    finally:
+        is_inside = False
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@contextlib.contextmanager
+def heeded_interrupts() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt in whatever runs inside. asyncio would only cancel its main task, which code
+    that blocks never lets happen; it leaves handlers alone that are not Python's own."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
 
 TIMEOUT_S = 120.0
 _BLOCK_GRACE_S = 2.0
@@ -45,11 +114,6 @@ def dry_rollout(config: RunConfig, problem: Problem) -> str:
 
 
 async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
-    from pipelinerl.config.load import to_dictconfig
-    from pipelinerl.grading import open_verifier
-    from pipelinerl.llm.client import open_session
-    from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
-    from pipelinerl.tiny.tokenizer import build_tokenizer
 
     function = load_rollout_function(config)
     gold_answer = domain_function(config, "gold_answer")
@@ -108,8 +172,6 @@ def _place_of(error: BaseException) -> str:
 
 
 def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
-    from pipelinerl.llm import TrainableLLM
-    from pipelinerl.llm.trainable import sampling_parameters
 
     parameters = sampling_parameters(config.llm.parameters)
     return TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN).for_rollout(seed=0)
@@ -139,3 +201,47 @@ async def _scripted_server(token_ids: list[int]) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+_EPILOG = "The arguments are those of python -m pipelinerl.launch; NAME is short for --config-name NAME."
+
+
+def main(argv: list[str]) -> int:
+    """Print what was found and return 0; a mistake is a `UserError` with what to change."""
+    if not argv or argv[0] in ("-h", "--help"):
+        argparse.ArgumentParser(
+            prog="python -m pipelinerl check-domain",
+            usage="%(prog)s [NAME] [--config-dir DIR] [--config-name NAME] [key=value ...]",
+            description="Import actor.rollout_policy and dataset_loader, load the data sets, check their shapes, grade "
+            "the gold answers, and run one rollout against a server that answers as told.",
+            epilog=_EPILOG,
+        ).print_help()
+        return 0
+
+    words = argv if argv[0].startswith("-") or "=" in argv[0] else ["--config-name", *argv]
+    # The check writes nothing, but a configuration is complete only with a run directory.
+    words = words if any("output_dir=" in word for word in words) else [*words, "++output_dir=unused"]
+    composed = compose(words)
+    if composed.config is None:
+        print(composed.help_text)
+        return 0
+    if (fault := missing_task(composed.config)) is not None:
+        raise fault
+    sys.path[:0] = [str(folder) for folder in composed.search_dirs]
+
+    with heeded_interrupts():
+        _check(composed.config)
+    return 0
+
+
+def _check(config: RunConfig) -> None:
+
+    with time_limit(
+        DOMAIN_CHECK_TIMEOUT_S,
+        f"dataset_loader {config.dataset_loader}: importing the task and loading its problems",
+        "A run would not start. Make it quicker.",
+    ):
+        problems = checked_problems(config)
+    print(f"{len(problems.train)} training problems, {len(problems.test)} test problems", flush=True)
+    print(check_answers(config, problems), flush=True)
+    print(dry_rollout(config, problems.train[0]))

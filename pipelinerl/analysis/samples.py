@@ -1,7 +1,4 @@
-"""`python -m pipelinerl samples RUN_DIR`: what the model said. Called by `pipelinerl.__main__`.
-
-Works on finished, interrupted and running runs, and only reads.
-"""
+"""The command `samples`: show what the model said in a run. Works on running runs too, and only reads."""
 
 from __future__ import annotations
 
@@ -9,19 +6,111 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
 
-from pipelinerl.errors import EXIT_RUN_FAILED
-from pipelinerl.samples.printable import one_line
+from pipelinerl.analysis.sample_view import (
+    EVALUATION_LEGEND,
+    LEGEND,
+    Painter,
+    RolloutView,
+    json_lines,
+    render,
+    view_of,
+    view_of_evaluation,
+)
+from pipelinerl.analysis.select import (
+    Order,
+    Seen,
+    Wanted,
+    choose,
+    evaluation_source,
+    fates_of,
+    find_evaluations,
+    load,
+    load_evaluations,
+    samples_of_step,
+)
+from pipelinerl.analysis.token_text import TokenText, one_line, token_text
+from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
+from pipelinerl.run.open_run import StartedRun, find_run, open_streams
+from pipelinerl.streams.hub import StreamHub
 
-if TYPE_CHECKING:
-    from pipelinerl.run.open_run import StartedRun
-    from pipelinerl.samples.choose import Order, Seen, Wanted
-    from pipelinerl.samples.decode import TokenText
-    from pipelinerl.samples.view import RolloutView
-    from pipelinerl.streams.hub import StreamHub
+ViewsWith = Callable[[TokenText | None, int], Iterator[RolloutView]]
+_NAMED = 10
 
-    ViewsWith = Callable[[TokenText | None, int], Iterator[RolloutView]]
+
+def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, seen: Seen) -> ConfigError:
+    """The error for a run in which nothing that `wanted` asks for was found among `seen`."""
+    if not seen.groups:
+        return _no_evaluations(run) if args.evaluation else _no_rollouts(run)
+    what = (
+        "one of the {} recorded rollouts of evaluations"
+        if args.evaluation
+        else "a rollout in one of the {} recorded groups"
+    )
+    if wanted.dataset is not None and wanted.dataset not in seen.datasets:
+        names = sorted(seen.datasets)
+        near = get_close_matches(wanted.dataset, names, n=1)
+        more = ", ..." if len(names) > _NAMED else ""
+        return ConfigError(
+            "--dataset",
+            wanted.dataset,
+            f"a data set with recorded rollouts: {', '.join(map(repr, names[:_NAMED]))}{more}",
+            _about_dataset(run, wanted.dataset, near, args.evaluation),
+        )
+    low, high = seen.versions or (0, 0)
+    options = {"--dataset": wanted.dataset, "--version": wanted.version, "--step": args.step, "--group": wanted.name}
+    given = {name: value for name, value in options.items() if value is not None}
+    flags = [f"--{name.replace('_', '-')}" for name in ("failed", "no_success") if getattr(args, name)]
+    if list(given) == ["--group"] and not flags:
+        one = f"the {seen.groups} recorded groups"
+        next_step = "`audit` and this command without --group show ids. Groups that failed as a whole are not recorded."
+        if args.evaluation:
+            one = "the evaluations with recorded rollouts"
+            next_step = "This command without --group shows ids."
+        return ConfigError(
+            "--group", wanted.name, f"the id of one of {one}, or of a rollout or sample in one", next_step
+        )
+    return ConfigError(
+        " ".join([*given, *flags]) or "--evaluation",
+        ", ".join(str(value) for value in given.values()) or True,
+        f"what holds for {what.format(seen.groups)} (versions {low} to {high})",
+        "Leave an option out." if given or flags else "See what they hold without --best and --worst.",
+    )
+
+
+def _about_dataset(run: StartedRun, name: str, near: list[str], is_evaluation: bool) -> str:
+    if not is_evaluation and name in run.config.test_dataset_names:
+        return "It is evaluated on: give --evaluation."
+    return f"Did you mean {near[0]!r}?" if near else "Leave it out to see all."
+
+
+def _no_evaluations(run: StartedRun) -> ConfigError:
+    config = run.config
+    if config.actor.recorded_test_samples == 0:
+        next_step = "actor.recorded_test_samples=0 asked for none; a later start of the run may have another value."
+    elif not config.test_dataset_names:
+        next_step = "The run has no test_dataset_names, so nothing is evaluated."
+    elif run.is_running:
+        next_step = "A rollout is recorded when it has ended: try again later."
+    else:
+        next_step = "It ended before, or it was made by a version that recorded none."
+    return ConfigError("--evaluation", str(run.run_dir.root), "a run with recorded rollouts of evaluations", next_step)
+
+
+def _no_rollouts(run: StartedRun) -> ConfigError:
+    debug = run.config.debug
+    if debug.streams_from is not None:
+        next_step = f"This run reads those of another one (debug.streams_from): give {debug.streams_from}."
+    elif run.is_running:
+        next_step = (
+            "A group is recorded when its last rollout has ended: try again later, and see what the run does now with "
+            f"`python -m pipelinerl status {run.run_dir.root}`."
+        )
+    else:
+        next_step = f"It ended before a group was finished: see {run.run_dir.launch_log}, or start it again."
+    return ConfigError("run directory", str(run.run_dir.root), "a run with at least one finished group", next_step)
+
 
 _COUNT, _MAX_CHARS = 3, 2000
 _ORDERS: dict[Order, str] = {
@@ -57,9 +146,6 @@ def _end_output() -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    # late: `--help` needs none of this
-    from pipelinerl.errors import StreamError
-    from pipelinerl.run.open_run import find_run, open_streams
 
     run = find_run(args.run_dir)
     try:
@@ -144,10 +230,6 @@ def _positive(text: str) -> int:
 
 
 def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None:
-    from pipelinerl.samples.decode import token_text
-    from pipelinerl.samples.missing import nothing_found
-    from pipelinerl.samples.text import EVALUATION_LEGEND, LEGEND, Painter, render
-    from pipelinerl.samples.view import json_lines
 
     wanted = _wanted(args, streams)
     find = _find_evaluations if args.evaluation else _find_training
@@ -172,8 +254,6 @@ def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None
 
 def _find_training(streams: StreamHub, wanted: Wanted, args: argparse.Namespace) -> tuple[Seen, ViewsWith | None]:
     """What was looked at, and how to show what was chosen; None if nothing was."""
-    from pipelinerl.samples.scan import choose, fates_of, load
-    from pipelinerl.samples.view import view_of
 
     chosen, seen = choose(streams, wanted)
     if not chosen:
@@ -184,13 +264,6 @@ def _find_training(streams: StreamHub, wanted: Wanted, args: argparse.Namespace)
 
 def _find_evaluations(streams: StreamHub, wanted: Wanted, args: argparse.Namespace) -> tuple[Seen, ViewsWith | None]:
     """The same for rollouts of evaluations."""
-    from pipelinerl.samples.evaluations import (
-        evaluation_source,
-        find_evaluations,
-        load_evaluations,
-        view_of_evaluation,
-    )
-    from pipelinerl.samples.scan import choose
 
     made = find_evaluations(streams)
     chosen, seen = choose(streams, wanted, evaluation_source(made, wanted, args.failed, args.no_success))
@@ -202,8 +275,6 @@ def _find_evaluations(streams: StreamHub, wanted: Wanted, args: argparse.Namespa
 
 
 def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
-    from pipelinerl.samples.choose import Wanted
-    from pipelinerl.samples.scan import samples_of_step
 
     given = [name for name in _ORDERS if getattr(args, name) is not None]
     order = given[0] if given else "last"

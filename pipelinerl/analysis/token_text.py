@@ -1,7 +1,7 @@
-"""Token ids to text with the run's own tokenizer, from files of this machine alone.
+"""Token ids as text, with the run's own tokenizer, from files on this machine. Nothing is downloaded.
 
-Called by the command `samples`. `tokenizer.json` is read directly, so neither torch nor transformers is loaded; only a
-tokenizer without that file needs them. Nothing is downloaded. Waits for nothing.
+`tokenizer.json` is read directly, so neither torch nor transformers is loaded; only a tokenizer without that file needs
+them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.run.open_run import StartedRun
-from pipelinerl.samples.printable import one_line
 
+# Spaces of other widths and the joiners of many scripts count as unprintable, but drive no terminal.
+_KEPT = frozenset(
+    "\t\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\u200c\u200d"
+)
 _FILE = "tokenizer.json"
 # Some tokenizers write a word that begins a text in another way than the same word further on.
 _CONTEXT_TOKENS = 4
@@ -125,3 +128,28 @@ def _tokenizer_file(name: str) -> Path | None:
 
 def _is_of_tokenizer(name: str) -> bool:
     return name.startswith(("tokenizer", "vocab", "merges", "spiece")) or name.endswith((".model", ".tiktoken"))
+
+
+def escaped(text: str) -> str:
+    """`text` with every control and formatting character (ESC, carriage return, changes of direction, ...) as an escape
+    such as \\x1b. Line feeds stay."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" or each in _KEPT else repr(each)[1:-1] for each in text)
+
+
+def one_line(text: str) -> str:
+    """The same with line feeds as \\n."""
+    return escaped(text).replace("\n", "\\n")
+
+
+def shortened(text: str, limit: int) -> tuple[str, str, int]:
+    """(beginning, end, number of characters between them that are left out): of at most `limit` characters; 0: all.
+
+    Both ends are kept: an answer stands at the end, the question at the beginning.
+    """
+    cut = len(text) - limit
+    if limit <= 0 or cut <= 0:
+        return text, "", 0
+    head = (limit + 1) // 2
+    return text[:head], text[head + cut :], cut

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.analysis.audit import audit_run, compare_lengths, length_quantiles
+from pipelinerl.analysis.ledger import RunRecords, build_ledger
 from pipelinerl.config import RunConfig
-from pipelinerl.ledger.audit import audit_run
-from pipelinerl.ledger.evidence import Evidence
-from pipelinerl.ledger.fold import fold
-from pipelinerl.ledger.lengths import compare, describe
 from pipelinerl.records import (
     BatchHead,
     FateRecord,
@@ -64,9 +62,9 @@ def started(step: int, inc: int = 0) -> TrainerStarted:
 GROUPS = [GroupHead(id="g", samples=[sample(name) for name in "abcdefg"])]
 
 
-def clean_run() -> Evidence:
+def clean_run() -> RunRecords:
     """a b trained in step 1, c d in step 2 of incarnation 0; it is rolled back and taken again; e is dropped."""
-    return Evidence(
+    return RunRecords(
         messages=[started(0), done(1), done(2), started(1, inc=1), done(2, inc=1)],
         fates=[
             fate("trained", "a", "b", version=1),
@@ -82,7 +80,7 @@ def clean_run() -> Evidence:
 
 
 def test_d7_the_fates_add_up_to_what_was_submitted() -> None:
-    ledger = fold(clean_run())
+    ledger = build_ledger(clean_run())
     assert ledger.faults == []
     assert ledger.submitted == 7
     assert ledger.counts() == {"trained": 4, "filtered": 0, "stale": 1, "failed": 0, "pending": 2}
@@ -93,20 +91,20 @@ def test_d7_the_fates_add_up_to_what_was_submitted() -> None:
 
 def test_d1_a_step_that_was_rolled_back_trained_nothing() -> None:
     evidence = clean_run()
-    before = Evidence(evidence.messages[:-1], [f for f in evidence.fates if f.incarnation == 0], *_rest(evidence))
-    ledger = fold(before)
+    before = RunRecords(evidence.messages[:-1], [f for f in evidence.fates if f.incarnation == 0], *_rest(evidence))
+    ledger = build_ledger(before)
     assert ledger.faults == []
     assert ledger.counts()["trained"] == 2 and ledger.counts()["pending"] == 4
 
 
-def _rest(evidence: Evidence) -> tuple[list[BatchHead], list[GroupHead]]:
+def _rest(evidence: RunRecords) -> tuple[list[BatchHead], list[GroupHead]]:
     return evidence.batches, evidence.groups
 
 
 def test_finished_samples_of_a_group_that_was_given_up_are_counted() -> None:
     evidence = clean_run()
     evidence.fates.append(fate("failed", "x", "y", reason="training_done", rollouts=4))
-    ledger = fold(evidence)
+    ledger = build_ledger(evidence)
     assert ledger.faults == [] and ledger.submitted == 9
     assert ledger.counts()["failed"] == 2 and ledger.tokens()["failed"] == 20
 
@@ -129,9 +127,9 @@ def test_finished_samples_of_a_group_that_was_given_up_are_counted() -> None:
 )
 def test_what_must_not_be_is_said(change: Any, message: str) -> None:
     evidence = clean_run()
-    evidence = Evidence(list(evidence.messages), list(evidence.fates), list(evidence.batches), list(evidence.groups))
+    evidence = RunRecords(list(evidence.messages), list(evidence.fates), list(evidence.batches), list(evidence.groups))
     change(evidence)
-    faults = fold(evidence).faults
+    faults = build_ledger(evidence).faults
     assert faults
     with pytest.raises(AssertionError, match=message):
         raise AssertionError("; ".join(faults))
@@ -141,21 +139,21 @@ def test_d8_a_sample_of_a_later_version_than_its_batch_is_a_fault() -> None:
     evidence = clean_run()
     evidence.groups[0].samples[5] = sample("f", version=3)
     try:
-        assert "older than the one that sampled it: f" in fold(evidence).faults[0]
+        assert "older than the one that sampled it: f" in build_ledger(evidence).faults[0]
     finally:
         evidence.groups[0].samples[5] = sample("f")
 
 
 def test_lengths_are_compared_by_hand() -> None:
-    assert describe([]).count == 0
-    found = describe([4, 1, 3, 2])
+    assert length_quantiles([]).count == 0
+    found = length_quantiles([4, 1, 3, 2])
     assert (found.mean, found.p10, found.p50, found.p90, found.max) == (2.5, 1, 2, 4, 4)
     # Pairs (trained, lost): 1<2, 3>2, 1<3, 3=3: two wins and one tie of four.
-    assert compare([1, 3], [2, 3]).longer_share == 2.5 / 4
-    assert compare([1], []).longer_share is None
+    assert compare_lengths([1, 3], [2, 3]).longer_share == 2.5 / 4
+    assert compare_lengths([1], []).longer_share is None
     rng = random.Random(3)
     same = [[rng.randint(1, 50) for _ in range(400)] for _ in range(2)]
-    assert abs((compare(*same).longer_share or 0) - 0.5) < 0.05
+    assert abs((compare_lengths(*same).longer_share or 0) - 0.5) < 0.05
 
 
 def test_an_ended_run_on_its_own_redis_server_is_audited(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""Folds the records of a run into one fate for every sample. Pure; called by `audit_run`.
+"""One fate for every sample of a run, reconstructed from its streams.
 
-Every process writes the fates that it decides. Those of actor and preprocessor are final. A fate `trained` counts
-if its step lies in the lineage of the newest checkpoint: a step that was rolled back trained nothing, and its samples
-are pending until the step is taken again. What has no fate is pending, in a batch or on its way to one.
+Every process writes the fates that it decides. Those of actor and preprocessor are final. A fate `trained` counts if
+its step is in the lineage of the newest checkpoint: a step that was rolled back trained nothing, and its samples are
+pending until the step is taken again. A sample without a fate is pending, in a batch or on its way to one.
+
+The writers of a running run are not stopped, so streams are read from the end of the pipeline to its beginning: the
+trainer's first, the actor's last. Whatever is seen then has its cause in a stream that is read later.
 """
 
 from __future__ import annotations
@@ -10,16 +13,48 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipelinerl.ledger.evidence import Evidence
-from pipelinerl.records import Fate, FateRecord, SampleHead, StepDone
+from pipelinerl.records import BatchHead, Fate, FateRecord, GroupHead, SampleHead, StepDone, TrainerMessage
+from pipelinerl.streams.base import (
+    ACTOR,
+    ACTOR_TOPIC,
+    FATES_TOPIC,
+    PREPROCESSOR,
+    TRAINER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+)
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_all
 from pipelinerl.tracking.lineage import Lineage
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The records of one run, each list in the order of its stream."""
+
+    messages: list[TrainerMessage]
+    fates: list[FateRecord]
+    batches: list[BatchHead]
+    groups: list[GroupHead]
+
+
+def read_records(streams: StreamHub) -> RunRecords:
+    """Read all of it. Raises StreamError for a corrupt record, with file, offset and reason."""
+    messages = list(read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage))
+    fates = list(read_all(streams, FATES_TOPIC, TRAINER, FateRecord))
+    fates += read_all(streams, FATES_TOPIC, PREPROCESSOR, FateRecord)
+    batches = list(read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead))
+    groups = list(read_all(streams, ACTOR_TOPIC, ACTOR, GroupHead))
+    fates += read_all(streams, FATES_TOPIC, ACTOR, FateRecord)
+    return RunRecords(messages, fates, batches, groups)
+
 
 SHOWN = 5
 
 
 @dataclass
 class Ledger:
-    """The fold. `faults` says everything that must not be, each as one sentence; empty means clean."""
+    """Samples, fates and steps of a run. `faults` has everything that must not be, one sentence each; empty: clean."""
 
     samples: dict[str, SampleHead] = field(default_factory=dict)
     unpublished: set[str] = field(default_factory=set)
@@ -65,27 +100,27 @@ class Ledger:
             self.faults.append(f"{what}: {', '.join(names[:SHOWN])}{more}")
 
 
-def fold(evidence: Evidence) -> Ledger:
-    """Fold everything that was read and check it."""
+def build_ledger(records: RunRecords) -> Ledger:
+    """Build the ledger and check it."""
     ledger = Ledger()
-    _fold_steps(ledger, evidence)
-    _fold_groups(ledger, evidence)
-    _fold_batches(ledger, evidence)
-    _fold_fates(ledger, evidence)
-    _check_steps(ledger, evidence)
+    _add_steps(ledger, records)
+    _add_groups(ledger, records)
+    _add_batches(ledger, records)
+    _add_fates(ledger, records)
+    _check_steps(ledger, records)
     if sum(ledger.counts().values()) != ledger.submitted:
         ledger.faults.append(f"{ledger.submitted} samples were submitted, the fates add up to {ledger.counts()}")
     return ledger
 
 
-def _fold_steps(ledger: Ledger, evidence: Evidence) -> None:
-    for message in evidence.messages:
+def _add_steps(ledger: Ledger, records: RunRecords) -> None:
+    for message in records.messages:
         ledger.lineage.fold(message)
 
 
-def _fold_groups(ledger: Ledger, evidence: Evidence) -> None:
+def _add_groups(ledger: Ledger, records: RunRecords) -> None:
     twice = []
-    for group in evidence.groups:
+    for group in records.groups:
         for sample in group.samples:
             if sample.id in ledger.samples:
                 twice.append(sample.id)
@@ -93,13 +128,13 @@ def _fold_groups(ledger: Ledger, evidence: Evidence) -> None:
     ledger.fault("published twice", twice)
 
 
-def _fold_batches(ledger: Ledger, evidence: Evidence) -> None:
-    steps = [batch.step for batch in evidence.batches]
+def _add_batches(ledger: Ledger, records: RunRecords) -> None:
+    steps = [batch.step for batch in records.batches]
     if steps != list(range(1, len(steps) + 1)):
         first = next(n for n, step in enumerate(steps) if step != n + 1)
         ledger.faults.append(f"training_data offset {first} holds the batch of step {steps[first]}, not {first + 1}")
     twice, unknown, future = [], [], []
-    for batch in evidence.batches:
+    for batch in records.batches:
         for name in batch.sample_ids:
             if name in ledger.batch_of:
                 twice.append(name)
@@ -113,9 +148,9 @@ def _fold_batches(ledger: Ledger, evidence: Evidence) -> None:
     ledger.fault("in the batch of a version that is older than the one that sampled it", future)
 
 
-def _fold_fates(ledger: Ledger, evidence: Evidence) -> None:
+def _add_fates(ledger: Ledger, records: RunRecords) -> None:
     twice, unknown, elsewhere = [], [], []
-    for record in evidence.fates:
+    for record in records.fates:
         if record.fate == "pending":
             ledger.rollouts["started"] += record.num_rollouts
             continue
@@ -150,11 +185,11 @@ def _unpublished(ledger: Ledger, record: FateRecord) -> None:
     ledger.unpublished_tokens += record.output_tokens
 
 
-def _check_steps(ledger: Ledger, evidence: Evidence) -> None:
+def _check_steps(ledger: Ledger, records: RunRecords) -> None:
     """Every step that counts has trained exactly its batch."""
     done = {
         message.step
-        for message in evidence.messages
+        for message in records.messages
         if isinstance(message, StepDone) and ledger.lineage.survives(message.incarnation, message.step)
     }
     if done != set(range(1, len(done) + 1)):
@@ -162,12 +197,12 @@ def _check_steps(ledger: Ledger, evidence: Evidence) -> None:
         ledger.faults.append(f"steps {missing[:SHOWN]} were never taken in the lineage of step {max(done)}")
     forgotten = [
         name
-        for batch in evidence.batches
+        for batch in records.batches
         if batch.step in done
         for name in batch.sample_ids
         if ledger.fates.get(name) != "trained"
     ]
     ledger.fault("in a batch that was trained, without that fate", forgotten)
-    without = sorted(done - {batch.step for batch in evidence.batches})
+    without = sorted(done - {batch.step for batch in records.batches})
     if without:
         ledger.faults.append(f"steps {without[:SHOWN]} were taken without a batch")

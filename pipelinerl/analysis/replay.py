@@ -1,0 +1,276 @@
+"""The command `replay`: train a run again from its recorded streams, without servers, and compare.
+
+Which groups form a batch depends on when they arrived, so that is taken from the record; filters, advantages and the
+packing plan are computed again. On a CPU with the plain backend and one trainer rank, weights and optimizer state come
+out bit for bit. Nothing is written into the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.tensor_files import read_tensors
+from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.reference import load_reference
+from pipelinerl.finetune.report import StepTimes, step_metrics
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.llm.tokens import load_tokenizer
+from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.scoring import GroupScorer
+from pipelinerl.records import Group, MetricRecord, Sample, TrainerMessage, TrainingBatch
+from pipelinerl.rl.coefficients import EntropyControl
+from pipelinerl.rl.packing import make_plan
+from pipelinerl.run.open_run import StartedRun, find_run, open_streams
+from pipelinerl.streams.base import (
+    ACTOR,
+    ACTOR_TOPIC,
+    METRICS_TOPIC,
+    PREPROCESSOR,
+    TRAINER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+    Entry,
+)
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_all
+from pipelinerl.tracking.lineage import Lineage
+
+
+def recorded_batches(streams: StreamHub) -> Iterator[TrainingBatch]:
+    """Every batch, in the order of its step."""
+    return read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch)
+
+
+def recorded_groups(streams: StreamHub) -> Iterator[Group]:
+    """Every group, in the order in which they were published."""
+    return read_all(streams, ACTOR_TOPIC, ACTOR, Group)
+
+
+def recorded_numbers(streams: StreamHub) -> dict[int, dict[str, float]]:
+    """The trainer's metrics by step; of a step that was taken again, the newest."""
+    return {record.step: record.values for record in read_all(streams, METRICS_TOPIC, TRAINER, MetricRecord)}
+
+
+def last_step(streams: StreamHub) -> int:
+    """The step behind the newest weights."""
+    lineage = Lineage()
+    for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+        lineage.fold(message)
+    return lineage.last_step
+
+
+class BatchReplay:
+    """Rebuilds batches one after the other. `groups` are read as far as they are needed and dropped when used."""
+
+    def __init__(self, config: FinetuneConfig, groups: Iterator[Group]) -> None:
+        self._config = config
+        self._groups = groups
+        self._read: dict[str, Group] = {}
+
+    def difference(self, batch: TrainingBatch) -> str | None:
+        """What the rebuilt batch differs in from the recorded one; None if in nothing."""
+        recorded = {sample.id: sample for sample in batch.samples}
+        rebuilt: list[Sample] = []
+        for group_id in batch.group_ids:
+            group = self._find(group_id)
+            if group is None:
+                return f"group {group_id} is not in the stream actor"
+            rebuilt += [sample for sample in self._score(group, recorded) if sample.id in recorded]
+        if [sample.id for sample in rebuilt] != list(recorded):
+            return "other samples"
+        for mine, theirs in zip(rebuilt, batch.samples, strict=True):
+            if mine != theirs:
+                same_sample = replace(mine, advantage=theirs.advantage) == theirs
+                return f"{'advantage' if same_sample else 'sample'} of {theirs.id}"
+        plan = make_plan(
+            [len(sample.input_ids) for sample in rebuilt],
+            len(batch.plan),
+            self._config.seq_length,
+            self._config.seq_packing,
+            self._config.train_batch_size,
+        )
+        return None if plan == batch.plan else "plan"
+
+    def _find(self, group_id: str) -> Group | None:
+        while group_id not in self._read:
+            group = next(self._groups, None)
+            if group is None:
+                return None
+            self._read[group.id] = group
+        return self._read.pop(group_id)
+
+    def _score(self, group: Group, recorded: dict[str, Sample]) -> list[Sample]:
+        # Log-probs of the reference model were added between the two streams.
+        samples = [_with_reference(sample, recorded.get(sample.id)) for sample in group.samples]
+        scorer = GroupScorer(self._config, ResumePoint())
+        ((scored, _),) = scorer.score([Entry(0, replace(group, samples=samples))])
+        return scored.record.samples
+
+
+def _with_reference(sample: Sample, recorded: Sample | None) -> Sample:
+    return sample if recorded is None else replace(sample, ref_logprobs=recorded.ref_logprobs)
+
+
+_COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")
+_STATE_FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+class TrainingReplay:
+    """A trainer that starts from the initial model.
+
+    Raises:
+        ConfigError: the run's backend or number of ranks cannot be replayed in one process.
+    """
+
+    def __init__(self, run: StartedRun) -> None:
+        config = run.config
+        _refuse_what_differs(config, run.world.num_finetune_ranks)
+        self._states = run.run_dir.finetune / "training_state"
+        torch.set_num_threads(max(run.world.jobs_of("finetune")[0].cores, 1))
+        torch.manual_seed(config.seed)
+        ranks = Ranks()
+        policy = load_policy(config, ranks.device)
+        has_servers = bool(run.world.jobs_of("preprocessor_llm"))
+        reference = load_reference(config, policy, ranks.device, has_servers)
+        self._backend = PlainBackend(policy, config.finetune, ranks)
+        tokenizer = load_tokenizer(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        schedule = schedule_of(config.finetune)
+        self._steps = StepRunner(self._backend, config.finetune, ranks, schedule, pad_id, reference)
+        self._entropy_control: EntropyControl | None = None
+
+    def step(self, batch: TrainingBatch) -> dict[str, float]:
+        """Train on `batch` and return the numbers of the step."""
+        result = self._steps.run(batch, self._entropy_control)
+        self._entropy_control = result.entropy_control
+        times = StepTimes(0.0, 0.0, result.seconds, 0.0, result.seconds)
+        return step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
+
+    def number_difference(self, values: dict[str, float], recorded: dict[str, float]) -> str | None:
+        """Which number of the step differs from the recorded one, if one does."""
+        for name in _COMPARED_NUMBERS:
+            if name in recorded and values.get(name) != recorded[name]:
+                return f"{name} is {values.get(name)!r}, recorded {recorded[name]!r}"
+        return None
+
+    def has_state(self, step: int) -> bool:
+        """Whether the run kept its training state behind `step`."""
+        return all((self._states / str(step) / name).is_file() for name in _STATE_FILES)
+
+    def state_difference(self, step: int) -> str | None:
+        """Which tensor differs from the run's training state behind `step`, if one does."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._backend.save(Path(folder))
+            for name in _STATE_FILES:
+                mine, theirs = read_tensors(Path(folder) / name), read_tensors(self._states / str(step) / name)
+                if mine.keys() != theirs.keys():
+                    return f"{name} has other tensors"
+                for key, tensor in theirs.items():
+                    if not torch.equal(mine[key], tensor):
+                        return f"{name}: {key}"
+        return None
+
+
+def _refuse_what_differs(config: RunConfig, num_ranks: int) -> None:
+    for key, is_set in (("use_deepspeed", config.use_deepspeed), ("use_fsdp", config.use_fsdp)):
+        if is_set:
+            raise ConfigError(
+                key, True, "false: a replay trains with the plain backend", "This run cannot be replayed."
+            )
+    if num_ranks != 1:
+        raise ConfigError(
+            "world.num_finetune_ranks",
+            num_ranks,
+            "1: the sum over several ranks is taken in another order",
+            "This run cannot be replayed.",
+        )
+
+
+class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`first_difference` names the step and what differs; None if everything is equal."""
+
+    steps: int
+    checked_states: list[int]
+    first_difference: str | None
+
+
+def replay_run(
+    run: StartedRun, max_steps: int | None = None, on_step: Callable[[int, dict[str, float]], None] | None = None
+) -> ReplayReport:
+    """Replay up to step `max_steps` (None: all) and stop at the first difference.
+
+    Args:
+        on_step: hears of every step and its numbers.
+
+    Raises:
+        ConfigError: the run cannot be replayed.
+        StreamError: a stream cannot be read.
+    """
+
+    trainer = TrainingReplay(run)
+    checked: list[int] = []
+    step = 0
+    with open_streams(run) as streams:
+        end = last_step(streams) if max_steps is None else min(max_steps, last_step(streams))
+        numbers = recorded_numbers(streams)
+        rebuild = BatchReplay(run.config.finetune, recorded_groups(streams))
+        for batch in recorded_batches(streams):
+            if batch.step > end:
+                break
+            found = rebuild.difference(batch)
+            if found is not None:
+                return _report(batch.step, checked, f"batch of step {batch.step}: {found}")
+            values = trainer.step(batch)
+            step = batch.step
+            if on_step is not None:
+                on_step(step, values)
+            found = trainer.number_difference(values, numbers.get(step, {}))
+            if found is None and trainer.has_state(step):
+                checked.append(step)
+                found = trainer.state_difference(step)
+            if found is not None:
+                return _report(step, checked, f"step {step}: {found}")
+    return _report(step, checked, None)
+
+
+def _report(steps: int, checked: list[int], difference: str | None) -> ReplayReport:
+    return ReplayReport(steps=steps, checked_states=checked, first_difference=difference)
+
+
+def main(argv: list[str]) -> int:
+    """Replay the run that `argv` names; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl replay",
+        description="Rebuild every batch of a run from its recorded groups and train on them again, without servers. "
+        "On a CPU with the plain backend and one trainer rank the training states come out bit by bit.",
+        epilog="With --verify the exit code is 1 if something differs; 2: this run cannot be replayed.",
+    )
+    parser.add_argument("run_dir", help="output_dir of the run")
+    parser.add_argument("--verify", action="store_true", help="say the first step that differs from the record")
+    parser.add_argument("--steps", type=int, help="stop behind this step")
+    args = parser.parse_args(argv)
+
+    def show(step: int, values: dict[str, float]) -> None:
+        loss, norm = values.get("finetune/loss", float("nan")), values["finetune/grad_norm"]
+        print(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}", flush=True)
+
+    report = replay_run(find_run(args.run_dir), args.steps, show)
+    states = ", ".join(map(str, report.checked_states)) or "none was kept"
+    if report.first_difference is None:
+        print(f"{report.steps} steps are equal to the record; training states compared bit by bit: {states}")
+        return 0
+    print(f"first difference: {report.first_difference} (training states that were compared: {states})")
+    return EXIT_RUN_FAILED if args.verify else 0

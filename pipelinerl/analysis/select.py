@@ -1,0 +1,389 @@
+"""Selects recorded rollouts of training or evaluation by place, reward, data set, version, step or id.
+
+Only heads are decoded until the selection is made, then the selected groups, one at a time. The newest rollouts are
+found from the end of the stream. Running runs can be read too; nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
+
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.records import (
+    BatchHead,
+    EvaluationResult,
+    EvaluationRollout,
+    FateRecord,
+    Group,
+    GroupHead,
+    RolloutHead,
+    RolloutSummary,
+    Sample,
+    SampleHead,
+    TrainerMessage,
+    VersionSpan,
+)
+from pipelinerl.streams.base import (
+    ACTOR,
+    ACTOR_TOPIC,
+    EVALUATION_ROLLOUTS_TOPIC,
+    EVALUATION_TOPIC,
+    FATES_TOPIC,
+    PREPROCESSOR,
+    TRAINER,
+    TRAINER_TOPIC,
+    TRAINING_DATA_TOPIC,
+)
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_entries
+from pipelinerl.tracking.lineage import Lineage
+
+
+class StoredSample(Sample, frozen=True, kw_only=True):
+    """A `Sample` whose tokens may have been removed (`streams.retention=heads`): then there are none."""
+
+    input_ids: list[int] = []
+    labels: list[int] = []
+    logprobs: list[float] = []
+
+
+class StoredGroup(Group, frozen=True, kw_only=True):
+    samples: list[StoredSample]  # type: ignore[assignment]
+
+
+class StoredRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt, with what is known of its group. `summary` is None for samples that no rollout of it names."""
+
+    group: StoredGroup
+    rollout_id: str
+    summary: RolloutSummary | None
+    samples: list[StoredSample]
+
+
+def rollout_of(group: StoredGroup, rollout_id: str) -> StoredRollout:
+    """The rollout `rollout_id` of `group`."""
+    summary = next((each for each in group.rollouts if each.rollout_id == rollout_id), None)
+    own = [sample for sample in group.samples if sample.rollout_id == rollout_id]
+    return StoredRollout(group=group, rollout_id=rollout_id, summary=summary, samples=own)
+
+
+Order = Literal["last", "first", "best", "worst"]
+# A run has a few data sets; more names are not kept.
+_MAX_DATASETS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One rollout: the group at `offset` of the stream, its place in that group, and what it is chosen by."""
+
+    offset: int
+    place: int
+    rollout_id: str
+    reward: float
+    sample_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rollouts: the filters, all of which must hold, then `count` of what is left (None: all) in `order`.
+
+    `name` is the id of a group, a rollout or a sample; `sample_ids` are those of one optimizer step.
+    """
+
+    order: Order = "last"
+    count: int | None = 3
+    dataset: str | None = None
+    version: int | None = None
+    name: str | None = None
+    sample_ids: frozenset[str] | None = None
+
+    def rollouts(self, offset: int, group: GroupHead) -> Iterator[Candidate]:
+        """The rollouts of `group` that pass the filters, in its order."""
+        if self.dataset is not None and group.dataset_name != self.dataset:
+            return
+        for candidate, samples in _rollouts_of(offset, group):
+            if self.version is not None and not any(
+                span.version == self.version for sample in samples for span in sample.version_spans
+            ):
+                continue
+            if self.name is not None and self.name not in (group.id, candidate.rollout_id, *candidate.sample_ids):
+                continue
+            if self.sample_ids is not None and self.sample_ids.isdisjoint(candidate.sample_ids):
+                continue
+            yield candidate
+
+
+def _rollouts_of(offset: int, group: GroupHead) -> Iterator[tuple[Candidate, list[SampleHead]]]:
+    by_rollout: dict[str, list[SampleHead]] = defaultdict(list)
+    rewards = {rollout.rollout_id: rollout.reward for rollout in group.rollouts}
+    for sample in group.samples:
+        by_rollout[sample.rollout_id].append(sample)
+    for place, rollout_id in enumerate(dict.fromkeys((*rewards, *by_rollout))):
+        samples = by_rollout.get(rollout_id, [])
+        reward = rewards.get(rollout_id)
+        if reward is None:
+            reward = sum(sample.reward for sample in samples) / len(samples)
+        yield Candidate(offset, place, rollout_id, reward, tuple(sample.id for sample in samples)), samples
+
+
+@dataclass
+class Seen:
+    """What was looked at, for the message when nothing was found. `versions` are the lowest and the highest."""
+
+    groups: int = 0
+    datasets: set[str] = field(default_factory=set)
+    versions: tuple[int, int] | None = None
+
+    def add(self, group: GroupHead) -> None:
+        self.groups += 1
+        if len(self.datasets) < _MAX_DATASETS:
+            self.datasets.add(group.dataset_name)
+        for sample in group.samples:
+            for span in sample.version_spans:
+                low, high = self.versions or (span.version, span.version)
+                self.versions = min(low, span.version), max(high, span.version)
+
+
+class Chooser:
+    """Takes groups in the order of the stream and holds the best `wanted.count` rollouts so far.
+
+    `ids_repeat`: records with the same id of a group may follow one another.
+    """
+
+    def __init__(self, wanted: Wanted, seen: Seen, ids_repeat: bool = False) -> None:
+        self._wanted, self._seen = wanted, seen
+        self._ids_repeat = ids_repeat
+        self._heap: list[tuple[tuple[float, ...], Candidate]] = []
+        self._found_name = False
+
+    def add(self, offset: int, group: GroupHead) -> None:
+        self._seen.add(group)
+        wanted = self._wanted
+        for candidate in wanted.rollouts(offset, group):
+            self._found_name = wanted.name is not None and not self._ids_repeat
+            entry = (_rank(candidate, wanted.order), candidate)
+            if wanted.count is None or len(self._heap) < wanted.count:
+                heapq.heappush(self._heap, entry)
+            else:
+                heapq.heappushpop(self._heap, entry)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no later group can change the choice: ids are in one group only."""
+        is_full = self._wanted.count is not None and len(self._heap) >= self._wanted.count
+        return self._found_name or (self._wanted.order == "first" and is_full)
+
+    def chosen(self) -> list[Candidate]:
+        """By reward, the first one is the best or the worst; else in the order of the stream."""
+        by_reward = self._wanted.order in ("best", "worst")
+        ranked = [candidate for _, candidate in sorted(self._heap, key=lambda entry: entry[0], reverse=True)]
+        return ranked if by_reward else sorted(ranked, key=lambda each: (each.offset, each.place))
+
+
+def _rank(candidate: Candidate, order: Order) -> tuple[float, ...]:
+    """The larger, the rather it is kept; no two are equal. Of equal rewards the newer rollout is kept."""
+    where = (candidate.offset, candidate.place)
+    if order == "first":
+        return -candidate.offset, -candidate.place
+    if order == "last":
+        return where
+    return (candidate.reward if order == "best" else -candidate.reward), *where
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stream of the actor that rollouts are chosen from.
+
+    `as_group` makes a group of the head of a record; `wants` says whether it may be chosen; `ids_repeat`: several
+    records may be of the same group.
+    """
+
+    topic: str
+    head_type: Any
+    as_group: Callable[[Any], GroupHead]
+    wants: Callable[[Any], bool]
+    ids_repeat: bool
+
+
+TRAINING = Source(ACTOR_TOPIC, GroupHead, lambda group: group, lambda group: True, ids_repeat=False)
+
+
+def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tuple[list[Candidate], Seen]:
+    """The rollouts that `wanted` asks for, and what was looked at to find them.
+
+    Raises:
+        StreamError: a record cannot be read, with file, offset and reason.
+    """
+    seen = Seen()
+    places = streams.places(source.topic, ACTOR)
+    if not places:
+        return [], seen
+    if wanted.order == "last" and wanted.count is not None and wanted.name is None:
+        return _newest(streams, source, wanted, wanted.count, places, seen), seen
+    return _scan(streams, source, wanted, seen, places[0], None), seen
+
+
+def _newest(
+    streams: StreamHub, source: Source, wanted: Wanted, count: int, places: list[int], seen: Seen
+) -> list[Candidate]:
+    """Go backwards in blocks, each about twice as long as the one behind it."""
+    found: list[Candidate] = []
+    end: int | None = None
+    index, width = len(places), 1
+    while index > 0 and len(found) < count:
+        index = max(0, index - width)
+        missing = replace(wanted, count=count - len(found))
+        found = _scan(streams, source, missing, seen, places[index], end) + found
+        end, width = places[index], width * 2
+    return found
+
+
+def _scan(
+    streams: StreamHub, source: Source, wanted: Wanted, seen: Seen, start: int, end: int | None
+) -> list[Candidate]:
+    chooser = Chooser(wanted, seen, source.ids_repeat)
+    for entry in read_entries(streams, source.topic, ACTOR, source.head_type, start, end):
+        group = source.as_group(entry.record)
+        if not source.wants(entry.record):
+            seen.add(group)
+            continue
+        chooser.add(entry.offset, group)
+        if chooser.is_done:
+            break
+    return chooser.chosen()
+
+
+def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRollout]:
+    """The chosen rollouts with their tokens, in the order of `chosen`. Raises StreamError as `choose` does."""
+    offset, group = -1, None
+    for candidate in chosen:
+        if group is None or candidate.offset != offset:
+            offset = candidate.offset
+            entries = read_entries(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
+            entry = next(entries, None)
+            if entry is None:
+                raise StreamError(f"stream {ACTOR_TOPIC}: the record at offset {offset} is gone")
+            group = entry.record
+        yield rollout_of(group, candidate.rollout_id)
+
+
+def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
+    """Ids of the samples in the batch of optimizer step `step` (from 1).
+
+    Raises:
+        ConfigError: there is no such batch (yet).
+    """
+    last = 0
+    places = streams.places(TRAINING_DATA_TOPIC, PREPROCESSOR)
+    # The last place may be the end, where no batch is yet: the one before it knows which was the last.
+    for place in (*places[-1:], *places[-2:-1]):
+        # A batch a step from step 1 on, so the offset follows from the step.
+        for entry in read_entries(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead, min(step - 1, place)):
+            last = entry.record.step
+            if last == step:
+                return frozenset(entry.record.sample_ids)
+        if last:
+            break
+    expected = f"one of the steps 1 to {last} that have a batch" if last else "a step, but no batch was made yet"
+    raise ConfigError("--step", step, expected, "Leave it out, or name a step that the run has reached.")
+
+
+def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
+    """What became of the samples of `chosen`, by id, as text; one that is not in it is pending.
+
+    `trained` counts along the line of steps that leads to the newest weights, as in the audit.
+    """
+    wanted = {name for candidate in chosen for name in candidate.sample_ids}
+    lineage = Lineage()
+    for entry in read_entries(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+        lineage.fold(entry.record)
+    found: dict[str, str] = {}
+    for source in (TRAINER, PREPROCESSOR, ACTOR):
+        for entry in read_entries(streams, FATES_TOPIC, source, FateRecord):
+            record: FateRecord = entry.record
+            if text := _fate_text(record, lineage):
+                found.update((name, text) for name in record.sample_ids if name in wanted)
+    return found
+
+
+def _fate_text(record: FateRecord, lineage: Lineage) -> str | None:
+    """None for what is no fate (yet), and for training that a restart rolled back."""
+    if record.fate == "trained":
+        return f"trained in step {record.version}" if lineage.survives(record.incarnation, record.version) else None
+    return None if record.fate == "pending" else f"{record.fate}: {record.reason}"
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """Which evaluations have a result: the starts of the run that made one, by the version that it was due at and
+    whether it was the final one."""
+
+    made: dict[tuple[int, bool], set[int]] = field(default_factory=dict)
+
+    def has_result(self, rollout: EvaluationRollout) -> bool:
+        return rollout.incarnation in self.made.get((rollout.due_version, rollout.is_final), ())
+
+    def is_repeated(self, rollout: EvaluationRollout) -> bool:
+        """Whether its evaluation was cut off and made again."""
+        return (rollout.due_version, rollout.is_final) in self.made and not self.has_result(rollout)
+
+
+def find_evaluations(streams: StreamHub) -> Evaluations:
+    """The evaluations that have a result by now. Raises StreamError if the stream cannot be read."""
+    found = Evaluations()
+    for entry in read_entries(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult):
+        result: EvaluationResult = entry.record
+        if result.success_rate is not None:  # without it all its rollouts failed
+            found.made.setdefault((result.due_version, result.is_final), set()).add(result.incarnation)
+    return found
+
+
+def evaluation_source(evaluations: Evaluations, wanted: Wanted, only_failed: bool, no_success: bool) -> Source:
+    """Where rollouts of evaluations are chosen from.
+
+    Args:
+        evaluations: that have a result.
+        wanted: as for rollouts of training; `version` is the one that an evaluation was due at.
+        only_failed: rollouts that failed.
+        no_success: rollouts that failed, or ended without success.
+    """
+
+    def wants(rollout: EvaluationRollout) -> bool:
+        if wanted.order in ("best", "worst") and rollout.summary is None:
+            return False  # no reward
+        if only_failed and not rollout.failure:
+            return False
+        if no_success and rollout.summary is not None and rollout.summary.success:
+            return False
+        return wanted.name is not None or not evaluations.is_repeated(rollout)
+
+    return Source(EVALUATION_ROLLOUTS_TOPIC, EvaluationRollout, _as_group, wants, ids_repeat=True)
+
+
+def _as_group(rollout: EvaluationRollout) -> GroupHead:
+    """One rollout in the form of a group. Its version is the one that it was due at, also if it failed."""
+    due = [VersionSpan(rollout.due_version, 0, 0)]
+    reward = rollout.summary.reward if rollout.summary else 0.0
+    names = [sample.id for sample in rollout.samples] or [rollout.id]
+    return GroupHead(
+        id=rollout.group_id,
+        dataset_name=rollout.dataset_name,
+        samples=[SampleHead(id=name, rollout_id=rollout.id, reward=reward, version_spans=due) for name in names],
+        rollouts=[RolloutHead(rollout_id=rollout.id, reward=reward)],
+    )
+
+
+def load_evaluations(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[EvaluationRollout]:
+    """The chosen rollouts, in the order of `chosen`. Raises StreamError if one cannot be read."""
+    for candidate in chosen:
+        place = candidate.offset
+        entry = next(read_entries(streams, EVALUATION_ROLLOUTS_TOPIC, ACTOR, EvaluationRollout, place, place + 1), None)
+        if entry is None:
+            raise StreamError(f"stream {EVALUATION_ROLLOUTS_TOPIC}: the record at offset {place} is gone")
+        yield entry.record
