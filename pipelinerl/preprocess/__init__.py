@@ -1,1 +1,1 @@
-"""The preprocessor: groups in, one training batch per optimizer step out. Imports no torch."""
+"""The preprocessor: groups in, one batch per optimizer step out. No torch."""

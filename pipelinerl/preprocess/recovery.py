@@ -1,8 +1,7 @@
-"""Where a restarted preprocessor goes on, read from what it wrote before. Called once at the start.
+"""Where a restarted preprocessor resumes, read from its own streams.
 
-The stream `training_data` says which step comes next, which groups are in a batch already, and from which offset of
-`actor` on groups may be unsettled; the own stream `fates` says which samples were dropped. Only the few fields that
-are needed are decoded.
+The stream `training_data` says which step comes next, which groups are already in a batch, and from which offset of
+`actor` on groups may be unsettled; its stream `fates` says which samples were dropped.
 """
 
 from __future__ import annotations
@@ -17,12 +16,16 @@ from pipelinerl.streams.read import read_all
 
 @dataclass
 class ResumePoint:
-    """`next_step` to dispatch, `actor_offset` to read from, what is settled behind that offset, samples by step.
-    `epochs_done` are the passes over the problems that the batches so far say.
+    """What the streams say.
 
-    `first_steps[i]` is the first step that incarnation i made a batch for. A version from there on that an older
-    incarnation sampled with came from a batch that is not in the stream any more (the machine lost it), so it is
-    another policy than the one that has this number now.
+    Attributes:
+        next_step: step of the next batch.
+        actor_offset: offset in `actor` to read from; `dispatched_groups` and `settled_samples` after it are done.
+        epochs_done: passes over the problems at the last batch.
+        first_steps: by incarnation, the first step that it made a batch for. If an older incarnation sampled with a
+            version from that step on, the batch of that version was lost with the machine, so the version is not the
+            policy that has this number now.
+        step_samples: number of samples by step.
     """
 
     next_step: int = 1
@@ -40,7 +43,7 @@ class ResumePoint:
 
 
 def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -> ResumePoint:
-    """Scan the own streams; a first start gives the beginning of everything."""
+    """Scan the streams; before the first batch everything is at its beginning."""
     point = ResumePoint()
     for head in read_all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
         point.next_step = max(point.next_step, head.step + 1)

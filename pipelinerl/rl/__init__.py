@@ -1,5 +1,5 @@
-"""The algorithm: packing, advantages, losses, log-probs, diagnostics. Pure functions; no I/O, no processes.
+"""The algorithm: advantages, micro-batches, losses, log-probs, diagnostics. No I/O, no processes.
 
-`packing`, `aggregation` and `advantages` use no torch (the preprocessor imports them); everything else is torch in,
-torch out. Nothing is imported here, so that a torch-free process stays torch-free.
+`advantages`, `aggregation`, `coefficients` and `packing` use no torch. Nothing is imported here, so that
+a process without torch stays without it.
 """

@@ -1,7 +1,7 @@
-"""The denominator of the loss: what weight each trained token of a step has. No torch.
+"""The denominator of the loss: the weight of each trained token of a step. No torch.
 
-Called by the trainer once per step. Weights are those of the whole step, so a gradient does not depend on how the
-samples are packed, split into micro-batches, or spread over ranks: every micro-batch adds `sum(weight * token loss)`.
+Weights belong to the whole step, so the gradient does not depend on how samples are packed, split into micro-batches,
+or spread over ranks: every micro-batch adds `sum(weight * token loss)`.
 
 | aggregation     | weight of a token of sample i in group g                                  | used by               |
 |-----------------|---------------------------------------------------------------------------|-----------------------|

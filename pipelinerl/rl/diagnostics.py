@@ -1,11 +1,11 @@
-"""How far off-policy a step was, and how well trainer and sampler agree: sums that add up over micro-batches and ranks.
+"""How far off-policy a step was, and how well trainer and sampler agree: sums over micro-batches and ranks.
 
-Called by the trainer: `DiagnosticsSum.add(inputs)` per micro-batch, `total()` at the end of the step, one all-reduce
-(sum) of `sums` and one (max) of `maxima`, then `values()`. No host synchronisation before `values()`.
+`DiagnosticsSum.add(inputs)` per micro-batch, `total()` at the end of the step, one all-reduce (sum) of `sums` and one
+(max) of `maxima`, then `values()`. The host does not wait for a GPU before `values()`.
 
 Effective sample size, with w = new / old by token (arXiv 2509.19128): ESS = (sum w)^2 / (N * sum w^2), 1 if on-policy.
 It is reported before clamping (the truth) and after (what the gradient sees). Entropy is estimated from the sampled
-tokens, which costs nothing: sum(w * -log new) / sum(w), whose expectation is the policy's entropy. Quantiles come
+tokens at no cost: sum(w * -log new) / sum(w), whose expectation is the policy's entropy. Quantiles come
 from a fixed histogram of log-ratios, exact to one bin.
 """
 
@@ -22,7 +22,7 @@ ON_POLICY_DIFF = "rl/logprob_abs_diff_on_policy"
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
-# Tokens that wait for their sums: four numbers each, some 20 MB.
+# Tokens that are kept before they are summed: four numbers each, about 20 MB.
 MAX_WAITING_TOKENS = 1 << 20
 _SCALARS = (
     *("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise"),
@@ -48,8 +48,14 @@ class StepDiagnostics:
     def of_tokens(
         cls, new: torch.Tensor, old: torch.Tensor, lag: torch.Tensor, on_policy: torch.Tensor, clamp: float
     ) -> StepDiagnostics:
-        """Diagnostics of trained tokens [N]: log-probs under trainer and sampler, lags (int64), and whether the weights
-        in training sampled the token and all of its sample before it: then only rounding can differ."""
+        """Diagnostics of trained tokens [N].
+
+        Args:
+            new, old: log-probs under trainer and sampler.
+            lag: in versions, int64.
+            on_policy: whether the weights in training sampled the whole sample, so that only rounding can differ.
+            clamp: upper bound of the importance weight.
+        """
         log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
         w = log_ratio.exp()
         bounded = w.clamp(max=clamp)
@@ -117,8 +123,8 @@ class StepDiagnostics:
 
 
 class DiagnosticsSum:
-    """Collects the trained tokens of a step and sums them up many at once: a micro-batch costs four small copies,
-    where the sums are some hundred kernels, which a small model would wait for.
+    """Collects the trained tokens of a step and sums many at once: a micro-batch costs four small copies, while summing
+    costs about a hundred kernels, which would slow a small model down.
 
     Args:
         clamp: upper bound of the importance weight.
@@ -134,7 +140,7 @@ class DiagnosticsSum:
 
     @torch.no_grad()
     def add(self, inputs: LossInputs) -> None:
-        """Take one micro-batch."""
+        """Add one micro-batch."""
         new, old = inputs.of_trained(inputs.new_logprobs), inputs.of_trained(inputs.old_logprobs)
         versions = inputs.of_trained(inputs.versions)
         oldest = versions if inputs.oldest_versions is None else inputs.of_trained(inputs.oldest_versions)
@@ -145,7 +151,7 @@ class DiagnosticsSum:
             self._sum_up()
 
     def total(self) -> StepDiagnostics:
-        """Of everything that was added.
+        """Diagnostics of everything that was added.
 
         Raises:
             ValueError: nothing was added, not even a micro-batch without trained tokens.
@@ -175,11 +181,11 @@ def _quantile(histogram: list[float], q: float) -> float:
 
 
 def _abs_quantile(histogram: list[float], q: float) -> float:
-    """The same for |log-ratio|: bins are folded at 0."""
+    """The same for |log-ratio|: bins of both signs are added."""
     half = len(histogram) // 2
-    folded = [histogram[half + k] + histogram[half - 1 - k] for k in range(half)]
-    target, seen = q * sum(folded), 0.0
-    for place, number in enumerate(folded):
+    sizes = [histogram[half + k] + histogram[half - 1 - k] for k in range(half)]
+    target, seen = q * sum(sizes), 0.0
+    for place, number in enumerate(sizes):
         seen += number
         if seen >= target and number:
             return _bin_middle(half + place)

@@ -1,7 +1,6 @@
 """Which samples share a micro-batch, and which rank gets it. Pure lists of integers; no torch.
 
-Called by the preprocessor when it closes a step, and by the trainer when its number of ranks differs from the plan's.
-Every sample lands in exactly one micro-batch. The result depends on nothing but the arguments.
+Every sample is in exactly one micro-batch. The result depends on nothing but the arguments.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def _check(lengths: Sequence[int], num_ranks: int, seq_length: int, rows: int) -
 
 
 def _pack(order: list[int], lengths: Sequence[int], num_ranks: int, capacity: int) -> list[list[int]]:
-    """Bins of at most `capacity` tokens: as few as first-fit-decreasing needs, rounded up to a multiple of the ranks
-    (more bins cost nothing when ranks would idle), then filled as evenly as they go."""
+    """Bins of at most `capacity` tokens, filled evenly: as few as first-fit-decreasing needs, rounded up to a multiple
+    of the ranks (more bins cost nothing while ranks would idle)."""
     fewest = _first_fit(order, lengths, capacity)
     count = min(-(-len(fewest) // num_ranks) * num_ranks, len(order))
     even = _fill_evenly(order, lengths, count, capacity)
@@ -119,8 +118,8 @@ def _padded_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:
 
 
 def _deal(micro_batches: list[list[int]], num_ranks: int, cost: Callable[[list[int]], float]) -> Plan:
-    """Deal micro-batches, dearest first, to the cheapest rank that has not had its share; costs even out and no rank
-    gets two micro-batches more than another."""
+    """Give micro-batches, most expensive first, to the rank with the least work that may still get one; numbers of
+    micro-batches differ by at most one between ranks."""
     costs = {position: cost(indices) for position, indices in enumerate(micro_batches)}
     plan: Plan = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks

@@ -1,10 +1,10 @@
 """How fp32 matrix products are computed on a GPU: exactly, or with inputs rounded to TF32 (10 bits of mantissa).
 
-The policy allows TF32 around its body, the chunked head forbids it for its logits. The setting belongs to the whole
-process, because the threads of autograd have to see it; on a CPU it changes nothing. Waits for nothing.
+The policy allows TF32 for its body, the chunked head forbids it for its logits. The setting is global to the process,
+because autograd threads must see it; on a CPU it changes nothing.
 
-It goes through `fp32_precision`, which neither warns nor touches products on a CPU, in torch 2.11 and 2.13 alike.
-While it says TF32, `torch.get_float32_matmul_precision` raises an error, so nothing is compiled meanwhile.
+It uses `fp32_precision`, which neither warns nor affects CPU products in torch 2.11 and 2.13. While that is TF32,
+`torch.get_float32_matmul_precision` raises, so nothing may be compiled inside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FP32Products = Literal["ieee", "tf32"]
 
 @contextmanager
 def fp32_products(kind: FP32Products) -> Iterator[None]:
-    """Within it fp32 products on GPUs are exact (`ieee`) or in TF32; behind it they are as before."""
+    """Inside, fp32 products on GPUs are exact (`ieee`) or in TF32; afterwards the previous setting is restored."""
     before = allowed_products()
     _allow(kind)
     try:
@@ -30,9 +30,9 @@ def fp32_products(kind: FP32Products) -> Iterator[None]:
 
 
 def keep_exact(module: torch.nn.Module) -> None:
-    """Compute the forward pass of `module` with exact fp32 products wherever it is called, for its whole life.
+    """Always run the forward pass of `module` with exact fp32 products.
 
-    For positions and angles: TF32 holds whole numbers up to 2048 only.
+    For positions and angles: TF32 represents integers exactly only up to 2048.
     """
     before: list[str] = []
 
@@ -48,7 +48,7 @@ def keep_exact(module: torch.nn.Module) -> None:
 
 
 def allowed_products() -> str:
-    """What fp32 products on GPUs are now: `tf32`, or `ieee` or `none`, which are both exact."""
+    """How fp32 products on GPUs are computed now: `tf32`, or `ieee` or `none`, which are both exact."""
     return str(torch.backends.cuda.matmul.fp32_precision)
 
 

@@ -21,13 +21,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fakes.golden_run import FOLDER, SAMPLES, STEPS, VOCABULARY, GoldenTrainer, golden_config, recorded_batches, train
+from fakes.golden_run import (
+    FOLDER,
+    SAMPLES,
+    SETTINGS,
+    STEPS,
+    VOCABULARY,
+    GoldenTrainer,
+    golden_config,
+    recorded_batches,
+    train,
+)
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.preprocess.scoring import score_group
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.records.codec import encode
-from pipelinerl.rl.losses import POLICY_LOSSES
 from pipelinerl.rl.packing import make_plan
 
 GROUPS, ATTEMPTS, MAX_TOKENS, END = 2, 3, 12, 1
@@ -122,7 +131,7 @@ def main() -> None:
     if arguments.samples:
         record_samples()
     batches = list(recorded_batches())
-    for loss in sorted(POLICY_LOSSES):
+    for loss in sorted(SETTINGS):
         rows = [json.dumps(row) + "\n" for row in train(loss, batches)]
         (FOLDER / f"{loss}.jsonl").write_text("".join(rows))
 

@@ -2,9 +2,8 @@
 
     loss_t = -clip(r_t, 1 - epsilon_low, 1 + epsilon_high) * A_t * log pi(y_t)        no gradient through the clip
 
-Every token keeps a gradient, however far its ratio is. It differs from the default `reinforce` by a lower bound (set
-`epsilon_low` near 1 to have none, as the paper does) and by naming the upper one 1 + epsilon_high. The paper averages
-over tokens: `aggregation: token`.
+Every token keeps a gradient, however far off its ratio is. The default `reinforce` is the same without the lower bound
+(set `epsilon_low` near 1 to have none, as in the paper). The paper averages over tokens: `aggregation: token`.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ trained tokens), each token's loss is multiplied by
     icepop          rho where importance_low <= rho <= importance_high, else 0    arXiv 2510.18855
     geometric_mask  1 where the geometric mean of rho over the sample lies in the range, else 0
 
-The first three carry the whole importance weight. The loss's own ratio must not count it a second time, so it is
-taken against the weights in training: pi / stop_gradient(pi), which is 1 with the right gradient. (Every batch feeds
-exactly one optimizer step here, so the policy before the step is the policy in training; no second forward pass is
-needed.) `geometric_mask` only drops samples, and the loss keeps its ratio against the sampler.
+The first three carry the whole importance weight. The loss's own ratio must not count it again, so it becomes
+pi / stop_gradient(pi), which is 1 with the right gradient. (Every batch is trained in exactly one optimizer step, so
+the policy before the step is the policy in training, and no second forward pass is needed.) `geometric_mask` only drops
+samples, and the loss keeps its ratio against the sampler.
 """
 
 from __future__ import annotations

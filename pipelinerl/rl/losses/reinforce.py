@@ -2,8 +2,8 @@
 
     loss = -(1/B) * sum_t min(w_t, c) * A_t * log pi(y_t)        w_t = pi(y_t) / mu(y_t), no gradient through w
 
-mu is the policy version that really sampled the token, c = `finetune.rl.clamp` (5 in the paper). The published code of
-that system clamps at 1 + epsilon_high = 1.02 instead; set `clamp: 1.02` for the same behaviour.
+mu is the policy version that sampled the token, c = `finetune.rl.clamp` (5 in the paper). The published code clamps at
+1 + epsilon_high = 1.02 instead; set `clamp: 1.02` for the same behavior.
 """
 
 from __future__ import annotations

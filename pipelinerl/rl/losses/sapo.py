@@ -3,7 +3,7 @@
     loss_t = -f(r_t) * A_t        f(r) = 4 / tau * sigmoid(tau * (r - 1))        r_t = pi(y_t) / mu(y_t)
 
 Near r = 1 the gradient is that of the plain ratio, and it fades to 0 smoothly on both sides. tau is
-`soft_gate_positive` where A_t > 0, else `soft_gate_negative`: larger, so that tokens that are pushed down fade sooner.
+`soft_gate_positive` where A_t > 0, else `soft_gate_negative`: larger, so tokens that become less likely fade sooner.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Advantages and loss of a value head (`advantage_estimator: gae`). Called by `compute_loss`.
+"""Advantages and loss of a value head (`advantage_estimator: gae`).
 
-The preprocessor sends the reward of each sample as its "advantage"; here it becomes the reward of the last trained
-token, on top of what tokens earn by themselves (KL in the reward: `token_rewards`). GAE over the values of the head
-(no gradient) gives every token its advantage and its return.
+The group stage gives each sample its reward as its "advantage"; here it becomes the reward of the last trained token,
+on top of `token_rewards` (KL in the reward). GAE over the values of the head (no gradient) gives every token its
+advantage and its return.
 
     value loss_t = (V_t - return_t)^2 / 2
 """

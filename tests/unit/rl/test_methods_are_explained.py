@@ -1,0 +1,68 @@
+"""Metrics have a line in docs/metrics.md, methods state equation and source, names in docs/algorithms.md exist."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from rl_samples import collated, make_sample
+
+import pipelinerl
+from pipelinerl.config.finetune import RLConfig
+from pipelinerl.finetune.report import _RENAMED
+from pipelinerl.rl.advantages import ADVANTAGES
+from pipelinerl.rl.aggregation import AGGREGATIONS
+from pipelinerl.rl.coefficients import Coefficients
+from pipelinerl.rl.diagnostics import StepDiagnostics
+from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, compute_loss
+
+DOCS = Path(__file__).parents[3] / "docs"
+PACKAGE = Path(pipelinerl.__file__).parent
+
+
+def test_every_metric_of_loss_and_diagnostics_is_explained():
+    batch = collated([make_sample([1], [2, 3], ref_logprobs=[-1.0, -1.0])])
+    zeros = torch.zeros(1, 3)
+    inputs = LossInputs.of(batch, zeros, entropy=zeros, values=zeros)
+    names = set(StepDiagnostics.of(inputs, 5.0).values())
+    for name in POLICY_LOSSES:
+        rl = RLConfig(policy_loss=name, advantage_estimator="gae", importance_correction="mask")
+        names |= set(compute_loss(inputs, rl, Coefficients(0.1, 0.1))[1])
+    text = (DOCS / "metrics.md").read_text()
+    assert not [name for name in names if f"`{_RENAMED.get(name, name)}`" not in text]
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_every_loss_states_its_equation_and_its_paper(name):
+    text = inspect.getmodule(POLICY_LOSSES[name]).__doc__
+    assert re.search(r"\n    loss.* = ", text) and re.search(r"arXiv \d{4}\.\d{5}", text)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_every_estimator_states_its_equation(name):
+    assert ADVANTAGES[name].__doc__.startswith("A_i = ")
+
+
+def test_what_the_page_names_exists():
+    text, metrics = (DOCS / "algorithms.md").read_text(), (DOCS / "metrics.md").read_text()
+    for name in re.findall(r"`((?:rl|finetune|preprocessor)/[a-z_0-9]+)`", text):
+        assert name == "finetune/current" or f"`{name}`" in metrics, name
+    for file in re.findall(r"`([a-z_/]+\.py)`", text):
+        assert list(PACKAGE.glob(f"**/{file}")) or (DOCS.parent / file).exists(), file
+    corrections = get_args(RLConfig.model_fields["importance_correction"].annotation)
+    estimators = get_args(RLConfig.model_fields["kl_estimator"].annotation)
+    for name in (*AGGREGATIONS, *(c for c in corrections if c != "none"), *estimators):
+        assert f"| `{name}`" in text, name
+
+
+def test_config_names_are_the_registered_ones():
+    def literal(field):
+        return set(get_args(RLConfig.model_fields[field].annotation))
+
+    assert literal("policy_loss") == set(POLICY_LOSSES)
+    assert literal("advantage_estimator") == set(ADVANTAGES)
+    assert literal("aggregation") == set(AGGREGATIONS)
