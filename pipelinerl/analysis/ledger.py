@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from pipelinerl.records import BatchHead, Fate, FateRecord, GroupHead, SampleHead, StepDone, TrainerMessage
+from pipelinerl.records.lineage import Lineage
 from pipelinerl.streams.base import (
     ACTOR,
     ACTOR_TOPIC,
@@ -25,7 +26,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
-from pipelinerl.tracking.lineage import Lineage
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def build_ledger(records: RunRecords) -> Ledger:
 
 def _add_steps(ledger: Ledger, records: RunRecords) -> None:
     for message in records.messages:
-        ledger.lineage.fold(message)
+        ledger.lineage.add(message)
 
 
 def _add_groups(ledger: Ledger, records: RunRecords) -> None:

@@ -31,6 +31,7 @@ from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.scoring import GroupScorer
 from pipelinerl.records import Group, MetricRecord, Sample, TrainerMessage, TrainingBatch
+from pipelinerl.records.lineage import Lineage
 from pipelinerl.rl.coefficients import EntropyControl
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.run.open_run import StartedRun, find_run, open_streams
@@ -46,7 +47,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
-from pipelinerl.tracking.lineage import Lineage
 
 
 def recorded_batches(streams: StreamHub) -> Iterator[TrainingBatch]:
@@ -68,7 +68,7 @@ def last_step(streams: StreamHub) -> int:
     """The step behind the newest weights."""
     lineage = Lineage()
     for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
-        lineage.fold(message)
+        lineage.add(message)
     return lineage.last_step
 
 

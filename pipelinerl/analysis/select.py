@@ -29,6 +29,7 @@ from pipelinerl.records import (
     TrainerMessage,
     VersionSpan,
 )
+from pipelinerl.records.lineage import Lineage
 from pipelinerl.streams.base import (
     ACTOR,
     ACTOR_TOPIC,
@@ -42,7 +43,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_entries
-from pipelinerl.tracking.lineage import Lineage
 
 
 class StoredSample(Sample, frozen=True, kw_only=True):
@@ -302,7 +302,7 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
     wanted = {name for candidate in chosen for name in candidate.sample_ids}
     lineage = Lineage()
     for entry in read_entries(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
-        lineage.fold(entry.record)
+        lineage.add(entry.record)
     found: dict[str, str] = {}
     for source in (TRAINER, PREPROCESSOR, ACTOR):
         for entry in read_entries(streams, FATES_TOPIC, source, FateRecord):

@@ -57,7 +57,7 @@ from pipelinerl.streams.base import (
     TRAINING_DATA_TOPIC,
     StreamReader,
 )
-from pipelinerl.tracking.recorder import MetricRecorder
+from pipelinerl.streams.recorder import MetricRecorder
 from pipelinerl.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)

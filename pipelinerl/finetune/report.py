@@ -26,7 +26,7 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.streams.base import StreamWriter
-from pipelinerl.tracking.recorder import MetricRecorder
+from pipelinerl.streams.recorder import MetricRecorder
 
 if TYPE_CHECKING:
     from pipelinerl.finetune.weights_feed import Delivery

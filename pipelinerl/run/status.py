@@ -14,12 +14,12 @@ import psutil
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
+from pipelinerl.records.lineage import Lineage
 from pipelinerl.run.open_run import StartedRun, open_streams
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.read import read_all
-from pipelinerl.tracking.lineage import Lineage
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ def _last_step(run: StartedRun) -> tuple[int | None, float | None]:
     try:
         with open_streams(run) as streams:
             for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
-                lineage.fold(message)
+                lineage.add(message)
                 if isinstance(message, StepDone):
                     times[message.step] = message.time
     except (StreamError, ConfigError):

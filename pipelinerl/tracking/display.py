@@ -1,24 +1,194 @@
-"""What the terminal shows while a run goes on: a table that redraws itself, or plain lines.
+"""What the terminal shows during a run: a live table, or plain lines where the terminal cannot redraw.
 
-Called by the collector. The live table waits for its refresh interval in a thread of its own (rich's); the plain form
-prints when something happened, and a thread of its own waits for the next line and prints one if none comes for long.
+The plain form prints a line per step and per evaluation, and one about what the run is waiting for when there was none
+for a while.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord
+from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.state import RunState
-from pipelinerl.tracking.table import evaluation_line, progress_line, render_table
+from pipelinerl.world import Job
+
+SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
+_NONE = "-"
+
+
+def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
+    """(label, text) of every row; a number that is not known yet is a dash."""
+    servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := SERVER_BUSY.fullmatch(name)))
+    fates = state.fates
+    return [
+        ("step", f"{_step(state, max_steps)}   ({_duration(state.training_seconds)} of training)"),
+        ("reward, training", _number(state, "preprocessor/reward_mean", "actor/reward_mean")),
+        ("success, training", _number(state, "preprocessor/success_rate", "actor/success_rate")),
+        ("success, held out", _held_out(state)),
+        (
+            "sampling",
+            f"{_number(state, 'actor/output_tokens_per_s', form='.0f')} tokens/s, "
+            f"{_number(state, 'actor/rollouts_per_s', form='.1f')} rollouts/s",
+        ),
+        (
+            "training",
+            f"{_number(state, 'finetune/samples_per_s', form='.1f')} samples/s, "
+            f"loss {_number(state, 'finetune/loss', form='.4g')}, "
+            f"gradient norm {_number(state, 'finetune/grad_norm', form='.3g')}",
+        ),
+        (
+            "lag (versions)",
+            f"mean {_number(state, 'finetune/lag_mean_versions', form='.2f')}, "
+            f"max {_number(state, 'finetune/lag_max_versions', form='.0f')}",
+        ),
+        ("ESS", f"{_number(state, 'finetune/ess')}, after clamping {_number(state, 'finetune/ess_after_clamp')}"),
+        ("servers", ", ".join(f"{index}: {busy:.0f} running" for index, busy in servers) or _NONE),
+        (
+            "last weight update",
+            f"version {state.version}, {state.last_update_seconds.get('total', 0.0):.2f} s"
+            if state.version is not None
+            else _NONE,
+        ),
+        ("samples", ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or _NONE),
+    ]
+
+
+def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
+    """The live table."""
+    table = Table(title=title, show_header=False, title_justify="left", min_width=60)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, text in table_rows(state, max_steps):
+        table.add_row(label, text)
+    return table
+
+
+def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) -> str:
+    """One step as one line.
+
+    Args:
+        state: the run so far.
+        max_steps: its end.
+        record: the trainer's numbers of that step. The preprocessor's of the same step are in `state`, if it has them.
+    """
+    step = record.step
+    reward = record.values.get("finetune/reward_mean", state.history.get("preprocessor/reward_mean", {}).get(step))
+    success = state.history.get("preprocessor/success_rate", {}).get(step)
+    return (
+        f"step {f'{step}/{max_steps}' if max_steps else step}"
+        f" | reward {_NONE if reward is None else f'{reward:.3f}'}"
+        f" | success {_NONE if success is None else f'{success:.3f}'}"
+        f" | grad norm {_number(state, 'finetune/grad_norm', form='.3g')}"
+        f" | {_number(state, 'actor/output_tokens_per_s', form='.0f')} tokens/s"
+        f" | lag {_number(state, 'finetune/lag_mean_versions', form='.2f')}"
+        f" (max {_number(state, 'finetune/lag_max_versions', form='.0f')})"
+        f" | ESS {_number(state, 'finetune/ess')}"
+        f" | update {state.last_update_seconds.get('total', 0.0):.2f} s"
+    )
+
+
+def evaluation_line(result: EvaluationResult) -> str:
+    """One evaluation as one line."""
+    kind = "final evaluation" if result.is_final else f"evaluation at version {result.due_version}"
+    failed = f", {result.num_failed} failed" if result.num_failed else ""
+    if result.success_rate is None or result.mean_reward is None:
+        found = "no rollout came to an end"
+    else:
+        found = f"success {result.success_rate:.3f}, reward {result.mean_reward:.3f}"
+    return f"{kind} on {result.dataset_name}: {found} ({result.num_rollouts} rollouts{failed}, {result.seconds:.1f} s)"
+
+
+def _step(state: RunState, max_steps: int | None) -> str:
+    return f"{state.steps}/{max_steps}" if max_steps else f"{state.steps}"
+
+
+def _number(state: RunState, *names: str, form: str = ".3f") -> str:
+    return next((format(state.latest[name], form) for name in names if name in state.latest), _NONE)
+
+
+def _held_out(state: RunState) -> str:
+    measured = [(r, r.success_rate) for r in state.evaluations if r.success_rate is not None]
+    if not measured:
+        return _NONE
+    last, success_rate = measured[-1]
+    before = state.held_out_success("before")
+    text = f"{success_rate:.3f} at version {last.max_version}"
+    return f"{text}   ({before:.3f} before)" if before is not None and last.due_version > 0 else text
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+_MAX_NAMED = 4
+_LONG_WAIT_S = 5.0
+
+
+def read_beats(run_dir: RunDir, jobs: Sequence[Job], since: float) -> dict[str, HeartbeatState | None]:
+    """The newest heartbeat of each of `jobs`; None where there is none since `since` (epoch seconds)."""
+    beats = {job.name: read_heartbeat(run_dir.heartbeat_file(job.name)) for job in jobs}
+    return {name: beat if beat is not None and beat.time >= since else None for name, beat in beats.items()}
+
+
+def quiet_line(
+    state: RunState, config: RunConfig, beats: Mapping[str, HeartbeatState | None], now: float, since: float
+) -> str:
+    """Say what the run is doing, on one line.
+
+    Args:
+        state: of the run, read only.
+        config: of the run.
+        beats: the newest heartbeat of each process, None if there was none yet.
+        now: epoch seconds.
+        since: when the run was started, epoch seconds.
+    """
+    waits = [f"{name} is loading its libraries" for name, beat in beats.items() if beat is None]
+    for name, beat in beats.items():
+        if beat is not None and beat.waiting_since is not None and now - beat.waiting_since >= _LONG_WAIT_S:
+            waits.append(f"{name} waits for {beat.waiting_for} ({now - beat.waiting_since:.0f} s)")
+    if state.training_done:
+        text = "training is done, the last evaluation is running"
+    elif state.version is None:
+        text = f"starting, {now - since:.0f} s so far"
+    else:
+        known = config.finetune.known_steps
+        step = f"step {state.steps + 1}/{known}" if known else f"step {state.steps + 1}"
+        text = f"{step}: {_ready(state)} of {config.finetune.samples_per_step} samples are ready, {_sampling(state)}"
+    return f"{text}; {_named(waits)}" if waits else text
+
+
+def _ready(state: RunState) -> str:
+    """Samples of complete groups that have no fate yet."""
+    admitted, in_flight = state.latest.get("actor/admitted_samples"), state.latest.get("actor/in_flight_samples")
+    return "?" if admitted is None or in_flight is None else f"{max(0.0, admitted - in_flight):.0f}"
+
+
+def _sampling(state: RunState) -> str:
+    latest = state.latest
+    running = sum(value for name, value in latest.items() if SERVER_BUSY.fullmatch(name))
+    text = f"{latest.get('actor/rollouts_per_s', 0.0):.1f} rollouts/s, {running:.0f} running"
+    failed = latest.get("actor/failed_rollouts", 0.0)
+    return f"{text}, {failed:.0f} failed" if failed else text
+
+
+def _named(parts: Sequence[str]) -> str:
+    more = f", and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
+    return ", ".join(parts[:_MAX_NAMED]) + more
+
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +260,10 @@ class PlainDisplay:
         self,
         stream: TextIO,
         max_steps: int | None,
-        clock: Callable[[], float] = time.monotonic,
         describe: Callable[[RunState], str] | None = None,
         quiet_interval_s: float = QUIET_INTERVAL_S,
     ) -> None:
-        self._stream, self._max_steps, self._clock = stream, max_steps, clock
+        self._stream, self._max_steps = stream, max_steps
         self._describe, self._quiet_interval_s = describe, quiet_interval_s
         self._last = -PLAIN_INTERVAL_S
         self._news = threading.Condition()
@@ -123,7 +292,7 @@ class PlainDisplay:
                 return
 
     def step_recorded(self, state: RunState, record: MetricRecord) -> None:
-        now = self._clock()
+        now = monotonic()
         if now - self._last >= PLAIN_INTERVAL_S or record.step == self._max_steps:
             self._last = now
             self._print(progress_line(state, self._max_steps, record))

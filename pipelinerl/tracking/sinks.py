@@ -1,13 +1,13 @@
-"""Where a run's numbers go besides the terminal: `metrics.jsonl` and, if asked for, W&B
-and TensorBoard. Never fatal.
+"""Where a run's metrics go besides the terminal: `metrics.jsonl` and, if asked for, W&B and TensorBoard.
 
-Called by the collector. `SafeSink` turns the first exception of a sink into one warning and ends it; `BackgroundSink`
-does the same for one that may block (network), in a thread that waits on a bounded queue.
+A sink never ends a run: `SafeSink` turns its first exception into one warning and switches it off; `BackgroundSink`
+does the same for one that may block (network), in a thread that waits on a bounded queue. Secrets are hidden first.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,6 +17,26 @@ from typing import Any, Protocol
 import msgspec
 
 from pipelinerl.records import MetricRecord
+
+HIDDEN = "***"
+_SECRET_KEY = re.compile(r"(^|[_-])(token|secret|password|passwd|api_?key|credentials?|authorization)$", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(?P<start>\b[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNORECASE)
+
+
+def redact(value: Any) -> Any:
+    """Return a copy of plain data in which values of secret keys, and user names and passwords in URLs, are `***`."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if _is_secret(key) and item else redact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    if isinstance(value, str):
+        return _URL_PASSWORD.sub(rf"\g<start>{HIDDEN}@", value)
+    return value
+
+
+def _is_secret(key: object) -> bool:
+    return isinstance(key, str) and _SECRET_KEY.search(key) is not None
+
 
 logger = logging.getLogger(__name__)
 

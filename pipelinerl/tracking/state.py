@@ -18,7 +18,7 @@ from pipelinerl.records import (
     TrainingDone,
     WeightUpdateSuccess,
 )
-from pipelinerl.tracking.lineage import Lineage
+from pipelinerl.records.lineage import Lineage
 
 When = Literal["before", "after"]
 
@@ -53,7 +53,7 @@ class RunState:
     def fold_trainer(self, message: TrainerMessage) -> None:
         self._saw(message.time)
         incarnation = message.incarnation
-        self.lineage.fold(message)
+        self.lineage.add(message)
         if isinstance(message, WeightUpdateSuccess):
             self.version = message.version
             self.weight_updates += 1

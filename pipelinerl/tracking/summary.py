@@ -1,14 +1,11 @@
-"""`summary.json`: what a run came to, as one small object with fixed keys.
-
-Called by the collector when the run has ended, however it ended. Waits for nothing but the disk.
-"""
+"""What a run leaves when it ends: `summary.json` and `learning_curve.png`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -55,3 +52,79 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# First name that has data wins.
+# Of the rollouts of each batch. What ended lately (`actor/...`) is biased: quick rollouts end first.
+_REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
+_SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
+_LAG = (("finetune/lag_mean_versions", "mean", "-"), ("finetune/lag_max_versions", "max", ":"))
+
+
+def has_learning_curve(state: RunState) -> bool:
+    """Whether there is anything to draw."""
+    names = (*_REWARD, *_SUCCESS, *(name for name, _, _ in _LAG))
+    return bool(state.evaluations) or any(state.history.get(name) for name in names)
+
+
+def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
+    """Draw the run into `path` (PNG). A run without any data gives an empty frame.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    curve, lag = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    figure.suptitle(title)
+    _draw_training(curve, state)
+    _draw_held_out(curve, state)
+    curve.set_ylabel("success rate / reward")
+    curve.grid(alpha=0.3)
+    if curve.get_legend_handles_labels()[0]:
+        curve.legend(loc="best")
+    _draw_lag(lag, state)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _draw_training(axes: Axes, state: RunState) -> None:
+    for names, label, color in (
+        (_REWARD, "reward, training", "tab:blue"),
+        (_SUCCESS, "success, training", "tab:green"),
+    ):
+        for name in names:
+            # A batch that was ready when training ended was never trained.
+            if points := sorted(item for item in state.history.get(name, {}).items() if item[0] <= state.steps):
+                axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.3)
+                break
+
+
+def _draw_held_out(axes: Axes, state: RunState) -> None:
+    points_of: dict[str, list[tuple[int, float]]] = {}
+    for result in state.evaluations:
+        if result.success_rate is not None:
+            points_of.setdefault(result.dataset_name, []).append((result.max_version, result.success_rate))
+    for index, (name, found) in enumerate(points_of.items()):
+        points = sorted(found)
+        label = "success, held out" + (f" ({name})" if len(points_of) > 1 else "")
+        axes.plot(*zip(*points, strict=True), "o--", label=label, color=f"C{index + 3}", markersize=7)
+        for version, rate in points:
+            axes.annotate(f"{rate:.2f}", (version, rate), textcoords="offset points", xytext=(0, 9), ha="center")
+
+
+def _draw_lag(axes: Axes, state: RunState) -> None:
+    for name, label, style in _LAG:
+        if points := sorted(state.history.get(name, {}).items()):
+            axes.plot(*zip(*points, strict=True), style, label=label, color="tab:gray")
+    axes.set_ylabel("lag (versions)")
+    axes.set_xlabel("policy version (optimizer steps)")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best")

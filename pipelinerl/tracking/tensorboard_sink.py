@@ -19,7 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import read_identity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.tracking.redact import redact
+from pipelinerl.tracking.sinks import redact
 
 #: Every reader of event files finds them by this part of their names.
 FILE_PREFIX = "events.out.tfevents."

@@ -19,7 +19,7 @@ from pipelinerl.config.sections import WandbConfig
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.tracking.redact import redact
+from pipelinerl.tracking.sinks import redact
 
 INIT_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0

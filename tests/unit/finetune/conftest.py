@@ -35,7 +35,7 @@ from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import Entry
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.tracking.recorder import MetricRecorder
+from pipelinerl.streams.recorder import MetricRecorder
 from pipelinerl.weights.link import ServerUpdate
 from pipelinerl.weights.sync import UpdateReport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence

@@ -26,9 +26,9 @@ from pipelinerl.records import (
 )
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.recorder import MetricRecorder
 from pipelinerl.tracking.collector import Collector, make_sinks
 from pipelinerl.tracking.display import PlainDisplay
-from pipelinerl.tracking.recorder import MetricRecorder
 from pipelinerl.world import Job, WorldMap
 
 
@@ -81,7 +81,7 @@ class Run:
     def play(self) -> None:
         trainer = self.hub.writer("trainer", "finetune_0", TrainerMessage)
         results = self.hub.writer("evaluation", "actor_0", EvaluationResult)
-        numbers = MetricRecorder(self.hub.writer("metrics", "finetune_0", MetricRecord), "finetune_0", lambda: 12.0)
+        numbers = MetricRecorder(self.hub.writer("metrics", "finetune_0", MetricRecord), "finetune_0")
         fates = self.hub.writer("fates", "finetune_0", FateRecord)
         trainer.write(
             WeightUpdateSuccess(version=0, time=10.0, seconds={"total": 0.1}, num_servers=1, probe_abs_diff=1e-6)
@@ -139,7 +139,7 @@ def test_a_restarted_collector_comes_to_the_same(tmp_path: Path) -> None:
 def test_steps_without_anything_to_learn_are_said_and_not_again_after_a_resume(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.collector.start()
-    numbers = MetricRecorder(run.hub.writer("metrics", "finetune_0", MetricRecord), "finetune_0", lambda: 12.0)
+    numbers = MetricRecorder(run.hub.writer("metrics", "finetune_0", MetricRecord), "finetune_0")
     for step in range(1, 7):
         numbers.log(step, {"finetune/loss": 0.0, "finetune/zero_advantage_fraction": 1.0, "finetune/reward_mean": 0.0})
     numbers.close()

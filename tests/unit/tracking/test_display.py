@@ -6,12 +6,20 @@ import io
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, WeightUpdateSuccess
-from pipelinerl.tracking.display import LiveDisplay, PlainDisplay, make_display
-from pipelinerl.tracking.plots import plot_learning_curve
+from pipelinerl.tracking import display as display_module
+from pipelinerl.tracking.display import (
+    LiveDisplay,
+    PlainDisplay,
+    evaluation_line,
+    make_display,
+    progress_line,
+    table_rows,
+)
 from pipelinerl.tracking.state import RunState
-from pipelinerl.tracking.table import evaluation_line, progress_line, table_rows
+from pipelinerl.tracking.summary import plot_learning_curve
 
 EVALUATION = EvaluationResult(
     due_version=0,
@@ -93,9 +101,10 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     assert progress_line(state, None, older).startswith("step 2 | reward 0.250 | ")
 
 
-def test_the_last_step_always_has_its_line() -> None:
+def test_the_last_step_always_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display_module, "monotonic", iter((0.0, 0.1)).__next__)
     stream = io.StringIO()
-    display = PlainDisplay(stream, 2, clock=iter((0.0, 0.1)).__next__)
+    display = PlainDisplay(stream, 2)
     for step in (1, 2):
         display.step_recorded(running(), MetricRecord(source="finetune_0", step=step, time=1.0, values={}))
     assert [line.partition(" |")[0] for line in stream.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
@@ -112,9 +121,10 @@ def test_notices_are_lines_and_stand_above_the_table() -> None:
     assert "note: look [here]" in table.getvalue()
 
 
-def test_plain_lines_come_at_most_once_a_second_and_evaluations_always() -> None:
+def test_plain_lines_come_at_most_once_a_second_and_evaluations_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display_module, "monotonic", iter((0.0, 0.5, 0.9, 1.0, 1.5)).__next__)
     stream = io.StringIO()
-    display = PlainDisplay(stream, 40, clock=iter((0.0, 0.5, 0.9, 1.0, 1.5)).__next__)
+    display = PlainDisplay(stream, 40)
     for _ in range(5):
         display.step_recorded(running(), STEP)
     display.evaluated(running(), EVALUATION)

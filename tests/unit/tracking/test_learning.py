@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.records import FateRecord, MetricRecord
-from pipelinerl.tracking.learning import LearningWatch
+from pipelinerl.tracking.collector import LearningWatch
 
 
 def record(step: int, fraction: float | None, reward: float = 0.0) -> MetricRecord:

@@ -16,7 +16,7 @@ from pipelinerl.records import (
     TrainingDone,
     WeightUpdateSuccess,
 )
-from pipelinerl.tracking.lineage import Lineage
+from pipelinerl.records.lineage import Lineage
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import build_summary, write_json
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.records import MetricRecord
-from pipelinerl.tracking.redact import redact
-from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink
+from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, redact
 
 
 def record(n: int) -> MetricRecord:

@@ -1,7 +1,7 @@
-"""Which steps count: those of the newest incarnation, and of older ones only up to where the newer one took over.
+"""Which steps count: those of the newest incarnation, and of older ones only up to where a newer one resumed.
 
-Called by `RunState` and by the ledger. A run that resumes from the checkpoint of step k trains step k+1 again, under a
-higher incarnation; what the older incarnation did behind step k was rolled back. Pure: waits for nothing.
+A run that resumes from the checkpoint of step k trains step k+1 again, under a higher incarnation; what the older
+incarnation did after step k was rolled back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Lineage:
         self._samples: dict[tuple[int, int], int] = {}
         self._first_step: dict[int, int] = {}
 
-    def fold(self, message: TrainerMessage) -> None:
-        """Take what a message of the trainer says about steps, if it does."""
+    def add(self, message: TrainerMessage) -> None:
+        """Take the steps that a message of the trainer reports, if any."""
         if isinstance(message, TrainerStarted):
             self.start(message.incarnation, message.step)
         elif isinstance(message, StepDone):
@@ -29,16 +29,16 @@ class Lineage:
         self._first_step[incarnation] = min(step, self._first_step.get(incarnation, step))
 
     def start(self, incarnation: int, step: int) -> None:
-        """`incarnation` trains on from `step`; what older ones did behind it does not count any more."""
+        """`incarnation` continues from `step`; what older ones did after it no longer counts."""
         self._first_step[incarnation] = min(step + 1, self._first_step.get(incarnation, step + 1))
 
     def survives(self, incarnation: int, step: int) -> bool:
-        """False if a newer incarnation went on from an earlier step."""
+        """False if a newer incarnation resumed from an earlier step."""
         return all(step < first for newer, first in self._first_step.items() if newer > incarnation)
 
     @property
     def last_step(self) -> int:
-        """Number of steps behind the weights; 0 before the first."""
+        """Number of optimizer steps that led to the weights; 0 before the first."""
         return max((step for incarnation, step in self._samples if self.survives(incarnation, step)), default=0)
 
     @property

@@ -1,7 +1,6 @@
-"""Where a role leaves its numbers: one `MetricRecord` a call on the role's stream `metrics`.
+"""Records a role's metrics on its stream `metrics`.
 
-Called by every role; waits for nothing. Numbers never end a run: one that is not finite is left out, and a stream that
-cannot be written costs one warning.
+Metrics never end a run: a value that is not finite is left out, and a stream that cannot be written costs one warning.
 """
 
 from __future__ import annotations
@@ -9,43 +8,40 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.streams.base import StreamWriter
-from pipelinerl.tracking.metrics import Metric
 
 logger = logging.getLogger(__name__)
 
 
 class MetricRecorder:
-    """Records numbers of one process.
+    """Records the metrics of one process.
 
     Args:
         writer: of the stream `metrics`, instance = this job's name.
         source: this job's name.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, writer: StreamWriter[MetricRecord], source: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, writer: StreamWriter[MetricRecord], source: str) -> None:
         self._writer = writer
         self._source = source
-        self._clock = clock
         self._warned: set[str] = set()
         self.lost_records = 0
 
-    def log(self, step: int, values: Mapping[str, float | Metric]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` (names are `<role>/<thing>_<unit>`) as those of policy version `step`."""
         numbers: dict[str, float] = {}
         for name, value in values.items():
-            number = float(value.value if isinstance(value, Metric) else value)
+            number = float(value)
             if math.isfinite(number):
                 numbers[name] = number
             else:
                 self._warn_once(name, "%s is %s at step %d and is left out of the metrics", name, number, step)
         try:
-            self._writer.write(MetricRecord(source=self._source, step=step, time=self._clock(), values=numbers))
+            self._writer.write(MetricRecord(source=self._source, step=step, time=time.time(), values=numbers))
         except StreamError as error:
             self.lost_records += 1
             self._warn_once("", "metrics are lost from step %d on: %s", step, error)
