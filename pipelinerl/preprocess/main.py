@@ -74,7 +74,6 @@ def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
     return ReferenceServers(
         [job.url for job in servers if job.url is not None],
         context.token,
-        context.config.sampling_temperature,
         concurrency=context.config.actor.llm_max_rollouts,
         request_timeout_s=context.config.actor.request_timeout_s,
         max_retries=context.config.actor.max_retries,

@@ -1,9 +1,7 @@
 """Log-probs of the sampled tokens under the frozen reference model, from the `preprocessor_llm` servers.
 
-Called by the intake with the samples of a few groups; waits for the servers' answers, at most `request_timeout_s` each,
-with the retries of the client. The servers score a prompt without generating (`prompt_logprobs`).
-
-A server's `prompt_logprobs` ignores the sampling temperature, so this path is refused for any temperature but 1.
+The servers score a prompt without generating (`prompt_logprobs`). Those ignore the sampling temperature, so the config
+refuses reference servers at any temperature but 1.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipelinerl.errors import ConfigError, EndRunError, RolloutError
+from pipelinerl.errors import EndRunError, RolloutError
 from pipelinerl.llm.client import Fault, Verdict, classify, open_session, post, reason_of, retry_delay_s
 from pipelinerl.llm.completions import are_logprobs
 from pipelinerl.records import IGNORED_LABEL, Sample
@@ -38,54 +36,28 @@ class _PromptResponse(msgspec.Struct):
     prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
-def check_temperature(temperature: float) -> None:
-    """Raise ConfigError if reference servers cannot give log-probs at this temperature."""
-    if temperature != 1.0:
-        raise ConfigError(
-            "llm.parameters.temperature",
-            temperature,
-            "1.0 with a KL term and reference servers, because a server's prompt log-probs ignore the temperature",
-            "Set the temperature to 1.0, or finetune.rl.reference=local.",
-        )
-
-
 class ReferenceServers:
     """Spreads samples over the reference servers.
 
     Args:
-        urls: base URLs of the servers.
+        urls: base URLs of the servers, at least one.
         token: bearer token of the run.
-        temperature: at which the samples were drawn; must be 1.
         concurrency: requests in flight per server.
-        return_timeout_s: how long a server may be away while it is started again.
-
-    Raises:
-        ConfigError: no server, or a temperature that they cannot apply.
+        return_timeout_s: how long a server may be away while it restarts.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         token: str,
-        temperature: float,
         *,
-        model_name: str = "actor",
         concurrency: int = 64,
         request_timeout_s: float = 300.0,
         max_retries: int = 3,
         return_timeout_s: float = 0.0,
     ) -> None:
-        check_temperature(temperature)
-        if not urls:
-            raise ConfigError(
-                "world.preprocessor_fraction",
-                0,
-                "a pool of reference servers for the KL term",
-                "Give the world a preprocessor pool, or set finetune.rl.reference=local.",
-            )
         self._urls = [url.rstrip("/") for url in urls]
         self._token = token
-        self._model_name = model_name
         self._concurrency = concurrency * len(urls)
         self._timeout_s = request_timeout_s
         self._max_retries = max_retries
@@ -100,23 +72,23 @@ class ReferenceServers:
         return asyncio.run(self._score_all(samples))
 
     async def _score_all(self, samples: Sequence[Sample]) -> list[Sample | None]:
-        gate = asyncio.Semaphore(self._concurrency)
+        free = asyncio.Semaphore(self._concurrency)
         urls = itertools.cycle(self._urls)
         async with open_session() as session:
-            return await asyncio.gather(*(self._score(sample, next(urls), session, gate) for sample in samples))
+            return await asyncio.gather(*(self._score(sample, next(urls), session, free) for sample in samples))
 
     async def _score(
-        self, sample: Sample, url: str, session: aiohttp.ClientSession, gate: asyncio.Semaphore
+        self, sample: Sample, url: str, session: aiohttp.ClientSession, free: asyncio.Semaphore
     ) -> Sample | None:
         body = msgspec.json.encode(
             {
-                "model": self._model_name,
+                "model": "actor",
                 "token_ids": sample.input_ids,
                 "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0},
             }
         )
         try:
-            async with gate:
+            async with free:
                 content = await self._post(url + GENERATE_PATH, body, session)
             return msgspec.structs.replace(sample, ref_logprobs=read_prompt_logprobs(content, sample))
         except RolloutError as error:
@@ -133,7 +105,7 @@ class ReferenceServers:
             verdict = classify(problem)
             if verdict is Verdict.END_RUN:
                 raise EndRunError(text)
-            # Its samples are made already: whatever keeps the server from being reached is worth the wait.
+            # The samples exist already, so waiting for a server that restarts is worth it.
             is_away = problem in _AWAY and time.monotonic() < give_up_at
             if verdict is Verdict.FAIL_ROLLOUT or (attempt >= self._max_retries and not is_away):
                 raise RolloutError(reason_of(problem), text)
@@ -145,7 +117,7 @@ def read_prompt_logprobs(content: bytes, sample: Sample) -> list[float]:
     """Log-probs of the trained tokens from a server's answer.
 
     Raises:
-        RolloutError: `bad_response`, `length_mismatch` or `missing_logprobs`; nothing is shortened or filled in.
+        RolloutError: `bad_response`, `length_mismatch` or `missing_logprobs`.
     """
     try:
         found = msgspec.json.decode(content, type=_PromptResponse).prompt_logprobs

@@ -9,13 +9,12 @@ import threading
 import msgspec
 import pytest
 from aiohttp import web
-from preprocess_groups import context, group, sample
+from preprocess_groups import group, sample
 
 import pipelinerl.preprocess.reference as reference_module
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.errors import ConfigError, EndRunError, RolloutError
+from pipelinerl.errors import EndRunError, RolloutError
 from pipelinerl.llm.client import Fault, Reply, post
-from pipelinerl.preprocess.main import reference_scorer
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.reference import ReferenceServers, read_prompt_logprobs
 from pipelinerl.preprocess.scoring import GroupScorer
@@ -47,14 +46,6 @@ def test_faulty_answers_are_refused(content, reason):
     with pytest.raises(RolloutError) as caught:
         read_prompt_logprobs(content, sample("g/r0/s0"))
     assert caught.value.reason == reason
-
-
-def test_temperature_and_missing_pool_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"temperature: got 0\.6"):
-        ReferenceServers(["http://127.0.0.1:1"], "", 0.6)
-    with pytest.raises(ConfigError, match="preprocessor_fraction"):
-        reference_scorer(context(tmp_path, finetune={"rl": {"reward_minus_kl_coef": 0.1, "reference": "servers"}}))
-    assert reference_scorer(context(tmp_path, finetune={"rl": {"reward_minus_kl_coef": 0.1}})) is None
 
 
 class Server:
@@ -102,7 +93,7 @@ class Server:
 
 def test_samples_are_scored_with_retries():
     with Server([503]) as one, Server() as two:
-        score = ReferenceServers([one.url, two.url + "/"], "secret", 1.0)
+        score = ReferenceServers([one.url, two.url + "/"], "secret")
         done = score([sample(f"g/r{i}/s0") for i in range(4)])
     assert [s.ref_logprobs for s in done] == [[-0.3, -0.4, -0.5]] * 4
     authorization, body = two.requests[0]
@@ -121,20 +112,20 @@ def test_a_server_that_is_started_again_is_waited_for(monkeypatch, fault):
 
     monkeypatch.setattr(reference_module, "post", away)
     with Server() as server:
-        waiting = ReferenceServers([server.url], "t", 1.0, return_timeout_s=60.0)
+        waiting = ReferenceServers([server.url], "t", return_timeout_s=60.0)
         assert waiting([sample("g/r0/s0")])[0] is not None
         problems[:] = [fault] * 9
-        assert ReferenceServers([server.url], "t", 1.0)([sample("g/r0/s0")]) == [None]
+        assert ReferenceServers([server.url], "t")([sample("g/r0/s0")]) == [None]
         problems[:] = [503] * 9  # a server that is there and busy is not waited for so long
         assert waiting([sample("g/r0/s0")]) == [None]
 
 
 def test_a_refused_sample_fails_alone_and_a_wrong_token_ends_the_run():
     with Server([400]) as server:
-        done = ReferenceServers([server.url], "t", 1.0, concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
+        done = ReferenceServers([server.url], "t", concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
         assert sum(s is None for s in done) == 1
     with Server([401]) as server, pytest.raises(EndRunError):
-        ReferenceServers([server.url], "t", 1.0)([sample("g/r0/s0")])
+        ReferenceServers([server.url], "t")([sample("g/r0/s0")])
 
 
 def test_groups_are_scored_before_the_advantages_and_fails_what_could_not_be_scored():
