@@ -20,6 +20,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.domains.problem_sets import Problem, ProblemSets, load_problem_sets
 from pipelinerl.domains.registry import gold_score, load_dataset_loader, load_rollout_function
 from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
+from pipelinerl.rl.user_function import check_user_functions
 from pipelinerl.sandbox.main import check_environment
 
 MAX_VALIDATED = 200
@@ -31,6 +32,7 @@ def check_domain(config: RunConfig) -> str:
 
     Raises:
         DomainError: something cannot be used; the message says what to do.
+        ConfigError: a loss or an advantage estimator of the user cannot be imported.
     """
     problems = checked_problems(config)
     return f"{len(problems.train)} training problems, {len(problems.test)} test problems"
@@ -45,6 +47,7 @@ def checked_problems(config: RunConfig) -> ProblemSets:
     if check_config is not None:
         check_config(config)
     check_environment(config)
+    check_user_functions(config.finetune.rl)
     return load_problem_sets(config)
 
 

@@ -27,7 +27,7 @@ from typing import ClassVar
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import Sample
-from pipelinerl.rl.user_function import load_function
+from pipelinerl.rl.user_function import ADVANTAGE_API_VERSION, load_function
 
 # Rewards that differ by less than this share of their size are equal: 0.1 + 0.2 and 0.3 differ by rounding alone, and
 # dividing that difference by its own standard deviation would turn rounding into a gradient.
@@ -49,7 +49,7 @@ class AdvantageInputs:
         samples: the same shape, but `()` for a rollout that left no sample.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int] = ADVANTAGE_API_VERSION
 
     rewards: GroupRewards
     samples: Sequence[Sequence[Sample]] = ()

@@ -6,7 +6,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from pipelinerl.config.finetune import RLConfig
 from pipelinerl.errors import ConfigError
+
+# Versions of `AdvantageInputs` and `LossInputs`: a change that breaks functions of users needs a new number.
+ADVANTAGE_API_VERSION = 1
+LOSS_API_VERSION = 1
 
 
 def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
@@ -36,3 +41,17 @@ def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
             key, path, f"a function for api_version {api_version}", f"It says {wanted}; see docs/algorithms.md."
         )
     return function
+
+
+def check_user_functions(rl: RLConfig) -> None:
+    """Import the functions of the user that `rl` names, so that a mistake shows before anything starts.
+
+    Raises:
+        ConfigError: see `load_function`.
+    """
+    for key, path, api_version in (
+        ("finetune.rl.policy_loss", rl.policy_loss, LOSS_API_VERSION),
+        ("finetune.rl.advantage_estimator", rl.advantage_estimator, ADVANTAGE_API_VERSION),
+    ):
+        if "." in path:
+            load_function(key, path, api_version)

@@ -15,6 +15,7 @@ import torch
 
 from pipelinerl.config.finetune import RLConfig
 from pipelinerl.rl.microbatch import MicroBatch, positions_of, segment_sum, to_tokens
+from pipelinerl.rl.user_function import LOSS_API_VERSION
 
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
 MAX_LOG_RATIO = 20.0
@@ -50,7 +51,7 @@ class LossInputs:
         token_rewards: see `MicroBatch`; used by `gae`.
     """
 
-    api_version: ClassVar[int] = 1
+    api_version: ClassVar[int] = LOSS_API_VERSION
 
     new_logprobs: torch.Tensor
     old_logprobs: torch.Tensor

@@ -16,6 +16,7 @@ from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.coefficients import Coefficients, coefficients_at
 from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, LossOutputs, compute_loss
 from pipelinerl.rl.microbatch import collate
+from pipelinerl.rl.user_function import check_user_functions
 
 NONE = Coefficients(kl=0.0, entropy=0.0)
 
@@ -119,3 +120,7 @@ def test_a_loss_of_the_user_is_a_dotted_path(monkeypatch):
         with pytest.raises(ConfigError) as error:
             run(one_sample([-1.0]), [-1.0], RLConfig().model_copy(update={"policy_loss": path}))
         assert error.value.key == "finetune.rl.policy_loss"
+    check_user_functions(config)
+    with pytest.raises(ConfigError) as error:
+        check_user_functions(config.model_copy(update={"policy_loss": "their_package.other"}))
+    assert error.value.key == "finetune.rl.policy_loss"
