@@ -23,7 +23,7 @@ from pipelinerl.streams.base import Entry, StreamReader
 from pipelinerl.streams.read import Feed
 
 if TYPE_CHECKING:
-    from pipelinerl.finetune.weights_feed import WeightsFeed
+    from pipelinerl.finetune.weight_sync import WeightSync
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 _TERM, _QUIT = b"t", b"q"
@@ -130,7 +130,7 @@ class DataFeed:
         timeout_s: float,
         ranks: Ranks,
         stop: StopRequest,
-        weights: WeightsFeed | None = None,
+        weights: WeightSync | None = None,
         passes: PassesEnd | None = None,
     ) -> None:
         #: Whether `next` returned no batch because none follows; the same on all ranks.

@@ -34,13 +34,12 @@ from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pauses import open_pauses, wait_for_servers
-from pipelinerl.finetune.pool_setup import open_pool
-from pipelinerl.finetune.probe_tokens import batch_tokens, text_tokens
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
 from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
+from pipelinerl.finetune.server_pool import open_pool
 from pipelinerl.finetune.step import StepResult, StepRunner
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync, batch_tokens, text_tokens
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
@@ -144,22 +143,13 @@ class Trainer:
         """Open the streams that this rank reads and, on rank 0, the connections to the servers."""
         context, config, ranks = self.context, self.context.config, self.ranks
         reader = self._open_batches(stack)
-        publisher = pool = passes = None
-        self.weights: WeightsFeed | None = None
+        publisher = passes = None
+        self.weights: WeightSync | None = None
         if self.has_servers:
-            if ranks.is_first:
-                publisher, pool = open_pool(context, stack, reader.wake)
-            policy, start_timeout_s = self.backend.policy, config.vllm_config.start_timeout_s
-            self.weights = WeightsFeed(
-                self.backend,
-                ranks,
-                publisher,
-                policy.served_dtype,
-                pool,
-                self.first_probe,
-                start_timeout_s,
-                policy.sends_adapter,
-            )
+            pool = open_pool(context, stack, reader.wake) if ranks.is_first else None
+            publisher = pool.publisher if pool else None
+            start_timeout_s = config.vllm_config.start_timeout_s
+            self.weights = WeightSync(self.backend, ranks, pool, self.first_probe, start_timeout_s)
         self.stop = StopRequest(ranks)
         self.pauses, pause = open_pauses(context, ranks, self.backend, publisher, self.stop, stack)
 

@@ -25,7 +25,7 @@ from pipelinerl.finetune.packing_check import (
     tf32_difference,
 )
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.server_dtype import wire_dtype
+from pipelinerl.finetune.served_values import wire_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from pipelinerl.streams.base import StreamWriter
 from pipelinerl.streams.recorder import MetricRecorder
 
 if TYPE_CHECKING:
-    from pipelinerl.finetune.weights_feed import Delivery
+    from pipelinerl.finetune.weight_sync import Delivery
 
 SOURCE = "finetune_0"
 _GIB = 2**30

@@ -26,7 +26,7 @@ from pipelinerl.actor.trainer_state import TrainerState as ActorView
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.report import Reporter
-from pipelinerl.finetune.weights_feed import Delivery
+from pipelinerl.finetune.weight_sync import Delivery
 from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (

@@ -12,11 +12,12 @@ import pytest
 import torch
 from fakes.adapter_backend import adapter_backend, draw_adapter
 from fakes.random_model import random_ids, save_random_model
+from fakes.static_pool import StaticPool
 from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.sync import WeightPublisher
 
@@ -43,7 +44,7 @@ def check_updates(folder: Path, transport: str, server_gpu: int, targets: list[s
     settings = {"transport": transport, "transports": {"server": transport}}
     with server, WeightPublisher(server.token, timeout_s=60, chunk_bytes=10_000, **settings) as publisher:
         publisher.connect([ServerAddress("server", server.url)])
-        feed = WeightsFeed(backend, ranks, publisher, torch.bfloat16, sends_adapter=True)
+        feed = WeightSync(backend, ranks, StaticPool(publisher))
         for version in range(3):
             draw_adapter(backend, version)
             difference = feed.send(version, PROBED).probe_abs_diff

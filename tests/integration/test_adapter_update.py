@@ -14,6 +14,7 @@ import pytest
 import torch
 from fakes.mid_sequence import generate_across_updates
 from fakes.random_model import model_logprobs, random_ids, random_model, save_random_model
+from fakes.static_pool import StaticPool
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
@@ -23,7 +24,7 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.inference.adapter_room import ROOM_RANKS
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
@@ -76,8 +77,8 @@ def connect(server: VLLMProcess, **settings: Any) -> WeightPublisher:
     return publisher
 
 
-def feed_of(backend: PlainBackend, publisher: WeightPublisher) -> WeightsFeed:
-    return WeightsFeed(backend, Ranks(), publisher, torch.float32, sends_adapter=True)
+def feed_of(backend: PlainBackend, publisher: WeightPublisher) -> WeightSync:
+    return WeightSync(backend, Ranks(), StaticPool(publisher))
 
 
 def source_of(backend: PlainBackend) -> WeightSource:
@@ -251,7 +252,7 @@ def test_a_bf16_server_agrees_within_its_precision(tmp_path: Path) -> None:
         VLLMProcess(model, tmp_path / "log", kwargs, arguments=arguments) as server,
         connect(server) as publisher,
     ):
-        feed = WeightsFeed(backend, Ranks(), publisher, torch.bfloat16, sends_adapter=True)
+        feed = feed_of(backend, publisher)
         before = feed._trainer_logprobs(PROBED)[2].logprobs
         draw(backend.policy, 14)
         after = feed._trainer_logprobs(PROBED)[2].logprobs

@@ -10,10 +10,11 @@ import pytest
 import torch
 from fakes.adapter_backend import adapter_backend, draw_adapter
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.static_pool import StaticPool
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.weights.ipc import HandleSender
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
@@ -134,7 +135,7 @@ def test_an_adapter_alone_comes_that_way_too(tmp_path: Path, targets: list[str])
         VLLMProcess(model, tmp_path / "log", kwargs, transport="ipc", environ=environ, arguments=arguments) as server,
         connect(server, chunk_bytes=3_000) as publisher,
     ):
-        feed = WeightsFeed(backend, Ranks(), publisher, torch.float32, sends_adapter=True)
+        feed = WeightSync(backend, Ranks(), StaticPool(publisher))
         for version in range(3):
             before = feed._trainer_logprobs(probed)[2].logprobs
             draw_adapter(backend, version)

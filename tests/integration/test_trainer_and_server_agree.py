@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from fakes.random_model import random_ids, random_model
+from fakes.static_pool import StaticPool
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig, RLConfig
@@ -19,7 +19,7 @@ from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
 from pipelinerl.weights.sync import WeightPublisher
@@ -43,11 +43,11 @@ def policy_of(seed: int, with_values: bool = False) -> PolicyModel:
     return PolicyModel(model.train(), temperature=TEMPERATURE, chunk_tokens=16, with_values=with_values)
 
 
-def parts(policy: PolicyModel, publisher: WeightPublisher, **rl: Any) -> tuple[StepRunner, WeightsFeed]:
+def parts(policy: PolicyModel, publisher: WeightPublisher, **rl: Any) -> tuple[StepRunner, WeightSync]:
     config = FinetuneConfig(seq_length=256, learning_rate=5e-3, num_warmup_steps=0, rl=RLConfig(**rl))
     backend = PlainBackend(policy, config, Ranks())
     runner = StepRunner(backend, config, Ranks(), schedule_of(config))
-    return runner, WeightsFeed(backend, Ranks(), publisher, torch.float32)
+    return runner, WeightSync(backend, Ranks(), StaticPool(publisher))
 
 
 def sampled(server: VLLMProcess) -> list[Sample]:

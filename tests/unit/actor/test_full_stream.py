@@ -39,7 +39,7 @@ from pipelinerl.errors import NoRoom
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause
 from pipelinerl.finetune.report import Reporter
-from pipelinerl.finetune.weights_feed import Delivery
+from pipelinerl.finetune.weight_sync import Delivery
 from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (

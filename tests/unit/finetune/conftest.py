@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.static_pool import StaticPool
 from tokenizers import Tokenizer, models
 from transformers import (
     LlamaConfig,
@@ -193,7 +194,7 @@ class FakePublisher:
     versions: list[int] = field(default_factory=list)
     probes: int = 0
 
-    def publish(self, version: int, source: Any) -> UpdateReport:
+    def publish(self, version: int, source: Any, names: Any = None) -> UpdateReport:
         if self.fail:
             return UpdateReport(version, [], {"actor_llm_0": self.fail})
         received = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
@@ -205,7 +206,7 @@ class FakePublisher:
         return UpdateReport(version, [ServerUpdate("actor_llm_0", {"pause": 0.01, "transfer": 0.02})], {}, 0.05)
 
     @torch.no_grad()
-    def probe(self, sequences: Sequence[ProbeSequence]) -> ProbeResult:
+    def probe(self, sequences: Sequence[ProbeSequence], names: Any = None) -> ProbeResult:
         self.probes += 1
         diffs = []
         for sequence in sequences:
@@ -327,7 +328,7 @@ def start(
             **settings: Any,
         ) -> FakedTrainer:
             publisher = publisher or FakePublisher()
-            monkeypatch.setattr("pipelinerl.finetune.loop.open_pool", lambda *_: (publisher, None))
+            monkeypatch.setattr("pipelinerl.finetune.loop.open_pool", lambda *_: StaticPool(publisher))
             monkeypatch.setattr(FakedTrainer, "batches", given if batches is None else batches)
             context = role_context(tmp_path / folder, model_folder, servers=1, **settings)
             trainer = FakedTrainer(context, Ranks(), stack)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from fakes.static_pool import StaticPool
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule
@@ -22,7 +23,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import end_process, start_ranks
 from pipelinerl.finetune.step import StepRunner, reduce_metrics
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.rl.packing import make_plan
 
 CHOICES = {
@@ -131,8 +132,8 @@ def build(kit, config, ranks, scramble=False):
                 parameter.add_(0.1)
     backend = create_backend(policy, config, ranks)
     runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
-    publisher = kit.publisher() if ranks.is_first else None
-    return runner, WeightsFeed(backend, ranks, publisher, torch.float32), backend
+    pool = StaticPool(kit.publisher()) if ranks.is_first else None
+    return runner, WeightSync(backend, ranks, pool), backend
 
 
 def full_weights(backend):

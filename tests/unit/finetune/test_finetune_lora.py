@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from fakes.static_pool import StaticPool
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,7 @@ from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import forward_difference
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 
 
 def adapted(kit, tied=False, with_values=False, dtype=torch.float32, **lora):
@@ -66,7 +67,7 @@ def test_w1_merged_weights_are_the_policy(kit, tied, bias):
 
 def test_w1_the_probe_of_an_update_agrees(kit):
     publisher = kit.publisher()
-    feed = WeightsFeed(train(kit, adapted(kit)), Ranks(), publisher, torch.float32)
+    feed = WeightSync(train(kit, adapted(kit)), Ranks(), StaticPool(publisher))
     assert feed.send(1, [[3, 5, 7, 9], [2, 4, 6]]).probe_abs_diff < 1e-5
 
 

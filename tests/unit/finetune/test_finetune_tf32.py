@@ -16,7 +16,7 @@ from pipelinerl.finetune.policy import PolicyModel, backbone
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.weights_feed import probe_tolerance
+from pipelinerl.finetune.weight_sync import probe_tolerance
 from pipelinerl.rl.logprobs import token_logprobs
 from pipelinerl.rl.precision import allowed_products, fp32_products, keep_exact
 

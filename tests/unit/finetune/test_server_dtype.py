@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes.static_pool import StaticPool
 from safetensors.torch import save_file
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.server_dtype import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.served_values import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype
+from pipelinerl.finetune.weight_sync import WeightSync
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -125,11 +126,11 @@ def test_a_trainer_in_fp32_beside_auto_servers_computes_with_what_they_hold(kit,
 )
 def test_a_server_in_another_dtype_is_said_once(kit, caplog, computed, served, told, warned):
     class Publisher(kit.publisher):
-        def probe(self, sequences):
+        def probe(self, sequences, names=None):
             return dataclasses.replace(super().probe(sequences), server_dtypes={"actor_llm_0": told})
 
     backend = PlainBackend(kit.policy(compute_dtype=computed, served_dtype=served), kit.config(), Ranks())
-    feed = WeightsFeed(backend, Ranks(), Publisher(), served)
+    feed = WeightSync(backend, Ranks(), StaticPool(Publisher()))
     for version in range(2):
         feed.send(version, [[1, 2, 3, 4]])
     lines = [line for line in caplog.messages if "actor_llm_0 holds its weights in" in line]

@@ -13,7 +13,7 @@ from fakes.ports import refused_port
 from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_pool import ServerPool
-from pipelinerl.finetune.weights_feed import WeightsFeed
+from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.link import ServerAddress
@@ -40,7 +40,7 @@ class FakeBackend:
         return ModuleSource(self.model)
 
 
-class Feed(WeightsFeed):
+class Feed(WeightSync):
     """The feed without a policy behind it."""
 
     def _trainer_logprobs(self, tokens):  # type: ignore[no-untyped-def, override]
@@ -62,10 +62,9 @@ class Scene:
         for _ in servers:
             self.woken.acquire(timeout=WAIT_S)
         self.backend = FakeBackend()
-        self.backend.policy = type("Policy", (), {"compute_dtype": torch.float32, "tf32": False})()
-        self.feed = Feed(
-            self.backend, Ranks(), self.publisher, torch.float32, self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S
-        )
+        dtypes = {"compute_dtype": torch.float32, "served_dtype": torch.float32, "tf32": False}
+        self.backend.policy = type("Policy", (), {**dtypes, "sends_adapter": False})()
+        self.feed = Feed(self.backend, Ranks(), self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S)
 
     def announce(self, answer: ServerReady | ServerDropped) -> None:
         self.said.append(answer)
@@ -75,7 +74,7 @@ class Scene:
         record = PoolChange(
             name=name, url=url, event=event, generation=generation, time=0.0, reason="test", incarnation=incarnation
         )
-        self.pool.take(Entry(0, record))
+        self.pool.apply(Entry(0, record))
 
     @property
     def ready(self) -> list[tuple[str, int, int]]:
@@ -222,7 +221,7 @@ def test_a_server_that_dies_while_it_starts_joins_when_it_is_started_again() -> 
         def restart() -> None:
             for event, generation, url in (("down", 0, nobody), ("up", 1, again.url)):
                 record = PoolChange(name="s1", url=url, event=event, generation=generation, time=0.0)
-                pool.take(Entry(0, record))
+                pool.apply(Entry(0, record))
 
         thread = threading.Thread(target=restart)
         thread.start()
