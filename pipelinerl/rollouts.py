@@ -1,4 +1,4 @@
-"""Public names for rollouts: what `generate_rollout` returns. Plain data, filled by user code, read by the worker."""
+"""Public names for rollouts: what `generate_rollout` returns. Plain data, filled by user code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["BaseMetrics", "RolloutResult", "TrainingText"]
 class TrainingText:
     """One trainable token sequence; usually made by `make_training_text`, then given a `reward`.
 
-    `labels` repeats `input_ids` where a token is trained and is -100 elsewhere; `logprobs` has one value for each
-    trained token; `version_spans` cover the trained tokens. `n_predicted` counts the characters of `text`, from its
-    end, that the model wrote. `reward` is what is trained on, and has no default: a text without one fails its rollout.
+    `labels` repeats `input_ids` where a token is trained and is -100 elsewhere; `logprobs` has one value per trained
+    token; `version_spans` cover the trained tokens. `n_predicted` counts the characters at the end of `text` that the
+    model wrote. `reward` is what is trained on; a text without one fails its rollout.
 
-    A text filled by hand may leave out `version_spans` (see `RolloutResult.model_version`) and `temperature`, which is
-    then that of the handle.
+    A hand-made text may omit `version_spans` (see `RolloutResult.model_version`) and `temperature` (the handle's is
+    used).
     """
 
     text: str = ""
@@ -50,7 +50,7 @@ class TrainingText:
 
 
 class BaseMetrics(BaseModel):
-    """Numbers of one rollout. Subclass it to add your own: every number in it is averaged and reported."""
+    """Numbers of one rollout. Subclass it to add your own: every number is averaged and reported."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -62,11 +62,11 @@ class BaseMetrics(BaseModel):
 
 @dataclass(slots=True)
 class RolloutResult:
-    """What one attempt at one problem came to.
+    """Result of one attempt at one problem.
 
-    `latency` is in seconds. Metrics are averaged per `dataset_name`. `model_version` is the policy version of the texts
-    that have no `version_spans`; None: the one version that answered the rollout's requests, if it was one. The actor
-    fills in the other names.
+    `latency` is in seconds. Metrics are averaged per `dataset_name`. `model_version` is the policy version of texts
+    without `version_spans`; None: the version that answered the rollout's requests, if it was only one. The actor fills
+    in the remaining fields.
     """
 
     training_texts: list[TrainingText]

@@ -1,8 +1,8 @@
-"""Reads tool calls out of what a model wrote. Never raises: a call that cannot be read is an entry in `errors`.
+"""Parses tool calls in a model's text. Never raises: a call that cannot be parsed is an entry in `errors`.
 
-Called by the client for prompts with tools, and by the chat. Knows the text formats of Qwen and Hermes
-(`<tool_call>{json}</tool_call>`), of Llama 3 (`<|python_tag|>{json}`, `<function=name>{json}</function>`, bare JSON)
-and OpenAI's own JSON (`{"tool_calls": [...]}`). Pure, in time linear in the length of the text.
+Formats: Qwen and Hermes (`<tool_call>{json}</tool_call>`), Llama 3 (`<|python_tag|>{json}`,
+`<function=name>{json}</function>`, bare JSON) and OpenAI's JSON (`{"tool_calls": [...]}`). Time is linear in the length
+of the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BETWEEN = re.compile(r"[\s;,]*")
 _FUNCTION_CLOSE = "</function>"
 _BUILT_IN = re.compile(r'\s*([A-Za-z_]\w{0,63})\.call\(\s*(?:([A-Za-z_]\w{0,63})\s*=\s*"((?:[^"\\]|\\.)*)")?\s*\)\s*')
 _MAX_CALLS = 128
-# Pieces that are looked at, broken ones included: a text of a million opening tags is no reason to compute.
+# Pieces that are parsed, broken ones included: bounds the work on a text of a million opening tags.
 _MAX_PIECES = 512
 _SHOWN_CHARACTERS = 120
 _DECODER = json.JSONDecoder(parse_constant=lambda name: _refuse(name))
@@ -30,7 +30,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: _refuse(name))
 
 @dataclass(slots=True)
 class ParsedToolCalls:
-    """`content` is the text outside of calls; `calls` are in OpenAI's format; `errors` says what could not be read."""
+    """`content` is the text around the calls; `calls` are in OpenAI's format; `errors` says what could not be parsed."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class ParsedToolCalls:
 
 
 def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
-    """Return the tool calls in `text`, in order; a broken one never takes its siblings with it.
+    """Return the tool calls in `text`, in order; a broken call does not affect its siblings.
 
     Each call is `{"id", "type": "function", "function": {"name", "arguments"}}`, where `arguments` is the text of a
     JSON object. Ids are `{id_prefix}_{index}`.
@@ -58,7 +58,7 @@ def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call as a dict; empty when they are not a JSON object."""
+    """Return the arguments of a call as a dict; empty if they are not a JSON object."""
     function = call.get("function")
     given = function.get("arguments") if isinstance(function, dict) else None
     if isinstance(given, dict):
@@ -86,7 +86,7 @@ def _read_python_tag(text: str, found: ParsedToolCalls, id_prefix: str) -> None:
         _add({"name": tool, "arguments": {key: value} if key else {}}, text, found, id_prefix)
         return
     if not text.lstrip().startswith(("{", "[")):
-        # Anything else after the tag is code for an interpreter.
+        # Anything else after the tag is code for the Python tool.
         _add({"name": "python", "arguments": {"code": text}} if text.strip() else None, text, found, id_prefix)
         return
     for value, shown in _json_values(text):
@@ -112,7 +112,7 @@ def _read_functions(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
 
 
 def _read_bare(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
-    """The whole text is JSON that has the shape of calls; anything else is an ordinary answer."""
+    """Bare JSON: the whole text has the shape of calls; anything else is an ordinary answer."""
     stripped = _without_end(text).strip()
     if not stripped.startswith(("{", "[")):
         return text
@@ -143,10 +143,10 @@ def _add_all(value: Any, shown: str, found: ParsedToolCalls, id_prefix: str) -> 
 
 
 def _add(value: Any, shown: str, found: ParsedToolCalls, id_prefix: str) -> None:
-    """Add one call, or say why it is none."""
+    """Add one call, or an error."""
     call = _as_call(value)
     if call is None:
-        found.errors.append(f"no tool call: {shown[:_SHOWN_CHARACTERS].strip()!r}")
+        found.errors.append(f"not a tool call: {shown[:_SHOWN_CHARACTERS].strip()!r}")
     elif len(found.calls) >= _MAX_CALLS:
         found.errors.append(f"more than {_MAX_CALLS} tool calls")
     else:
@@ -156,7 +156,7 @@ def _add(value: Any, shown: str, found: ParsedToolCalls, id_prefix: str) -> None
 
 
 def _as_call(value: Any) -> tuple[str, str] | None:
-    """Return name and arguments (text of a JSON object) of something that has the shape of a call."""
+    """Return name and arguments (text of a JSON object) of a value with the shape of a call."""
     if not isinstance(value, dict):
         return None
     inner = value.get("function")
@@ -171,7 +171,7 @@ def _as_call(value: Any) -> tuple[str, str] | None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False)
-        # A lone half of a surrogate pair is a Python string, but no text that could be sent anywhere.
+        # A lone surrogate is a valid Python string but has no UTF-8 form.
         f"{name}{text}".encode()
     except (ValueError, RecursionError):
         return None
@@ -179,7 +179,7 @@ def _as_call(value: Any) -> tuple[str, str] | None:
 
 
 def _json_values(text: str) -> Iterator[tuple[Any, str]]:
-    """Yield the JSON values that follow each other in `text`; (None, rest) where one cannot be read."""
+    """Yield the JSON values that follow each other in `text`; (None, rest) where one cannot be parsed."""
     position = 0
     for _ in range(_MAX_PIECES):
         between = _BETWEEN.match(text, position)
@@ -190,7 +190,7 @@ def _json_values(text: str) -> Iterator[tuple[Any, str]]:
             value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):
             yield None, text[position : position + _SHOWN_CHARACTERS]
-            # The next call after a broken one starts behind a semicolon.
+            # The next call after a broken one starts after a semicolon.
             following = text.find(";", position)
             if following < 0:
                 return
@@ -209,11 +209,11 @@ def _loads(text: str) -> Any:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _without_end(text: str) -> str:
-    """Cut the special token that ended the message, if the text still has it."""
+    """Remove the special token that ended the message, if the text still has it."""
     for end in _ENDS_OF_MESSAGE:
         text = text.removesuffix(end)
     return text

@@ -19,6 +19,7 @@ import msgspec
 
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
+from pipelinerl.llm.client import open_session
 from pipelinerl.sandbox.messages import (
     ENVIRONMENT_BUSY,
     GAMES_PATH,
@@ -286,7 +287,7 @@ async def open_environments(
     urls: Sequence[str], token: str = "", return_timeout_s: float = RETURN_TIMEOUT_S
 ) -> AsyncIterator[Environments]:
     """Make services current for this task and the tasks that it starts."""
-    async with _session() as session:
+    async with open_session() as session:
         services = Services("environment", urls, token, session, _GAME_TIMEOUT_S, return_timeout_s)
         environments = Environments(services, session, token)
         previous = _environments.set(environments)
@@ -294,10 +295,3 @@ async def open_environments(
             yield environments
         finally:
             _environments.reset(previous)
-
-
-def _session() -> aiohttp.ClientSession:
-    """A session without proxies, limits on connections or a default deadline."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
-    )
