@@ -30,7 +30,7 @@ _DECODER = json.JSONDecoder(parse_constant=lambda name: _refuse(name))
 
 @dataclass(slots=True)
 class ParsedToolCalls:
-    """`content` is the text around the calls; `calls` are in OpenAI's format; `errors` says what could not be parsed."""
+    """`content` is the text around the calls; `calls` are in OpenAI's format; `errors` says what is malformed."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)

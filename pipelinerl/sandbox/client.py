@@ -192,7 +192,7 @@ async def open_verifier(
     async with contextlib.AsyncExitStack() as stack:
         verifier: Verifier
         if urls:
-            session = await stack.enter_async_context(_session())
+            session = await stack.enter_async_context(open_session())
             verifier = RemoteVerifier(
                 Services("verifier", urls, token, session, config.queue_timeout_s, return_timeout_s)
             )
