@@ -178,12 +178,12 @@ def test_the_last_step_of_the_passes_is_closed_with_what_there_is(tmp_path):
     """One more pass does not fill it, because all its groups are filtered."""
     run = Run(tmp_path, finetune=PASSES)
     write_groups(run, [(0.5, False), (1.0, True), (1.5, True), (1.9, True)])
-    assert run.next_batch(timeout_s=0.2) is None
+    assert run.next_batch(timeout_s=0.1) is None
     write_groups(run, [(2.0, True)], first=4)
     batch = run.next_batch()
     assert (batch.group_ids, batch.epochs_done) == (["0-0"], 2.0)
     write_groups(run, [(2.5, False), (3.0, False)], first=5)
-    assert run.next_batch(timeout_s=0.2) is None, "training ends with it"
+    assert run.next_batch(timeout_s=0.1) is None, "training ends with it"
     run.finish()
     assert passes_over(run) == []
 
@@ -194,7 +194,7 @@ def test_where_nothing_is_left_for_a_last_step_the_trainer_is_told(tmp_path):
     assert run.next_batch().epochs_done == 0.4
     wait_for_end(run)
     write_groups(run, [(2.5, False), (3.0, False)], first=6)
-    assert run.next_batch(timeout_s=0.2) is None
+    assert run.next_batch(timeout_s=0.1) is None
     run.finish()
     assert passes_over(run) == [(1, 1)]
     # More passes than those that were over then: what came behind them is trained.
@@ -219,7 +219,7 @@ def test_the_rest_is_not_waited_for_up_to_the_next_update(tmp_path, keys):
     assert (batch.group_ids, batch.epochs_done) == (["0-0"], 2.0)
     wait_for_end(run)
     write_groups(run, [(2.5, False), (3.0, False), (3.5, False)], first=4)
-    assert run.next_batch(timeout_s=0.2) is None
+    assert run.next_batch(timeout_s=0.1) is None
     run.finish()
     assert passes_over(run) == [(1, 1)]
 
@@ -247,7 +247,7 @@ def test_at_most_two_steps_ahead_of_the_trainer(tmp_path):
     for n in range(8):
         run.actor.write(group(f"0-{n}"))
     assert [run.next_batch().step for _ in range(2)] == [1, 2]
-    assert run.next_batch(0.3) is None
+    assert run.next_batch(0.1) is None
     run.step_done(1)
     assert run.next_batch().step == 3
     run.finish()
@@ -341,7 +341,7 @@ def test_a_trainer_that_rolled_back_is_not_overrun(tmp_path):
     for n in range(10):
         second.actor.write(group(f"1-{n}"))
     assert [second.next_batch().step for _ in range(2)] == [1, 2]
-    assert second.next_batch(0.5) is None, "the trainer has two batches to train again before it needs another one"
+    assert second.next_batch(0.1) is None, "the trainer has two batches to train again before it needs another one"
     second.step_done(1)
     assert second.next_batch().step == 3
     second.finish()
