@@ -69,7 +69,7 @@ async def generate_rollout(cfg, llm, problem, session):
 '''
 
 
-def lean_answer(ids: list[int]) -> bytes:
+def fast_answer(ids: list[int]) -> bytes:
     """An answer of `/inference/v1/generate`, as our servers write it for our client."""
     logprobs = array("f", [-0.123456789 - i / 1000 for i in ids]).tobytes()
     return encode_completion(pack_ids(ids), logprobs, "stop", None, [PackedSpan("0", 0, len(ids))])
@@ -152,7 +152,7 @@ def serve(output_tokens: int, answers: str) -> None:
 
     ids = [3 + (7 * i) % 190 for i in range(output_tokens)]
     Stub.answers = {
-        b"/inference/v1/generate": lean_answer(ids) if answers == "lean" else generate_answer(ids),
+        b"/inference/v1/generate": fast_answer(ids) if answers == "fast" else generate_answer(ids),
         b"/v1/models": b'{"object": "list", "data": [{"id": "actor", "object": "model", "max_model_len": 32768}]}',
         b"chat": chat_answer(ids, False),
         b"logprobs": chat_answer(ids, True),
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=1024)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--attempts", type=int, default=8)
-    parser.add_argument("--answers", choices=("lean", "json"), default="lean", help="form of the stub's answers")
+    parser.add_argument("--answers", choices=("fast", "json"), default="fast", help="form of the stub's answers")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--role", choices=("all", "stub", "plain", "plain-logprobs"), default="all", help=argparse.SUPPRESS

@@ -208,7 +208,7 @@ async def generate(
         return choice
 
 
-async def generate_lean(
+async def generate_fast(
     session: aiohttp.ClientSession, server: Server, ids: Sequence[int], max_tokens: int, **sampling: Any
 ) -> PackedCompletion:
     """The same in our compact form.

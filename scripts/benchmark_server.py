@@ -5,10 +5,10 @@
     python scripts/benchmark_server.py --model FOLDER --url URL --token TOKEN --output FILE
     python scripts/benchmark_server.py --random-model 0.001 --concurrency 64 --max-tokens 128
     python scripts/benchmark_server.py --model FOLDER --device cuda --graphs decode \
-        --lengths varied --turns 8 --route lean
-    python scripts/benchmark_server.py --random-model 1.5 --device cuda --graphs decode --adapter-rank 0 16 --route lean
+        --lengths varied --turns 8 --route fast
+    python scripts/benchmark_server.py --random-model 1.5 --device cuda --graphs decode --adapter-rank 0 16 --route fast
 
-Routes: `vllm` is JSON with one object a token, `lean` the compact answer of our own servers. They take turns, round by
+Routes: `vllm` is JSON with one object a token, `fast` the compact answer of our own servers. They take turns, round by
 round, on the same server. Each flag set and each number of held tokens gets a server of its own, one after the other on
 the same card; so does each rank of an adapter. A server with a rank holds
 what `finetune.lora.sync=adapter` gives it: every request goes through the adapter, here through the zeros that are
@@ -44,7 +44,7 @@ from benchmark_common import (
     client_session,
     cpu_seconds,
     generate,
-    generate_lean,
+    generate_fast,
     random_model,
     running_server,
     server_processes,
@@ -64,7 +64,7 @@ def client(server: Server, count: int, args: argparse.Namespace, route: str, log
     async def one(session: Any, ids: list[int], length: int) -> int:
         if route == "vllm":
             return len((await generate(session, server, ids, length, logprobs=logprobs))["token_ids"])
-        packed = await generate_lean(session, server, ids, length, logprobs=logprobs)
+        packed = await generate_fast(session, server, ids, length, logprobs=logprobs)
         if logprobs is not None and len(packed.logprobs or b"") != len(packed.token_ids):
             raise RuntimeError("the server left out log-probs")
         return len(packed.token_ids) // 4
@@ -138,7 +138,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lengths", choices=("equal", "varied"), default="equal")
     parser.add_argument("--turns", type=int, default=1, help="requests of each client in a round, one after the other")
-    parser.add_argument("--route", nargs="*", choices=("vllm", "lean"), default=["vllm", "lean"])
+    parser.add_argument("--route", nargs="*", choices=("vllm", "fast"), default=["vllm", "fast"])
     parser.add_argument("--log-probs", nargs="*", choices=sorted(LOGPROBS), default=["with", "without"])
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=256)

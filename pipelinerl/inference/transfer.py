@@ -37,7 +37,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
-from pipelinerl.inference.adapter_room import serves_adapter
+from pipelinerl.inference.arguments import serves_adapter
 from pipelinerl.weights.buffers import NamedTensors, metas_of, receive_buffers
 from pipelinerl.weights.manifest import Shape, coverage_problems, local_folder, read_manifest
 from pipelinerl.weights.transport import Receiver, open_receiver

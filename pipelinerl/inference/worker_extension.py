@@ -11,8 +11,7 @@ from typing import Any
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from pipelinerl.inference.adapter_room import serves_adapter
-from pipelinerl.inference.arguments import ENGINE_NAME
+from pipelinerl.inference.arguments import ENGINE_NAME, serves_adapter
 from pipelinerl.weights.manifest import ServerModel, folder_checksum, local_folder
 
 if ENGINE_NAME not in WeightTransferEngineFactory._registry:

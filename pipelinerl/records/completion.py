@@ -1,6 +1,6 @@
 """A completion on its way from server to client: ids and log-probs as bytes, not as text. No torch, no I/O.
 
-Written by the lean route of a server (`inference.lean_route`) for a client that asks for `MEDIA_TYPE`, read by
+Written by a server (`inference.fast_output`) for a client that asks for `MEDIA_TYPE`, read by
 `llm.answers`. Two arrays of four bytes a number take 8 bytes a token; as JSON with one object a token it is 138, and
 making and reading those objects takes more time than all the rest of a request. It is msgpack, a map: its first byte is
 above 0x7f, which no JSON text begins with, so that the two can be told apart without a header.

@@ -18,8 +18,7 @@ from pipelinerl.config.rules_adapter import sends_adapter
 from pipelinerl.config.rules_sampling import vllm_number, vllm_option
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.adapter_room import check_options_beside
-from pipelinerl.inference.arguments import check_options
+from pipelinerl.inference.arguments import check_adapter_options, check_options
 
 #: Any of these is a tokenizer; which ones a model needs depends on its family.
 _TOKENIZER_FILES = (
@@ -121,7 +120,7 @@ def check_adapter(config: RunConfig, has_gpus: bool) -> None:
     """Refuse models and options with which `finetune.lora.sync=adapter` cannot be served exactly."""
     if not sends_adapter(config):
         return
-    check_options_beside(check_options(config.vllm_config.vllm_kwargs)[0])
+    check_adapter_options(check_options(config.vllm_config.vllm_kwargs)[0])
     key, dtype = vllm_option(config, "dtype")
     if has_gpus and str(dtype).lower() in ("float32", "float"):
         expected = "a 16-bit type with finetune.lora.sync=adapter: vLLM's adapter kernels on GPUs support nothing else"

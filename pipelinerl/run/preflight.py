@@ -25,8 +25,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.config.rules_run import missing_task
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
-from pipelinerl.inference.arguments import check_options
-from pipelinerl.inference.option_names import check_names
+from pipelinerl.inference.arguments import check_names, check_options
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size

@@ -24,8 +24,8 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
-from pipelinerl.inference.coalesce import HELD_TOKENS_VARIABLE
-from pipelinerl.inference.scheduler import EpochAsyncScheduler
+from pipelinerl.inference.fast_output import HELD_TOKENS_VARIABLE
+from pipelinerl.inference.scheduler import EpochAsyncScheduler, salt_for_epoch
 
 LENGTHS = {"one": 1, "short": 5, "long": 30, "streamed": 12}
 BLOCKS = 100
@@ -133,3 +133,16 @@ def test_a_pause_lets_everything_out_before_it_ends(config: Any, monkeypatch: py
     engine.run()
     numbers = list(range(1, 31))
     assert told(engine.sent["long"]) == (numbers, (-np.array(numbers, np.float32) / 7).tolist(), numbers, "length")
+
+
+@pytest.mark.parametrize(
+    ("salt", "epoch", "expected"),
+    [
+        (None, 0, "weights-epoch-0:"),
+        ("mine", 3, "weights-epoch-3:mine"),
+        ("weights-epoch-3:mine", 4, "weights-epoch-4:mine"),
+        ("weights-epoch-12:", 13, "weights-epoch-13:"),
+    ],
+)
+def test_salts_keep_the_callers_part(salt: str | None, epoch: int, expected: str) -> None:
+    assert salt_for_epoch(salt, epoch) == expected

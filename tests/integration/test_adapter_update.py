@@ -25,7 +25,7 @@ from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
-from pipelinerl.inference.adapter_room import ROOM_RANKS
+from pipelinerl.inference.arguments import ROOM_RANKS
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
 from pipelinerl.weights.manifest import folder_checksum

@@ -6,15 +6,16 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.rules_adapter import LARGEST_RANK
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference import main as llm
-from pipelinerl.inference.adapter_room import (
+from pipelinerl.inference.arguments import (
     ADAPTER_VARIABLE,
     ROOM_RANKS,
     AdapterRoom,
-    check_options_beside,
+    ServerSettings,
+    check_adapter_options,
     layers_of,
+    server_arguments,
     serves_adapter,
 )
-from pipelinerl.inference.arguments import ServerSettings, server_arguments
 from pipelinerl.inference.main import adapter_room
 from pipelinerl.inference.server import prepare_environment
 
@@ -63,13 +64,13 @@ def test_servers_of_merged_weights_have_none():
 @pytest.mark.parametrize("option", ["enable-lora", "no-enable-lora", "max-loras", "lora-modules", "lora-dtype"])
 def test_options_about_other_adapters_are_refused(option):
     with pytest.raises(ConfigError, match=f"{option}.*finetune.lora.sync=merged"):
-        check_options_beside({option: True})
+        check_adapter_options({option: True})
     with pytest.raises(ConfigError, match=option):
         server_arguments(settings(AdapterRoom(4), **{option: True}))
 
 
 def test_options_that_leave_the_adapter_alone_are_free():
-    check_options_beside({"fully-sharded-loras": "", "max-model-len": 9, "exploration": 1})
+    check_adapter_options({"fully-sharded-loras": "", "max-model-len": 9, "exploration": 1})
 
 
 def test_layers_are_the_matrices_without_the_embeddings():

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from pipelinerl.inference.coalesce import OutputHold, StepLogprobs, as_lists, cheap_to_cut, may_wait
+from pipelinerl.inference.fast_output import OutputHold, StepLogprobs, as_lists, cheap_to_cut, may_wait
 
 
 def request(**settings: Any) -> Any:

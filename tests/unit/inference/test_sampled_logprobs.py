@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 
-from pipelinerl.inference.sampled_logprobs import keep_arrays, sampled_logprobs
+from pipelinerl.inference.fast_output import keep_arrays, sampled_logprobs
 
 TOKENS = [4, 9, 4, 300]
 VALUES = np.array([-0.25, -1e-7, -17.3333, -2.0], np.float32)

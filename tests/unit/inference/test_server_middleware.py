@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.inference.auth import TOKEN_VARIABLE
-from pipelinerl.inference.middleware import ServerMiddleware
+from pipelinerl.inference.fast_output import ServerMiddleware
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
 
 TOKEN = "a-token-of-sixteen-or-more"

@@ -10,7 +10,6 @@ import pytest
 
 from pipelinerl.inference.arguments import ServerSettings, Transport
 from pipelinerl.inference.auth import TokenMiddleware, read_token
-from pipelinerl.inference.cache_salt import salt_for_epoch
 from pipelinerl.inference.server import prepare_environment
 
 TOKEN = "a-token-of-sixteen-or-more"
@@ -90,19 +89,6 @@ def test_a_server_without_token_ends_with_a_message_and_exit_code_2() -> None:
     assert done.returncode == 2
     assert "PIPELINERL_SERVER_TOKEN" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("salt", "epoch", "expected"),
-    [
-        (None, 0, "weights-epoch-0:"),
-        ("mine", 3, "weights-epoch-3:mine"),
-        ("weights-epoch-3:mine", 4, "weights-epoch-4:mine"),
-        ("weights-epoch-12:", 13, "weights-epoch-13:"),
-    ],
-)
-def test_salts_keep_the_callers_part(salt: str | None, epoch: int, expected: str) -> None:
-    assert salt_for_epoch(salt, epoch) == expected
 
 
 def test_environment_opens_control_routes_and_respects_the_users_choices() -> None:

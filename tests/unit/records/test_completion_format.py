@@ -1,4 +1,4 @@
-"""The bytes of a lean answer, against bytes made by hand."""
+"""The bytes of a fast answer, against bytes made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lean route with a scripted engine: what it serves, what it hands on, and how requests end."""
+"""The fast route with a scripted engine: what it serves, what it hands on, and how requests end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.outputs import LogprobsLists
 
-from pipelinerl.inference.lean_route import LeanRoute
+from pipelinerl.inference.fast_output import FastRoute
 from pipelinerl.records.completion import (
     GENERATE_PATH,
     MEDIA_TYPE,
@@ -112,7 +112,7 @@ class Call:
 
         application = SimpleNamespace(state=self._state)
         scope = {"type": "http", "path": path, "method": "POST", "headers": headers, "app": application}
-        await LeanRoute(app)(scope, receive, send)
+        await FastRoute(app)(scope, receive, send)
 
     @property
     def status(self) -> int:
@@ -227,7 +227,7 @@ async def test_a_caller_that_is_gone_before_its_body_is_not_served() -> None:
     engine = Engine()
     application = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
     scope = {"type": "http", "path": GENERATE_PATH, "method": "POST", "headers": HEADERS, "app": application}
-    await LeanRoute(receive)(scope, receive, receive)  # type: ignore[arg-type]
+    await FastRoute(receive)(scope, receive, receive)  # type: ignore[arg-type]
     assert engine.requests == []
 
 

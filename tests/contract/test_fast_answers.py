@@ -1,4 +1,4 @@
-"""The lean route of a real server says what vLLM's own route says, and refuses what that refuses."""
+"""The fast route of a real server says what vLLM's own route says, and refuses what that refuses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def request(**sampling: Any) -> dict[str, Any]:
     return {"model": "actor", "token_ids": random_ids(12, seed=1), "sampling_params": parameters}
 
 
-def lean(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+def fast(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     """The answer in bytes, as a choice of the other form."""
     status, content = post(server, body, MEDIA_TYPE)
     assert status == 200 and is_packed(content), content
@@ -106,7 +106,7 @@ def plain(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_both_routes_say_the_same(published_server: VLLMProcess, sampling: dict[str, Any]) -> None:
-    expected, got = plain(published_server, request(**sampling)), lean(published_server, request(**sampling))
+    expected, got = plain(published_server, request(**sampling)), fast(published_server, request(**sampling))
     entries = (expected["logprobs"] or {}).get("content")
     assert got["token_ids"] == expected["token_ids"]
     assert got["logprobs"] == (
@@ -120,12 +120,12 @@ def test_both_routes_say_the_same(published_server: VLLMProcess, sampling: dict[
 def test_stop_tokens_and_stop_strings_end_both_alike(published_server: VLLMProcess) -> None:
     free = plain(published_server, request(ignore_eos=True))["token_ids"]
     with_token = request(ignore_eos=True, stop_token_ids=[free[6]])
-    assert lean(published_server, with_token)["stop_reason"] == free[6]
+    assert fast(published_server, with_token)["stop_reason"] == free[6]
     text = {**request(ignore_eos=True), "output_mode": "text"}
     pieces = [entry["token"] for entry in plain(published_server, text)["logprobs"]["content"]]
     with_string = request(ignore_eos=True, stop=[next(piece for piece in pieces[4:] if piece.strip()).strip()])
     for body in (with_token, with_string):
-        expected, got = plain(published_server, body), lean(published_server, body)
+        expected, got = plain(published_server, body), fast(published_server, body)
         assert got["finish_reason"] == expected["finish_reason"] == "stop"
         assert got["stop_reason"] == expected["stop_reason"]
         assert got["token_ids"] == expected["token_ids"]
@@ -152,11 +152,11 @@ def test_the_client_reads_both_alike(published_server: VLLMProcess) -> None:
     ],
 )
 def test_errors_have_the_status_and_the_words_of_vllm(published_server: VLLMProcess, body: Any) -> None:
-    (status, content), (lean_status, lean_content) = (
+    (status, content), (fast_status, fast_content) = (
         post(published_server, body),
         post(published_server, body, MEDIA_TYPE),
     )
-    assert lean_status == status and lean_content == content
+    assert fast_status == status and fast_content == content
     assert status in (400, 404) and json.loads(content)["error"]["message"]
 
 
@@ -182,7 +182,7 @@ def test_an_update_in_mid_sequence_shows_as_spans(published_server: VLLMProcess)
             version = 40 + attempt
             assert publisher.publish(version, ModuleSource(random_model(seed=version))).failed == {}
 
-        answer = generate_across_updates(published_server, lambda: {"choices": [lean(published_server, body)]}, update)
+        answer = generate_across_updates(published_server, lambda: {"choices": [fast(published_server, body)]}, update)
     (choice,) = answer["choices"]
     spans = choice["weight_versions"]
     assert len(spans) >= 2 and spans[0]["start"] == 0
@@ -207,7 +207,7 @@ def test_a_caller_that_goes_away_frees_its_request(published_server: VLLMProcess
     connection.close()
     # Both take one token a step, so that the long request cannot have ended by itself in these.
     for _ in range(100):
-        lean(published_server, request(max_tokens=4, ignore_eos=True))
+        fast(published_server, request(max_tokens=4, ignore_eos=True))
         if num_running(published_server) == 0:
             return
     raise AssertionError("the request goes on although its caller went away")
@@ -215,7 +215,7 @@ def test_a_caller_that_goes_away_frees_its_request(published_server: VLLMProcess
 
 def test_a_fake_server_answers_in_the_same_form() -> None:
     with FakeServer() as fake:
-        choice = lean(fake, request(max_tokens=3))
+        choice = fast(fake, request(max_tokens=3))
     assert choice == {
         "token_ids": [10, 11, 12],
         "logprobs": [-0.5, -0.5, -0.5],
@@ -226,6 +226,6 @@ def test_a_fake_server_answers_in_the_same_form() -> None:
 
 
 def test_the_server_found_vllm_as_it_expects_it(published_server: VLLMProcess) -> None:
-    lean(published_server, request())
+    fast(published_server, request())
     log = published_server.log.read_text(errors="replace")
     assert "one by one only" not in log and "handed on to vLLM's route" not in log
