@@ -18,11 +18,11 @@ _COMMANDS = {
     "launch": ("pipelinerl.launch", "start a run (also: python -m pipelinerl.launch)"),
     "tiny-model": ("pipelinerl.tiny.main", "build the small model of the quickstart"),
     "check-domain": ("pipelinerl.analysis.check", "import your rollout function and data sets and check their shapes"),
-    "status": ("pipelinerl.commands.status", "show what the processes of a run are doing"),
+    "status": ("pipelinerl.run.status", "show what the processes of a run are doing"),
     "audit": ("pipelinerl.analysis.audit", "account for every sample of a run"),
     "samples": ("pipelinerl.analysis.samples", "show what the model said in a run"),
     "replay": ("pipelinerl.analysis.replay", "train a run again from its recorded streams and compare"),
-    "pool": ("pipelinerl.commands.pool", "list, add and remove the servers of a running run"),
+    "pool": ("pipelinerl.run.servers", "list, add and remove the servers of a running run"),
 }
 
 

@@ -13,9 +13,11 @@ from pipelinerl.placement.cluster import DEFAULT_MASTER_PORT, Cluster, nvml_gpu_
 from pipelinerl.placement.jobs import JOB_KINDS, SERVER_KINDS, Job, WorldMap
 from pipelinerl.placement.listed import Split
 from pipelinerl.placement.place import Placer, PortSource
+from pipelinerl.placement.slurm import is_slurm_step
 from pipelinerl.placement.split import gpus_per_llm, split_cluster
 
 __all__ = [
+    "DEFAULT_MASTER_PORT",
     "JOB_KINDS",
     "SERVER_KINDS",
     "Cluster",
@@ -25,6 +27,7 @@ __all__ = [
     "WorldMap",
     "build_world_map",
     "gpus_per_llm",
+    "is_slurm_step",
     "nvml_gpu_lister",
     "split_cluster",
     "usable_cores",

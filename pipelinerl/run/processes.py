@@ -34,6 +34,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_S = 3.0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `job` is the one to blame, if one is; `signum` the first signal that the launcher got, also one
+    that came after a failure, which stays the reason."""
+
+    status: Literal["completed", "failed", "interrupted"]
+    reason: str | None
+    exit_code: int
+    job: str | None = None
+    signum: int | None = None
+
+
 class ChildExited(msgspec.Struct, frozen=True):
     """A child ended. `returncode` is negative for the signal that killed it."""
 

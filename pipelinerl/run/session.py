@@ -1,7 +1,5 @@
-"""One supervised run from entered directory to summary: death pipe, streams, tracking, supervisor, final words.
-
-Called by the launcher. Waits where the supervisor waits. `summary.json` is written whatever happens.
-"""
+"""One supervised run on node 0, from the entered directory to `summary.json`, which is written whatever happens; and
+the jobs of one node, for node 0 and the others alike."""
 
 from __future__ import annotations
 
@@ -10,85 +8,125 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
-from pipelinerl.run.completion import TrainingCompletion
-from pipelinerl.run.last_save import NO_OTHERS, OtherLaunchers
-from pipelinerl.run.monitor import StuckMonitor
-from pipelinerl.run.policy import ExitPolicy
-from pipelinerl.run.pool_requests import forget_requests, write_state
-from pipelinerl.run.processes import Event, PoolAnswered, StreamFailed, become_subreaper
-from pipelinerl.run.result_text import print_result
-from pipelinerl.run.server_keeper import POLICY_KIND, ServerKeeper
-from pipelinerl.run.start import Command, server_sockets
-from pipelinerl.run.supervisor import COLLECT_S, NODES_COLLECT_S, Outcome, Supervisor
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir, newest_training_state
-from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER_TOPIC, Entry
+from pipelinerl.run.nodes import Peers
+from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed, become_subreaper
+from pipelinerl.run.restart import POLICY_KIND, ExitPolicy, ServerKeeper
+from pipelinerl.run.servers import forget_requests
+from pipelinerl.run.show import print_result
+from pipelinerl.run.start import server_sockets
+from pipelinerl.run.watch import RunSession, Supervisor
+from pipelinerl.rundir.layout import newest_training_state
+from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.hub import StreamHub, backend_of
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
 from pipelinerl.tracking.wandb_sink import first_line
-from pipelinerl.world import SERVER_KINDS, WorldMap
+from pipelinerl.world import SERVER_KINDS
 
 logger = logging.getLogger(__name__)
-# A process beats before it imports anything heavy.
-START_GRACE_S = 60.0
 
 
-@dataclass(frozen=True)
-class RunSession:
-    """What one start of a run consists of. `token` opens the servers' routes and lives in memory only. `restarts` says
-    why the launcher has started the run again by itself, once for each time."""
+def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -> Outcome:
+    """Start and supervise all processes, then write the summary and say how it went.
 
-    config: RunConfig
-    world: WorldMap
-    run_dir: RunDir
-    identity: RunIdentity
-    commands: Sequence[Command]
-    environ: Mapping[str, str]
-    token: str
-    events: SimpleQueue[Event]
-    restarts: tuple[str, ...] = ()
-    others: OtherLaunchers = NO_OTHERS
-
-
-def supervise(session: RunSession, moved_to: Path | None = None) -> Outcome:
-    """Start and supervise all processes, then write the summary and say how it went."""
+    Args:
+        session: as node 0 sees it.
+        peers: the other nodes.
+        moved_to: where the run is that was in the directory before.
+    """
     _greet(session, moved_to)
     streams = backend_of(session.config.streams).serve(session.config.streams, session.run_dir, session.environ)
     with streams as with_streams, server_sockets(with_streams) as environ:
-        return _supervise_and_report(replace(session, environ=environ))
+        session = replace(session, environ=environ)
+        try:
+            hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, environ)
+            incarnation = session.identity.incarnation
+            collector = Collector(hub, session.world, session.run_dir, session.config, incarnation=incarnation)
+            collector.start()
+        except Exception as error:
+            write_json(session.run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
+            raise
+        try:
+            outcome = supervise_jobs(session, hub, peers)
+        except Exception as error:
+            logger.exception("the launcher failed")
+            collector.stop()  # the terminal is free again
+            traceback.print_exc()
+            outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
+        logger.info("%s: %s", outcome.status, outcome.reason)
+        summary = _summarize(session, outcome, collector)
+    try:
+        print_result(outcome, summary, session.run_dir)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return outcome
 
 
-def _supervise_and_report(session: RunSession) -> Outcome:
-    try:
-        hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, session.environ)
-        incarnation = session.identity.incarnation
-        collector = Collector(hub, session.world, session.run_dir, session.config, incarnation=incarnation)
-        collector.start()
-    except Exception as error:
-        write_json(session.run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
-        raise
-    try:
-        outcome = _supervise(session, hub)
-    except Exception as error:
-        logger.exception("the launcher failed")
-        collector.stop()  # the terminal is free again
-        traceback.print_exc()
-        outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
-    logger.info("%s: %s", outcome.status, outcome.reason)
+def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome:
+    """Start the jobs of one node and block until the run is over and all of them are gone.
+
+    Node 0 alone restarts servers in place, announces them in the stream `pool`, and answers the command `pool`.
+    """
+    config, world, incarnation = session.config, session.world, session.identity.incarnation
+    is_leader = world.rank == 0
+    supervise = config.supervise if is_leader else config.supervise.model_copy(update={"max_server_restarts": 0})
+    if not become_subreaper():
+        logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
+    with ExitStack() as stack:
+        death_read, death_write = os.pipe()
+        stack.callback(os.close, death_read)
+        stack.callback(os.close, death_write)
+        changes = None
+        if is_leader:
+            forget_requests(session.run_dir)
+            changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
+            stack.callback(changes.close)
+            stack.callback(_stop, _follow_answers(session, hub))
+        jobs = [
+            job
+            for job in world.jobs
+            if (is_leader and job.kind == POLICY_KIND) or (job.kind in SERVER_KINDS and job in world.local_jobs)
+        ]
+        run_dir = session.run_dir if is_leader else None
+        start_timeout_s = config.vllm_config.start_timeout_s
+        keeper = ServerKeeper(
+            jobs, supervise, start_timeout_s, time.time(), changes, run_dir, incarnation, node_rank=world.rank
+        )
+        trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if has_stage(config, "finetune") else None
+        policy = ExitPolicy([command.job for command in session.commands], trainer, incarnation, ends_run=is_leader)
+        return Supervisor(session, policy, keeper, peers, death_read).run()
+
+
+def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:
+    def listen(entry: Entry[PoolAnswer]) -> None:
+        if entry.record.incarnation == session.identity.incarnation:
+            session.events.put(PoolAnswered(entry.record))
+
+    def fail(error: BaseException) -> None:
+        session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))
+
+    return Feed(hub.reader(POOL_TOPIC, TRAINER, PoolAnswer), listen, "pool", fail).start()
+
+
+def _stop(feed: Feed[PoolAnswer]) -> None:
+    """What it died of has been named, and does not change how the run ended."""
+    with suppress(Exception):
+        feed.stop()
+
+
+def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> dict[str, Any]:
+    """Write `summary.json` and return its content."""
     summary = collector.write_summary(outcome.status, outcome.reason)
     more: dict[str, Any] = {}
     if session.restarts:
@@ -101,16 +139,11 @@ def _supervise_and_report(session: RunSession) -> Outcome:
             write_json(session.run_dir.summary_file, summary)
         except OSError as error:  # how the run ended does not depend on it
             logger.error("%s cannot be written: %s", session.run_dir.summary_file, error)
-    try:
-        print_result(outcome, summary, session.run_dir)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return outcome
+    return summary
 
 
 def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | None:
-    """Take the results that came behind the trainer's end. What cannot be done now, the next start does."""
+    """Consider the results that came after the trainer's end. What cannot be done now, the next start does."""
     best = best_model_of(session.config, session.run_dir)
     if best is None:
         return None
@@ -125,89 +158,13 @@ def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | 
     return None if found is None else {name: getattr(found, name) for name in names}
 
 
-def _supervise(session: RunSession, hub: StreamHub) -> Outcome:
-    config = session.config
-    completion: Callable[[], bool] = _stage_is_done
-    if has_stage(config, "finetune"):
-        reader = hub.reader(TRAINER_TOPIC, "finetune_0", TrainerMessage)
-        completion = TrainingCompletion(reader, session.identity.incarnation)
-    if not become_subreaper():
-        logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
-    death_read, death_write = os.pipe()
-    with ExitStack() as stack:
-        stack.callback(os.close, death_read)
-        stack.callback(os.close, death_write)
-        return Supervisor(
-            commands=session.commands,
-            run_dir=session.run_dir,
-            config=config.supervise,
-            policy=ExitPolicy([command.job for command in session.commands], completion),
-            monitor=StuckMonitor(config.supervise, START_GRACE_S + config.supervise.heartbeat_timeout_s),
-            environ=session.environ,
-            token=session.token,
-            death_fd=death_read,
-            events=session.events,
-            keeper=_keep_servers(session, hub, stack),
-            others=session.others,
-            collect_s=COLLECT_S if session.world.world_size == 1 else NODES_COLLECT_S,
-        ).run()
-
-
-def _stage_is_done() -> bool:
-    """Without a trainer the other stages know themselves when they are done."""
-    return True
-
-
-def _keep_servers(session: RunSession, hub: StreamHub, stack: ExitStack) -> ServerKeeper:
-    """The keeper of the servers, connected with the stream `pool` until `stack` is closed."""
-    incarnation = session.identity.incarnation
-    changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
-    stack.callback(changes.close)
-
-    def announce(change: PoolChange) -> None:
-        changes.write(change)
-        changes.flush()
-
-    def listen(entry: Entry[PoolAnswer]) -> None:
-        if entry.record.incarnation == incarnation:
-            session.events.put(PoolAnswered(entry.record))
-
-    def fail(error: BaseException) -> None:
-        session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))
-
-    feed = Feed(hub.reader(POOL_TOPIC, "finetune_0", PoolAnswer), listen, "pool", fail).start()
-    stack.callback(_stop, feed)
-    forget_requests(session.run_dir)
-    world = session.world
-    return ServerKeeper(
-        [
-            job
-            for job in world.jobs
-            if job.kind == POLICY_KIND or (job.kind in SERVER_KINDS and job in world.local_jobs)
-        ],
-        session.config.supervise,
-        session.config.vllm_config.start_timeout_s,
-        announce,
-        incarnation,
-        time.time(),
-        on_change=lambda keeper: write_state(session.run_dir, [s for s in keeper.servers.values() if s.is_policy]),
-        node_rank=world.rank,
-    )
-
-
-def _stop(feed: Feed[PoolAnswer]) -> None:
-    """What it died of has been named, and does not change how the run ended."""
-    with suppress(Exception):
-        feed.stop()
-
-
 def _greet(session: RunSession, moved_to: Path | None) -> None:
     identity = session.identity
     if moved_to is not None:
         sys.stderr.write(f"the previous run was moved to {moved_to}\n")
     what = f"starting run {identity.run_id}"
     if identity.incarnation:
-        what = f"continuing run {identity.run_id} behind step {newest_training_state(session.run_dir) or 0}"
+        what = f"continuing run {identity.run_id} after step {newest_training_state(session.run_dir) or 0}"
     text = f"{what} in {session.run_dir.root}: {len(session.commands)} processes"
     sys.stderr.write(f"{text} (each has its logs in {session.run_dir.root}/<job>/)\n")
     logger.info(text)

@@ -6,7 +6,6 @@ launcher, keeps a second one out.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -25,6 +24,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.role import DEATH_FD_KEY, NODE_SECRET_KEY, TOKEN_KEY
 from pipelinerl.run.changes import Change, find_changes, has_trained, refuse_fixed
+from pipelinerl.rundir.durable import FileLock, is_locked
 from pipelinerl.rundir.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap
@@ -120,17 +120,15 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
         ConfigError: as `inspect`; or the system refuses it, or another launcher was quicker.
     """
     decision = inspect(config, run_id)
-    run_dir, moved_to, lock = decision.run_dir, None, -1
+    run_dir, moved_to, lock = decision.run_dir, None, None
     try:
         with _usable(run_dir.root):
             if decision.kind == "move_aside":
                 moved_to = _free_name(run_dir.root)
                 run_dir.root.rename(moved_to)
-            lock_file = _lock_file(run_dir)
-            lock_file.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _lock_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock = FileLock(_lock_file(run_dir))
             except BlockingIOError as error:
                 raise _in_use(run_dir) from error
             write_identity(run_dir.identity_file, decision.identity)
@@ -138,22 +136,13 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
             run_dir.summary_file.unlink(missing_ok=True)
         yield EnteredRun(run_dir, decision.identity, decision.changes, moved_to)
     finally:
-        if lock >= 0:
-            os.close(lock)
+        if lock is not None:
+            lock.release()
 
 
 def is_running(run_dir: RunDir) -> bool:
     """Whether a launcher holds the directory right now."""
-    if not _lock_file(run_dir).exists():
-        return False
-    lock = os.open(_lock_file(run_dir), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
+    return is_locked(_lock_file(run_dir))
 
 
 def _lock_file(run_dir: RunDir) -> Path:

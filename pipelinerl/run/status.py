@@ -1,25 +1,31 @@
-"""What a run and each of its processes are doing now, read from the run directory. Called by the command `status`.
+"""`python -m pipelinerl status RUN_DIR`: what a run and each of its processes are doing now.
 
-Looks at heartbeats, process ids and the trainer's last messages; sends nothing to any process and waits for nothing.
+Reads heartbeats, process ids and the trainer's last messages; sends nothing to any process and waits for nothing. Works
+from any terminal of the machine that the processes run on, on running and on ended runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
+from rich.console import Console
+from rich.table import Table
 
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.records.lineage import Lineage
-from pipelinerl.run.open_run import StartedRun, open_streams
+from pipelinerl.run.open_run import StartedRun, find_run, open_streams
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.read import read_all
+
+_SILENT_S = 10.0
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,3 +129,72 @@ def _is_alive(beat: HeartbeatState, root: Path, name: str) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and str(root) in words and name in words
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
+
+
+def print_status(status: RunStatus, console: Console) -> None:
+    """A few lines about the run, then one for each of its processes."""
+    done = "unknown" if status.step is None else str(status.step)
+    step = f"step {done}" if status.max_steps is None else f"step {done} of {status.max_steps}"
+    if status.step_age_s is not None:
+        step += f", {format_seconds(status.step_age_s)} ago"
+    checkpoint = "none" if status.checkpoint is None else f"step {status.checkpoint}"
+    console.print(f"run {status.run_id} in {status.run_dir}: {status.state} (start {status.starts})", markup=False)
+    console.print(f"{step}; newest training state: {checkpoint}", markup=False)
+    if status.reason:
+        console.print(f"reason: {status.reason}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("process", "pid", "progress"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("what it does")
+    for job in status.jobs:
+        table.add_row(job.name, str(job.pid or "-"), _progress(job), _doing(job))
+    console.print(table)
+
+
+def _progress(job: JobStatus) -> str:
+    if not job.progress or job.progress_age_s is None:
+        return "-"
+    return f"{job.progress}, {format_seconds(job.progress_age_s)} ago"
+
+
+def _doing(job: JobStatus) -> str:
+    if job.pid is None:
+        return "never started"
+    if not job.is_alive:
+        return f"ended (last sign of life {format_seconds(job.heartbeat_age_s or 0)} ago)"
+    silent_s = job.heartbeat_age_s or 0.0
+    silent = f"; no sign of life for {format_seconds(silent_s)}" if silent_s > _SILENT_S else ""
+    if job.waiting_for is None or job.waiting_s is None:
+        return f"alive, works{silent}"
+    limit = "" if job.deadline_s is None else f" (at most {format_seconds(job.deadline_s)})"
+    return f"alive, waits for {job.waiting_for} since {format_seconds(job.waiting_s)}{limit}{silent}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`12 s`, `3 min 20 s`, `5 h 2 min` or `3 d 4 h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def main(argv: list[str]) -> int:
+    """Print the status of the run that `argv` names; return 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl status",
+        description="Show every process of a run: alive or not, what it waits for and since when, its progress.",
+        epilog="Exit code 0, also for a run that failed; 2: not the directory of a run.",
+    )
+    parser.add_argument("run_dir", help="output_dir of the run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    args = parser.parse_args(argv)
+    status = read_status(find_run(args.run_dir))
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(status)).decode())
+    else:
+        print_status(status, Console(highlight=False))
+    return 0

@@ -16,22 +16,17 @@ import psutil
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import ServerDropped
-from pipelinerl.run.last_save import OtherLaunchers
-from pipelinerl.run.node_session import supervise_node
+from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, NodeEnded, PoolAnswered
+from pipelinerl.run.session import supervise_jobs
 from pipelinerl.run.start import JOB_KEY, Command
+from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.world import Job
+from pipelinerl.streams.hub import StreamHub
+from pipelinerl.world import Job, WorldMap
 
-#: A job says where servers have their sockets, and leaves one behind, as a server that is killed does.
-_LEAVES_A_SOCKET = """
-import os, socket
-folder = os.environ["VLLM_RPC_BASE_PATH"]
-socket.socket(socket.AF_UNIX).bind(folder + "/left-behind")
-print(folder)
-"""
-JOBS = {"actor_llm_1": "import time; time.sleep(300)", "finetune_1": _LEAVES_A_SOCKET}
+JOBS = {"actor_llm_1": "import time; time.sleep(300)", "finetune_1": "pass"}
 
 
 class EndsWhenTheRankIsDone(logging.Handler):
@@ -62,9 +57,9 @@ def main(root: str) -> None:
     logging.getLogger("pipelinerl").setLevel(logging.INFO)
     logging.getLogger("pipelinerl").addHandler(node_0)
     identity = RunIdentity(run_id="run-test", incarnation=0)
-    outcome = supervise_node(
-        config, RunDir(Path(root)), identity, commands, os.environ, "token-of-test", events, OtherLaunchers()
-    )
+    world = WorldMap([command.job for command in commands], "cpu", 2, 1, 0, "127.0.0.1", 29500)
+    session = RunSession(config, world, RunDir(Path(root)), identity, commands, os.environ, "token-of-test", events)
+    outcome = supervise_jobs(session, StreamHub(config.streams, session.run_dir, "run-test"), Peers(1))
     sys.stdout.write(f"{outcome.status} {node_0.server_lives}\n")
 
 

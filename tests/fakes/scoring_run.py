@@ -28,9 +28,11 @@ from fakes.random_model import model_logprobs, random_model
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
+from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, signals_as_events
-from pipelinerl.run.session import RunSession, supervise
+from pipelinerl.run.session import supervise
 from pipelinerl.run.start import build_command, enter
+from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap
 
@@ -165,7 +167,7 @@ def main(config_json: str, url: str, group_port: str, token: str, task_dir: str)
         files = RunDir(entered.run_dir.root)
         commands = [build_command(job, world, files, os.environ, [Path(task_dir)]) for job in jobs[1:]]
         session = RunSession(config, world, files, entered.identity, commands, os.environ, token, events)
-        return supervise(session).exit_code
+        return supervise(session, Peers()).exit_code
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipelinerl.config import RunConfig
+from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, signals_as_events
-from pipelinerl.run.session import RunSession, supervise
+from pipelinerl.run.session import supervise
 from pipelinerl.run.start import JOB_KEY, Command, enter
+from pipelinerl.run.watch import RunSession
 from pipelinerl.world import Job, WorldMap
 
 
@@ -43,7 +45,7 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
         session = RunSession(
             config, world, entered.run_dir, entered.identity, commands, os.environ, "token-of-test", events
         )
-        return supervise(session).exit_code
+        return supervise(session, Peers()).exit_code
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ import pytest
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.best_model import EvaluatedVersion, note_text
 from pipelinerl.run import session as session_module
-from pipelinerl.run.session import RunSession, supervise
-from pipelinerl.run.supervisor import Outcome
+from pipelinerl.run.nodes import Peers
+from pipelinerl.run.processes import Outcome
+from pipelinerl.run.session import supervise
+from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking import collector as collector_module
@@ -39,11 +41,11 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     def refuse(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(session_module, "_supervise", lambda session, hub: outcome)
+    monkeypatch.setattr(session_module, "supervise_jobs", lambda session, hub, peers: outcome)
     for module in (session_module, collector_module):
         monkeypatch.setattr(module, "write_json", refuse)
     world = WorldMap([], "cpu", 1, 0, 0, "127.0.0.1", 29500)
     identity = RunIdentity(run_id="run-test", incarnation=0)
     session = RunSession(config, world, run_dir, identity, [], {}, "token-of-test", SimpleQueue(), restarts)
-    assert supervise(session) is outcome
+    assert supervise(session, Peers()) is outcome
     assert "summary.json cannot be written" in caplog.text

@@ -20,8 +20,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.run.open_run import find_run
-from pipelinerl.run.status import read_status
-from pipelinerl.run.status_text import format_seconds, print_status
+from pipelinerl.run.status import format_seconds, print_status, read_status
 from pipelinerl.rundir.identity import RunIdentity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub

@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.placement.slurm import hosts_of
-from pipelinerl.run.node_secret import node_secret
+from pipelinerl.run.nodes import node_secret
 from pipelinerl.world import Cluster
 
 # What SLURM 22.05 sets in the script of `sbatch --nodes=2 --ntasks-per-node=1`, and in the task of `srun` on node 1.

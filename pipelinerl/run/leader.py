@@ -1,20 +1,21 @@
-"""Node 0's side: waits until all other nodes have joined, then sends them the plan. Used by the launcher.
+"""Node 0's side of a run over several nodes: wait until all others have joined, then send them the plan.
 
 A thread accepts connections and one for each checks the secret, so that a stranger who says nothing holds nobody up; it
-is turned away after `HANDSHAKE_S`. `gather` waits on one queue, up to a deadline, and ends at a signal. A node that
-dies while it waits for the plan is missing again, and may be started again.
+is turned away after `HANDSHAKE_S`. A node that dies while it waits for the plan is missing again, and may be started
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import Empty, SimpleQueue
@@ -24,16 +25,16 @@ from typing import Any
 import msgspec
 
 from pipelinerl import __version__
-from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.run.node_link import LAST_WORD_S, NodeLink, is_gone, receive, send
-from pipelinerl.run.node_messages import Ended, Hello, Plan, Refused, Saved, Stopping
-from pipelinerl.run.processes import Interrupted
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, UserError
+from pipelinerl.run.nodes import Hello, NodeLink, Peers, Plan, Refused, node_secret, receive, send
+from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
 from pipelinerl.world import Cluster
 
 logger = logging.getLogger(__name__)
 #: From the first byte to the hello.
 HANDSHAKE_S = 10.0
-# A node that waits for the plan says nothing: whether its machine is there is the kernel's question, so often.
+# A node that waits for the plan says nothing: whether its machine still exists, the kernel asks this often.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
@@ -43,38 +44,41 @@ class _Joined(msgspec.Struct, frozen=True):
 
 
 class Leader:
-    """Context manager: listens from entering on; leaving closes every connection.
+    """Context manager: listens from entering on; leaving closes every connection. On a run on one node, does nothing.
 
     Args:
+        config: of the run.
         cluster: as node 0 sees it.
-        port: where the other nodes call.
-        secret: what they have to know.
-        interval_s, timeout_s: of the beats, once a node has joined.
+        secret: what the other nodes have to know.
 
     Attributes:
         arrivals: what `gather` waits on; the launcher puts its signals here.
     """
 
-    def __init__(self, cluster: Cluster, port: int, secret: bytes, interval_s: float, timeout_s: float) -> None:
+    def __init__(self, config: RunConfig, cluster: Cluster, secret: bytes) -> None:
+        self._config = config
         self._cluster = cluster
-        self._port = port
         self._secret = secret
-        self._interval_s = interval_s
-        self._timeout_s = timeout_s
         self.arrivals: SimpleQueue[Any] = SimpleQueue()
         self._nodes: dict[int, _Joined] = {}
-        self._links: list[NodeLink] = []
+        self._peers = Peers()
         self._listener: socket.socket | None = None
 
+    @property
+    def _place(self) -> str:
+        return f"{self._cluster.hosts[0]}:{self._config.world.node_port}"
+
     def __enter__(self) -> Leader:
+        if self._cluster.world_size == 1:
+            return self
         host = self._cluster.hosts[0]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, self._port), family=family, backlog=64)
+            self._listener = socket.create_server((host, self._config.world.node_port), family=family, backlog=64)
         except OSError as error:
             raise ConfigError(
                 "world.node_port",
-                f"{host}:{self._port}",
+                self._place,
                 f"a free port of this machine, at an address of its own ({error.strerror or error})",
                 "Choose another world.node_port on all nodes, or correct the address of node 0.",
             ) from error
@@ -88,76 +92,57 @@ class Leader:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the accepting thread; closing does not
             self._listener.close()
-        self.end(Ended("failed", f"node 0 failed: {error}" if error else "node 0 ended", 1))
+        self._peers.end(Outcome("failed", f"failed: {error}" if error else "ended", EXIT_RUN_FAILED))
         for node in self._nodes.values():
             node.connection.close()
 
-    def gather(self, timeout_s: float, say: Callable[[str], object]) -> Mapping[int, Hello]:
-        """Block until all nodes have joined; what each of them said, by rank.
+    def gather(self) -> None:
+        """Block until all nodes have joined.
 
         Raises:
-            UserError: not all came in `timeout_s` seconds, or one cannot be used.
+            UserError: not all came in `supervise.nodes_timeout_s`, or one cannot be used.
             KeyboardInterrupt: the launcher got a signal, whose number is its argument.
         """
         missing = everyone = frozenset(range(1, self._cluster.world_size))
+        timeout_s = self._config.supervise.nodes_timeout_s
         deadline = time.monotonic() + timeout_s
-        where = f"{self._cluster.hosts[0]}:{self._port}"
-        say(f"waiting for {_nodes(missing)} at {where} (at most {timeout_s:.0f} s)")
+        if missing:
+            _say(f"waiting for {_nodes(missing)} at {self._place} (at most {timeout_s:.0f} s)")
         while missing:
             try:
                 arrival = self.arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 raise UserError(
-                    f"{_nodes(missing)} did not join at {where} within {timeout_s:.0f} s. Start the same command "
+                    f"{_nodes(missing)} did not join at {self._place} within {timeout_s:.0f} s. Start the same command "
                     f"there with RANK set, WORLD_SIZE={self._cluster.world_size} and the same secret."
                 ) from None
             if isinstance(arrival, Interrupted):
                 raise KeyboardInterrupt(arrival.signum)
-            self._forget_dead(say)
-            if is_gone(arrival.connection):
+            self._forget_dead()
+            if _is_gone(arrival.connection):
                 arrival.connection.close()
                 continue
             self._admit(arrival)
             missing = everyone - self._nodes.keys()
-            say(f"node {arrival.hello.rank} joined" + (f"; waiting for {_nodes(missing)}" if missing else ""))
-            self._forget_dead(say)
+            _say(f"node {arrival.hello.rank} joined" + (f"; waiting for {_nodes(missing)}" if missing else ""))
+            self._forget_dead()
             missing = everyone - self._nodes.keys()
-        return {rank: node.hello for rank, node in self._nodes.items()}
 
-    def send_plan(
-        self,
-        plan: Plan,
-        on_end: Callable[[int, Ended], object],
-        on_stop: Callable[[int, Stopping | Saved], object] = lambda rank, message: None,
-    ) -> None:
-        """Let the nodes start their jobs. `on_end(rank, ended)` is called from a thread when one of them ends, and
-        `on_stop(rank, message)` for what it says on the way there behind a signal."""
+    @property
+    def busy_ports(self) -> dict[int, list[int]]:
+        """What the nodes cannot bind, by rank."""
+        return {rank: node.hello.busy_ports for rank, node in self._nodes.items()}
+
+    def send_plan(self, plan: Plan, events: SimpleQueue[Event]) -> Peers:
+        """Let the nodes start their jobs. What they say from now on becomes events."""
         nodes, self._nodes = self._nodes, {}
+        links = []
         for rank, node in sorted(nodes.items()):
             send(node.connection, plan)
-            peer = f"node {rank} ({self._cluster.hosts[rank]})"
-            link = NodeLink(
-                node.connection,
-                peer,
-                functools.partial(on_end, rank),
-                self._interval_s,
-                self._timeout_s,
-                functools.partial(on_stop, rank),
-            )
-            self._links.append(link.start())
-
-    def stop(self, stopping: Stopping) -> None:
-        """Ask the nodes to let their trainers save."""
-        for link in self._links:
-            link.tell(stopping)
-
-    def end(self, ended: Ended) -> None:
-        """Tell the nodes how the run ended."""
-        for link in self._links:
-            link.tell_end(ended)
-        deadline = time.monotonic() + LAST_WORD_S
-        for link in self._links:
-            link.close(deadline)
+            host = self._cluster.hosts[rank]
+            links.append(NodeLink(node.connection, rank, host, events, self._config.supervise))
+        self._peers = Peers(0, links)
+        return self._peers
 
     def _admit(self, arrival: _Joined) -> None:
         trouble = self._trouble_with(arrival.hello)
@@ -166,14 +151,14 @@ class Leader:
             raise UserError(trouble)
         self._nodes[arrival.hello.rank] = arrival
 
-    def _forget_dead(self, say: Callable[[str], object]) -> None:
-        """Give the places of nodes free that joined and whose launcher has ended since."""
-        for rank in [rank for rank, node in self._nodes.items() if is_gone(node.connection)]:
+    def _forget_dead(self) -> None:
+        """Free the places of nodes that joined and whose launcher has ended since."""
+        for rank in [rank for rank, node in self._nodes.items() if _is_gone(node.connection)]:
             self._nodes.pop(rank).connection.close()
-            say(f"node {rank} is gone again")
+            _say(f"node {rank} is gone again")
 
     def _trouble_with(self, hello: Hello) -> str | None:
-        """Why the node cannot be used: the plan takes all nodes for alike."""
+        """Why the node cannot be used: the plan assumes that all nodes are alike."""
         name = f"node {hello.rank}"
         if hello.version != __version__:
             return f"{name} has pipelinerl {hello.version}, node 0 has {__version__}. Install the same on all nodes."
@@ -224,6 +209,27 @@ class Leader:
             connection.close()
 
 
+@contextmanager
+def gathered_nodes(config: RunConfig, cluster: Cluster) -> Iterator[Leader]:
+    """Wait until all other nodes have joined; they are let go at the end. See `Leader.gather`."""
+    secret = node_secret(os.environ) if cluster.world_size > 1 else b""
+    with Leader(config, cluster, secret) as leader:
+        with signals_as_events(leader.arrivals):
+            leader.gather()
+        yield leader
+
+
+def _is_gone(connection: Connection) -> bool:
+    """Whether the peer has closed the connection, or its machine has. Takes nothing of what it said."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as double:
+        try:
+            return not double.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
 def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
@@ -232,3 +238,8 @@ def _shut_down(connection: socket.socket) -> None:
 def _nodes(ranks: Collection[int]) -> str:
     listed = ", ".join(str(rank) for rank in sorted(ranks))
     return f"node {listed}" if len(ranks) == 1 else f"nodes {listed}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,14 +1,19 @@
-"""The last words of a run: what a reader needs first, and nothing that is empty."""
+"""What the launcher prints: the plan, and the last words of a run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from pipelinerl.run.result_text import print_result
-from pipelinerl.run.supervisor import Outcome
+from pipelinerl.config import RunConfig
+from pipelinerl.run.processes import Outcome
+from pipelinerl.run.show import plan_of, print_result
 from pipelinerl.rundir.layout import RunDir, newest_training_state
+from pipelinerl.world import Cluster, build_world_map
 
 DONE = {"steps": 12, "success_before": 0.25, "success_after": 0.5, "samples_trained": 96}
 
@@ -50,8 +55,8 @@ def test_a_run_that_failed_before_its_first_step_is_its_reason(
 @pytest.mark.parametrize(
     ("states", "words"),
     [
-        ((), "starts again at the first step"),
-        ((8, 12), "The same command, without force_restart, goes on behind step 12"),
+        ((), "first step"),
+        ((8, 12), "step 12"),
     ],
 )
 def test_an_interrupted_run_says_how_to_go_on(
@@ -63,3 +68,31 @@ def test_an_interrupted_run_says_how_to_go_on(
     print_result(Outcome("interrupted", "stopped by SIGINT", 130), DONE, run_dir)
     err = capsys.readouterr().err
     assert err.startswith("the run was interrupted: stopped by SIGINT\n") and words in err
+
+
+@dataclass
+class AnyPort:
+    def take(self, node_rank: int, preferred: int, key: str) -> int:
+        return preferred
+
+
+@pytest.mark.parametrize(
+    ("gpus", "config", "words"),
+    [
+        (0, {}, ("pipeline", "gloo")),
+        (2, {"schedule": "concurrent"}, ("concurrent", "nccl")),
+        (
+            2,
+            {"schedule": "conventional", "steps_per_generation": 2, "world": {"placement": "colocated"}},
+            ("2 steps per generation", "ipc, nccl", "sleep (level auto)"),
+        ),
+        (0, {"schedule": "conventional", "world": {"placement": "colocated"}}, ("1 steps", "gloo", "pause")),
+    ],
+)
+def test_the_plan_says_who_waits_for_whom(gpus: int, config: dict[str, Any], words: tuple[str, ...]) -> None:
+    run = RunConfig(output_dir="x", **config)
+    cluster = Cluster.from_env({}, lambda: [str(index) for index in range(gpus)], cores=2)
+    console = Console(width=400, no_color=True)
+    with console.capture() as captured:
+        console.print(plan_of(run, build_world_map(run, cluster, AnyPort()), []))
+    assert all(word in captured.get() for word in words)

@@ -1,17 +1,32 @@
-"""The plan of a run as text for people: jobs, nodes, devices, ports and commands (`dry_run=true`)."""
+"""What the launcher prints: the plan of a run (`dry_run=true`), and how a run ended."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.config import RunConfig
+from pipelinerl.run.processes import Outcome
 from pipelinerl.run.start import Command
+from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.world import WorldMap
+
+_ROWS = (
+    ("success before training", "success_before", "{:.3f}"),
+    ("success after training", "success_after", "{:.3f}"),
+    ("optimizer steps", "steps", "{}"),
+    ("weight updates", "weight_updates", "{}"),
+    ("samples trained", "samples_trained", "{}"),
+    ("seconds", "seconds", "{:.0f}"),
+    ("samples per second", "samples_per_second", "{:.1f}"),
+    ("mean lag (versions)", "mean_lag_versions", "{:.2f}"),
+)
 
 
 def plan_of(config: RunConfig, world: WorldMap, commands: Sequence[Command], notes: Sequence[str] = ()) -> Group:
@@ -76,3 +91,55 @@ def _command_text(command: Command) -> Text:
     env = " ".join(f"{key}={shlex.quote(value)}" for key, value in command.env.items())
     text = Text(f"{command.job.name}: ", style="bold")
     return text.append(f"{env} {shlex.join(command.argv)}", style="not bold")
+
+
+def print_result(outcome: Outcome, summary: Mapping[str, Any], run_dir: RunDir) -> None:
+    """Table and paths to stdout; the reason of a failure to stderr, with how to continue.
+
+    A run without a step has no numbers: its reason is all there is to say.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    has_results = bool(summary.get("steps") or summary.get("success_before") is not None)
+    if has_results:
+        _print_table(console, summary)
+    for label, path in (
+        ("summary", run_dir.summary_file),
+        ("learning curve", run_dir.learning_curve_file),
+        ("metrics", run_dir.metrics_file),
+        ("model", run_dir.current_model),
+        (_about_best(summary), run_dir.best_model),
+    ):
+        if path.exists() and (has_results or path != run_dir.learning_curve_file):
+            console.print(f"{label}: {path}", markup=False)
+    if outcome.status == "completed":
+        console.print("training is complete", markup=False)
+        return
+    sys.stdout.flush()
+    if outcome.status == "interrupted":
+        sys.stderr.write(f"the run was interrupted: {outcome.reason}\n{_how_to_continue(run_dir)}\n")
+    else:
+        sys.stderr.write(f"error: the run {outcome.status}: {outcome.reason}\n")
+
+
+def _about_best(summary: Mapping[str, Any]) -> str:
+    best = summary.get("best_model")
+    if not best:
+        return "best model"
+    last = best["max_version"]
+    span = "" if last == best["version"] else f" measured over versions {best['version']} to {last}"
+    return f"best model (version {best['version']}, {best['metric']} {best['value']:g}{span})"
+
+
+def _print_table(console: Console, summary: Mapping[str, Any]) -> None:
+    table = Table(show_header=False)
+    for label, key, pattern in _ROWS:
+        if summary.get(key) is not None:
+            table.add_row(label, pattern.format(summary[key]))
+    console.print(table)
+
+
+def _how_to_continue(run_dir: RunDir) -> str:
+    step = newest_training_state(run_dir)
+    if step is None:
+        return "The same command starts again at the first step: no training state was saved yet."
+    return f"The same command, without force_restart, continues after step {step}, the newest training state."

@@ -1,0 +1,428 @@
+"""What the end of a process means: which end fails the run, which server is restarted in place, when the whole run is
+started again.
+
+No process is started or ended here; the supervisor does what is decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
+from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone
+from pipelinerl.run.processes import Outcome, describe_exit
+from pipelinerl.run.servers import ServerState, write_state
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.base import StreamReader, StreamWriter
+from pipelinerl.world import SERVER_KINDS, Job
+
+logger = logging.getLogger(__name__)
+#: The kind whose servers carry the policy.
+POLICY_KIND = "actor_llm"
+#: Jobs whose death ends the run, which can then be resumed.
+RESUMED_KINDS = ("finetune", "actor", "preprocessor")
+MAX_BACKOFF_S = 60.0
+#: After training: how long the actor's own end may take to be heard, and what the trainer said last of a server that
+#: started lately.
+END_S = 1.0
+ANSWER_S = 20.0
+_REPEAT = (
+    "The trainer, which alone could give a new server the weights, is done and has saved the model. Start the same "
+    "command again: it repeats the evaluation"
+)
+
+Phase = Literal["training", "evaluating", "over"]
+
+
+def can_resume(outcome: Outcome) -> bool:
+    """Whether a run that ended so may be continued without anybody changing anything: a user error would only be made
+    again, and a server was restarted as often as it may be."""
+    kind = (outcome.job or "").rpartition("_")[0]
+    return outcome.status == "failed" and outcome.exit_code == EXIT_RUN_FAILED and kind in RESUMED_KINDS
+
+
+class Verdict(NamedTuple):
+    """What the end of a job means for the run; `reason` completes the sentence `<job> ...`."""
+
+    kind: Literal["continue", "finished", "failed", "user_error"]
+    reason: str = ""
+
+
+@dataclass
+class ExitPolicy:
+    """Which end of which job means what.
+
+    Trainer ranks, actor and preprocessor end by themselves with exit code 0 once training is complete. Servers never
+    end by themselves; `ServerKeeper` says whether they are restarted. Every other end fails the run.
+
+    Args:
+        jobs: of this node.
+        trainer: messages of the trainer; None: there is none, and the other stages know when they are done.
+        incarnation: of this start.
+        ends_run: the run is over when all jobs ended; False on a node above 0, whose servers others may still need.
+    """
+
+    jobs: Sequence[Job]
+    trainer: StreamReader[TrainerMessage] | None
+    incarnation: int = 0
+    ends_run: bool = True
+    _done: set[str] = field(default_factory=set)
+    _is_trained: bool = False
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Jobs that still have to end by themselves."""
+        return [job.name for job in self.jobs if job.kind not in SERVER_KINDS and job.name not in self._done]
+
+    @property
+    def has_finished_jobs(self) -> bool:
+        return bool(self._done)
+
+    @property
+    def phase(self) -> Phase:
+        """`evaluating`: training is complete, and the actor still makes the last evaluation. On a node without an actor
+        always `training`."""
+        actors = self._of_kind("actor")
+        if not actors:
+            return "training"
+        if all(name in self._done for name in actors):
+            return "over"
+        ranks = set(self._of_kind("finetune"))
+        # Others than ranks end after training only; the ranks may be on another node.
+        is_trained = bool(self._done - ranks) or (bool(ranks) and ranks <= self._done)
+        return "evaluating" if is_trained else "training"
+
+    def on_exit(self, job: Job, returncode: int) -> Verdict:
+        """Judge the end of one job."""
+        if job.kind in SERVER_KINDS:
+            return Verdict("failed", f"ended while the run needed it ({describe_exit(returncode)})")
+        if returncode == EXIT_USER_ERROR:
+            return Verdict("user_error", "refused its input")
+        if returncode != 0:
+            verb = "ended with" if returncode > 0 else "was"
+            return Verdict("failed", f"{verb} {describe_exit(returncode)}")
+        is_other_rank = job.kind == "finetune" and job.idx > 0
+        if not is_other_rank and not self._training_is_complete():
+            return Verdict("failed", "ended (exit code 0) before training was complete")
+        self._done.add(job.name)
+        return Verdict("finished" if self.ends_run and not self.unfinished else "continue")
+
+    def _of_kind(self, kind: str) -> list[str]:
+        return [job.name for job in self.jobs if job.kind == kind]
+
+    def _training_is_complete(self) -> bool:
+        while self.trainer is not None and not self._is_trained:
+            entries = self.trainer.read(timeout_s=0)
+            if not entries:
+                return False
+            self._is_trained = any(
+                isinstance(entry.record, TrainingDone) and entry.record.incarnation == self.incarnation
+                for entry in entries
+            )
+        return True
+
+
+@dataclass
+class RestartBudget:
+    """At most `cap` restarts within `window_s` seconds; restart k waits `backoff_s * 2 ** k`, capped."""
+
+    cap: int
+    backoff_s: float
+    window_s: float
+    _times: list[float] = field(default_factory=list)
+
+    def used(self, now: float) -> int:
+        """Restarts that count at `now` (seconds)."""
+        self._times = [time for time in self._times if now - time < self.window_s]
+        return len(self._times)
+
+    def take(self, now: float) -> float | None:
+        """Spend one restart; returns the seconds to wait before it, or None if there is none left."""
+        used = self.used(now)
+        if used >= self.cap:
+            return None
+        self._times.append(now)
+        return min(self.backoff_s * 2.0**used, MAX_BACKOFF_S)
+
+
+@dataclass
+class Server:
+    """One server. `is_ours`: this launcher started its process. `joined`: it came in mid run. `due`: when it is to be
+    started (ours) or tried (others) again. Times are epoch seconds."""
+
+    name: str
+    url: str
+    is_ours: bool
+    is_policy: bool
+    budget: RestartBudget
+    since: float
+    group_port: int | None = None
+    state: Literal["starting", "serving", "down", "removed"] = "starting"
+    generation: int = 0
+    has_served: bool = False
+    due: float | None = None
+    trouble: str = ""
+    version: int | None = None
+    joined: bool = False
+
+
+class ServerKeeper:
+    """State of all servers of one start of a run. Servers of the pool `actor` are announced in the stream `pool`: the
+    run uses one only while it is up and has the weights.
+
+    Args:
+        jobs: the server jobs of the plan.
+        config: caps and back-off.
+        start_timeout_s: how long a restarted server may take until it has the weights.
+        now: epoch seconds, as in all methods.
+        changes: the stream `pool`; None on nodes above 0.
+        run_dir: where the command `pool` reads the state of the servers; None on nodes above 0.
+        incarnation: of this start.
+        node_rank: of this launcher: servers of other nodes are theirs.
+
+    Attributes:
+        phase: of the run. After training nobody can give a server its weights, so none is restarted.
+    """
+
+    def __init__(
+        self,
+        jobs: Iterable[Job],
+        config: SuperviseConfig,
+        start_timeout_s: float,
+        now: float,
+        changes: StreamWriter[PoolChange] | None = None,
+        run_dir: RunDir | None = None,
+        incarnation: int = 0,
+        node_rank: int = 0,
+    ) -> None:
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._changes = changes
+        self._run_dir = run_dir
+        self._incarnation = incarnation
+        self._unserved_since: float | None = None
+        self.phase: Phase = "training"
+        self.servers: dict[str, Server] = {}
+        for job in jobs:
+            is_policy, is_ours = job.kind == POLICY_KIND, job.node_rank == node_rank
+            server = Server(job.name, job.url or "", is_ours, is_policy, self._budget(), now, job.weight_group_port)
+            self.servers[job.name] = server
+        self._write_state()
+
+    @property
+    def policy_servers(self) -> list[Server]:
+        """Servers of the pool `actor` that belong to the run."""
+        return [server for server in self.servers.values() if server.is_policy and server.state != "removed"]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the pool `actor` had servers and has none any more."""
+        return not self.policy_servers and any(server.is_policy for server in self.servers.values())
+
+    def is_removed(self, name: str) -> bool:
+        return self.servers[name].state == "removed"
+
+    def is_ending(self, name: str) -> bool:
+        """Whether this is a server that is being ended."""
+        return name in self.servers and bool(self.servers[name].trouble)
+
+    def may_restart(self, name: str, now: float) -> bool:
+        """Whether the end of this server would be followed by another start."""
+        server = self.servers[name]
+        return server.state != "removed" and server.budget.used(now) < server.budget.cap
+
+    def can_lose(self, name: str) -> bool:
+        """Whether the end of this server is no reason to restart it, nor to end the run before `find_unserved` does."""
+        return self.servers[name].is_policy and self.phase != "training"
+
+    def on_exit(self, name: str, returncode: int, now: float) -> str | None:
+        """The process of a server ended. None: it will be started again; else why not, completing `<job> ...`."""
+        server = self.servers[name]
+        reason = f"ended while the run needed it ({describe_exit(returncode)})"
+        if server.trouble:
+            reason = f"{server.trouble}; it was ended"
+        # What ends by itself, or cannot be used, before it ever served would only do so again.
+        if server.is_policy and not server.has_served and (returncode >= 0 or server.trouble):
+            return reason
+        delay_s = server.budget.take(now)
+        if delay_s is None:
+            return f"{reason}{self._cap_text(server)}"
+        logger.warning("%s %s; it is started again in %.1f s", name, reason, delay_s)
+        self._down(server, reason, now)
+        server.due = now + delay_s
+        server.trouble = ""
+        self._write_state()
+        return None
+
+    def give_up(self, name: str, trouble: str, now: float) -> None:
+        """The server is about to be ended because of `trouble`, which completes `<job> ...`."""
+        server = self.servers[name]
+        server.trouble = server.trouble or trouble
+        self._down(server, server.trouble, now)
+        self._write_state()
+
+    def lose(self, name: str, trouble: str, now: float) -> None:
+        """A server whose process is not ours cannot be used: it is tried again, or leaves when that did not help."""
+        server = self.servers[name]
+        server.trouble = trouble
+        delay_s = server.budget.take(now)
+        if delay_s is None:
+            logger.error("%s %s%s: it leaves", name, trouble, self._cap_text(server))
+            server.state = "removed"
+            self._announce(server, "removed", trouble, now)
+        else:
+            logger.warning("%s %s; it is tried again in %.1f s", name, trouble, delay_s)
+            self._down(server, trouble, now)
+            server.due = now + delay_s
+        self._write_state()
+
+    def add(self, url: str, now: float) -> Server:
+        """Take in a server that is up already.
+
+        Raises:
+            ValueError: the run has it already.
+        """
+        if any(server.url == url and server.state != "removed" for server in self.servers.values()):
+            raise ValueError(f"a server that the run does not have yet; it has {url}")
+        number = sum(server.joined for server in self.servers.values())
+        server = Server(f"joined_{number}", url, False, True, self._budget(), now, joined=True)
+        self.servers[server.name] = server
+        self._up(server, now)
+        return server
+
+    def remove(self, server_or_url: str, now: float) -> Server:
+        """Let a server go.
+
+        Raises:
+            ValueError: there is none of that name or URL, or it is the last one.
+        """
+        found = [server for server in self.policy_servers if server_or_url in (server.name, server.url)]
+        if not found:
+            names = ", ".join(f"{server.name} ({server.url})" for server in self.policy_servers)
+            raise ValueError(f"a server of the run: {names}")
+        if len(self.policy_servers) == 1:
+            raise ValueError("a server that is not the last one: a run needs one")
+        server = found[0]
+        if server.is_ours:
+            # Its process ends, so what runs there cannot come to its end.
+            self._down(server, "it was removed", now)
+        server.state, server.due, server.trouble = "removed", None, "it was removed"
+        self._announce(server, "removed", "it was removed", now)
+        self._write_state()
+        return server
+
+    def take_due(self, now: float) -> list[Server]:
+        """Servers that are to be started (ours) or tried (others) again now."""
+        due = [server for server in self.servers.values() if server.due is not None and server.due <= now]
+        for server in due:
+            server.due = None
+        # After training a policy server would wait for weights that nobody sends.
+        return [server for server in due if self.phase == "training" or not server.is_policy]
+
+    def dues_s(self, now: float) -> list[float]:
+        """Seconds until something has to be done, for everything that is planned."""
+        times = [server.due for server in self.servers.values()]
+        if self._unserved_since is not None:
+            times.append(self._unserved_since + self._unserved_grace_s())
+        return [max(0.0, time - now) for time in times if time is not None]
+
+    def started(self, name: str, now: float) -> None:
+        """The process of a server was started again."""
+        self.servers[name].generation += 1
+        self._up(self.servers[name], now)
+
+    def on_answer(self, answer: PoolAnswer, now: float) -> str | None:
+        """Take what the trainer says; returns why the server has to be ended, if it has to be."""
+        server = self.servers.get(answer.name)
+        if server is None or server.generation != answer.generation or server.state in ("down", "removed"):
+            return None
+        if not isinstance(answer, ServerReady):
+            return f"was dropped by the trainer: {answer.error}"
+        if server.generation:
+            logger.warning("%s is back with version %d", server.name, answer.version)
+        server.state, server.has_served, server.since = "serving", True, now
+        server.version, server.trouble = answer.version, ""
+        self._write_state()
+        return None
+
+    def find_late(self, now: float) -> str | None:
+        """A restarted server that has not got the weights in time."""
+        for server in self.policy_servers:
+            late = now - server.since > self._start_timeout_s
+            if server.is_ours and server.generation and server.state == "starting" and late:
+                return server.name
+        return None
+
+    def find_unserved(self, now: float) -> tuple[Server, str] | None:
+        """The server that is missed, and why the run cannot end without it; None as long as it can.
+
+        After training a server that ends, or that was just being restarted, is of no use any more: the trainer, which
+        alone gives servers their weights, is gone. Where no other one serves, the last evaluation would wait for ever.
+        """
+        servers = self.policy_servers
+        is_served = any(server.state == "serving" for server in servers)
+        if self.phase != "evaluating" or not servers or is_served:
+            self._unserved_since = None
+            return None
+        if self._unserved_since is None:
+            self._unserved_since = now
+        if now - self._unserved_since < self._unserved_grace_s():
+            return None
+        server = max(servers, key=lambda server: server.since)
+        trouble = server.trouble or ("is down" if server.state == "down" else "has not got the weights")
+        return server, f"{server.name} {trouble}, while the last evaluation needed it. {_REPEAT}"
+
+    def _unserved_grace_s(self) -> float:
+        is_starting = any(server.state == "starting" for server in self.policy_servers)
+        return ANSWER_S if is_starting else END_S
+
+    def _budget(self) -> RestartBudget:
+        config = self._config
+        return RestartBudget(
+            config.max_server_restarts, config.server_restart_backoff_s, config.server_restart_window_s
+        )
+
+    def _cap_text(self, server: Server) -> str:
+        cap = server.budget.cap
+        return f", after {cap} restarts (supervise.max_server_restarts)" if cap else ""
+
+    def _up(self, server: Server, now: float) -> None:
+        server.state, server.since, server.due = "starting", now, None
+        self._announce(server, "up", "", now)
+        self._write_state()
+
+    def _down(self, server: Server, reason: str, now: float) -> None:
+        if server.state != "down":
+            server.state, server.since = "down", now
+            self._announce(server, "down", reason, now)
+
+    def _announce(self, server: Server, event: Literal["up", "down", "removed"], reason: str, now: float) -> None:
+        if self._changes is None or not server.is_policy:
+            return
+        self._changes.write(
+            PoolChange(
+                name=server.name,
+                url=server.url,
+                event=event,
+                generation=server.generation,
+                time=now,
+                reason=reason,
+                group_port=server.group_port,
+                incarnation=self._incarnation,
+            )
+        )
+        self._changes.flush()
+
+    def _write_state(self) -> None:
+        if self._run_dir is None:
+            return
+        states = [
+            ServerState(each.name, each.url, each.state, each.generation + 1, each.joined, each.version, each.trouble)
+            for each in self.servers.values()
+            if each.is_policy
+        ]
+        write_state(self._run_dir, states)

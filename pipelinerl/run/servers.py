@@ -1,0 +1,195 @@
+"""Servers of a running run, from another terminal: `python -m pipelinerl pool list|add|remove ...`.
+
+The command writes a request into the run's folder `pool` and waits for the answer and for the state of the server; the
+launcher answers requests between events. Nothing secret is in these files: servers of a run share its token, which
+travels by environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.run.open_run import find_run
+from pipelinerl.rundir.durable import replace_file
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.waiting import DirectoryWatch
+
+_STATE_NAME = "servers.json"
+_REQUEST, _ANSWER = ".request.json", ".answer.json"
+_ANSWER_TIMEOUT_S = 60.0
+
+
+class PoolRequest(msgspec.Struct, frozen=True):
+    """`server` is a URL, or for `remove` also a name."""
+
+    action: Literal["add", "remove"]
+    server: str
+
+
+class PoolReply(msgspec.Struct, frozen=True):
+    """The launcher's answer: the name of the server, or why not."""
+
+    name: str | None
+    error: str | None = None
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    """One server as the launcher sees it; `version` is the one that it came (back) with."""
+
+    name: str
+    url: str
+    state: Literal["starting", "serving", "down", "removed"]
+    starts: int
+    joined: bool
+    version: int | None = None
+    trouble: str = ""
+
+
+def pool_dir(run_dir: RunDir) -> Path:
+    return run_dir.root / "pool"
+
+
+def write_state(run_dir: RunDir, states: Sequence[ServerState]) -> None:
+    """Say how the servers are."""
+    replace_file(pool_dir(run_dir) / _STATE_NAME, msgspec.json.format(msgspec.json.encode(states)))
+
+
+def read_state(run_dir: RunDir) -> list[ServerState]:
+    """The servers as the launcher last said; none before a run has started."""
+    try:
+        return msgspec.json.decode((pool_dir(run_dir) / _STATE_NAME).read_bytes(), type=list[ServerState])
+    except FileNotFoundError:
+        return []
+
+
+def take_requests(run_dir: RunDir, answer: Callable[[PoolRequest], PoolReply]) -> None:
+    """Launcher: answer every request that is there, oldest first."""
+    folder = pool_dir(run_dir)
+    for file in sorted(folder.glob(f"*{_REQUEST}"), key=_age_key):
+        try:
+            reply = answer(msgspec.json.decode(file.read_bytes(), type=PoolRequest))
+        except FileNotFoundError:
+            continue  # withdrawn: nobody waits for the answer any more
+        except msgspec.MsgspecError as error:
+            reply = PoolReply(None, f"not a request: {error}")
+        file.unlink(missing_ok=True)
+        replace_file(folder / f"{file.name.removesuffix(_REQUEST)}{_ANSWER}", msgspec.json.encode(reply))
+
+
+def forget_requests(run_dir: RunDir) -> None:
+    """Launcher, at its start: nobody waits for what is left of an earlier one."""
+    for suffix in (_REQUEST, _ANSWER):
+        for file in pool_dir(run_dir).glob(f"*{suffix}"):
+            file.unlink(missing_ok=True)
+
+
+def ask(run_dir: RunDir, request: PoolRequest, timeout_s: float) -> str:
+    """Command: send `request` and return the server's name.
+
+    Raises:
+        ConfigError: the launcher refuses, or does not answer in time.
+    """
+    name = uuid.uuid4().hex
+    answer_file, request_file = (pool_dir(run_dir) / f"{name}{suffix}" for suffix in (_ANSWER, _REQUEST))
+    replace_file(request_file, msgspec.json.encode(request))
+    try:
+        _wait(run_dir, answer_file.exists, timeout_s, request, "an answer of the launcher")
+    finally:
+        request_file.unlink(missing_ok=True)
+    reply = msgspec.json.decode(answer_file.read_bytes(), type=PoolReply)
+    answer_file.unlink()
+    if reply.name is None:
+        raise ConfigError(f"pool {request.action}", request.server, str(reply.error), "See `pool list RUN_DIR`.")
+    return reply.name
+
+
+def wait_serving(run_dir: RunDir, request: PoolRequest, name: str, timeout_s: float) -> ServerState:
+    """Command: block until the server gets rollouts.
+
+    Raises:
+        ConfigError: it cannot be used, or not in time.
+    """
+
+    def state() -> ServerState:
+        return next(server for server in read_state(run_dir) if server.name == name)
+
+    _wait(run_dir, lambda: state().state in ("serving", "removed"), timeout_s, request, "the server to be used")
+    found = state()
+    if found.state == "removed":
+        raise ConfigError(f"pool {request.action}", request.server, "a server that gets the weights", found.trouble)
+    return found
+
+
+def _age_key(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _wait(run_dir: RunDir, found: Callable[[], bool], timeout_s: float, request: PoolRequest, what: str) -> None:
+    end = time.monotonic() + timeout_s
+    watch = DirectoryWatch(pool_dir(run_dir))
+    try:
+        while not found():
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                expected = f"{what} within {timeout_s:g} s"
+                raise ConfigError(f"pool {request.action}", request.server, expected, "Is the run still running?")
+            watch.wait(left_s)
+    finally:
+        watch.close()
+
+
+def main(argv: list[str]) -> int:
+    """List, add or remove servers; return 0."""
+    args = _parser().parse_args(argv)
+    run = find_run(args.run_dir)
+    if args.action == "list":
+        for server in read_state(run.run_dir):
+            version = "-" if server.version is None else server.version
+            trouble = f" ({server.trouble})" if server.trouble else ""
+            print(f"{server.name}  {server.url}  {server.state}  version {version}  starts {server.starts}{trouble}")
+        return 0
+    if not run.is_running:
+        raise ConfigError("run directory", str(run.run_dir.root), "a run that goes on now", "Start it first.")
+    request = PoolRequest(args.action, args.server)
+    name = ask(run.run_dir, request, _ANSWER_TIMEOUT_S)
+    if args.action == "remove":
+        print(f"{name} ({args.server}) takes no more rollouts and gets no more weights")
+        return 0
+    print(f"{name} ({args.server}) joins")
+    state = wait_serving(run.run_dir, request, name, args.timeout)
+    print(f"{name} serves with version {state.version}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl pool",
+        description="Servers of a running run. `add` takes in a server that is up already, started with the run's "
+        "token: start launcher and server with the same PIPELINERL_SERVER_TOKEN. It gets the weights between two "
+        "updates, its log-probs are compared, then it takes rollouts. `remove` gives it no more rollouts; those that "
+        "run there come to their end, or are run again elsewhere if the launcher started the server.",
+        epilog="A server by hand: PIPELINERL_SERVER_TOKEN=... python -m pipelinerl.inference.main --model PATH "
+        "--port N [--transport nccl]. Exit code 2: refused, with the reason.",
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    show = actions.add_parser("list", help="all servers with their state")
+    show.add_argument("run_dir", help="output_dir of the run")
+    add = actions.add_parser("add", help="take in a server")
+    add.add_argument("server", metavar="URL", help="http://HOST:PORT of a server")
+    add.add_argument("run_dir", help="output_dir of the run")
+    add.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until it serves (900)")
+    remove = actions.add_parser("remove", help="let a server go")
+    remove.add_argument("server", metavar="URL", help="its URL or name")
+    remove.add_argument("run_dir", help="output_dir of the run")
+    return parser

@@ -1,0 +1,420 @@
+"""The supervisor: starts the jobs of this node, waits for the first thing that matters, and ends every process.
+
+It waits on one queue: ends of children (a thread per child), signals, what the trainer says about servers, what other
+nodes say. Between events it reads the heartbeats. A server that ended or got stuck is restarted in place, as
+`ServerKeeper` decides. Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
+from pipelinerl.run.last_error import LogPart, last_error, user_error
+from pipelinerl.run.nodes import Peers
+from pipelinerl.run.processes import (
+    Child,
+    ChildExited,
+    Event,
+    Interrupted,
+    NodeEnded,
+    NodeSaved,
+    Outcome,
+    PoolAnswered,
+    StreamFailed,
+    describe_exit,
+    end_all,
+    end_rest_of_job,
+    spawn,
+    wait_gone,
+)
+from pipelinerl.run.restart import ExitPolicy, ServerKeeper, Verdict
+from pipelinerl.run.servers import PoolReply, PoolRequest, take_requests
+from pipelinerl.run.start import Command, child_environment
+from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
+from pipelinerl.rundir.identity import RunIdentity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.world import SERVER_KINDS, WorldMap
+
+logger = logging.getLogger(__name__)
+MAX_GRACE_S = 10.0
+#: After a failure somebody waits for the answer, and what is left has nothing to save.
+MAX_GRACE_AFTER_FAILURE_S = 5.0
+MIN_GRACE_S = 1.0
+#: How long the cause of a death may take to show: on one node, and where it may be the death of a process elsewhere.
+COLLECT_S = 1.0
+NODES_COLLECT_S = 5.0
+#: A process beats before it imports anything heavy.
+START_GRACE_S = 60.0
+# From here on in the order of blame, the cause may be another death.
+_UNCLEAR = 2
+_STACK_DUMP_S = 3.0
+# Shorter waits are no news in the reason of a run that was stopped.
+_LONG_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunSession:
+    """One start of a run, as one node sees it. `token` opens the servers' routes and lives in memory only. `restarts`
+    says why the launcher has started the run again by itself, once for each time."""
+
+    config: RunConfig
+    world: WorldMap
+    run_dir: RunDir
+    identity: RunIdentity
+    commands: Sequence[Command]
+    environ: Mapping[str, str]
+    token: str
+    events: SimpleQueue[Event]
+    restarts: tuple[str, ...] = ()
+
+
+def why_stuck(
+    config: SuperviseConfig, pid: int, started_at: float, beat: HeartbeatState | None, now: float
+) -> str | None:
+    """Why a job counts as stuck, completing `<job> ...`; None if it is fine. All times in epoch seconds.
+
+    It is stuck if it stopped beating, waits for something longer than the deadline that it set itself, or counts
+    progress and has not made any for too long.
+    """
+    if beat is None or beat.pid != pid or beat.time < started_at - 1:
+        if now - started_at > START_GRACE_S + config.heartbeat_timeout_s:
+            return f"gave no sign of life for {now - started_at:.0f} s after its start"
+        return None
+    waiting = f" while waiting for {beat.waiting_for}" if beat.waiting_for else ""
+    if now - beat.time > config.heartbeat_timeout_s:
+        return f"stopped responding {now - beat.time:.0f} s ago{waiting} (no heartbeat)"
+    # A process reports its own time-out with more detail: give it a moment to do so.
+    if beat.overdue_s(now) > 2 * config.heartbeat_interval_s:
+        waited_s = beat.overdue_s(now) + (beat.deadline_s or 0)
+        return f"waited {waited_s:.0f} s for {beat.waiting_for} (deadline {beat.deadline_s:.0f} s)"
+    idle_s = now - beat.progress_time
+    if beat.progress > 0 and idle_s > config.progress_timeout_s:
+        return f"made no progress for {idle_s:.0f} s{waiting}"
+    return None
+
+
+def long_waits(children: Iterable[Child], run_dir: RunDir, now: float) -> str:
+    """What each living process has been waiting for for long, as `; at that time ...`; "" if none has. A run that was
+    stopped because it hung says with this where it stood."""
+    waits = []
+    for child in children:
+        if child.returncode is not None:
+            continue
+        beat = read_heartbeat(run_dir.heartbeat_file(child.name))
+        if beat is None or beat.pid != child.pid:  # that of an earlier start is no sign of life
+            since, what = child.started_at, "had given no sign of life for {:.0f} s"
+        elif beat.waiting_since is None:
+            continue
+        else:
+            since, what = beat.waiting_since, f"had waited {{:.0f}} s for {beat.waiting_for}"
+        if now - since >= _LONG_WAIT_S:
+            waits.append(f"{child.name} {what.format(now - since)}")
+    return f"; at that time {', '.join(waits)}" if waits else ""
+
+
+class Supervisor:
+    """Supervises the jobs of one node; `run` is called once.
+
+    Args:
+        session: what to run.
+        policy: judges the ends of jobs.
+        keeper: of the servers.
+        peers: the launchers of the other nodes. They hear how the run ended before its processes are ended.
+        death_fd: read end of the launcher's death pipe.
+    """
+
+    def __init__(
+        self, session: RunSession, policy: ExitPolicy, keeper: ServerKeeper, peers: Peers, death_fd: int
+    ) -> None:
+        self._session = session
+        self._config = session.config.supervise
+        self._policy = policy
+        self._keeper = keeper
+        self._peers = peers
+        self._death_fd = death_fd
+        self._jobs = {command.job.name: command.job for command in session.commands}
+        self._children: dict[str, Child] = {}
+        #: When a server that was removed is killed, should it not have ended by then; when the run must have finished.
+        self._kill_at: dict[str, float] = {}
+        self._finish_by: float | None = None
+        self._is_signalled = False
+        self._last_tick = 0.0
+
+    def run(self) -> Outcome:
+        """Start everything and block until the run is over and all its processes are gone."""
+        grace_s = MAX_GRACE_AFTER_FAILURE_S
+        try:
+            outcome = self._start() or self._watch()
+            self._peers.tell_outcome(outcome)
+            if outcome.status == "completed":
+                grace_s = MAX_GRACE_S
+            elif outcome.status == "interrupted":
+                grace_s = self._let_trainers_save()
+        finally:
+            pids = [child.pid for child in self._children.values()]
+            left = end_all(pids, min(self._config.shutdown_grace_s, grace_s))
+        if left:
+            logger.error("processes that outlived SIGKILL: %s", left)
+        return outcome
+
+    def _start(self) -> Outcome | None:
+        for command in self._session.commands:
+            folder = self._session.run_dir.job(command.job.name)
+            folder.mkdir(parents=True, exist_ok=True)
+            script = folder / "command.sh"
+            script.write_text(command.script(), encoding="utf-8")
+            script.chmod(0o755)
+            if (outcome := self._spawn(command)) is not None:
+                return outcome
+        return None
+
+    def _spawn(self, command: Command) -> Outcome | None:
+        name, session = command.job.name, self._session
+        folder = session.run_dir.job(name)
+        env = child_environment(command, session.environ, session.token, self._death_fd)
+        try:
+            child = spawn(name, command.argv, env, folder, session.events, (self._death_fd,))
+        except OSError as error:
+            return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
+        self._children[name] = child
+        logger.info("started %s (pid %d), logs in %s", name, child.pid, folder)
+        return None
+
+    def _watch(self) -> Outcome:
+        self._last_tick = time.time()
+        while True:
+            event = self._next_event(self._tick_s(time.time()))
+            outcome = self._handle(event) or self._tend_servers() or self._find_stuck(time.time())
+            if outcome is not None:
+                return outcome
+            if self._policy.has_finished_jobs and self._finish_by is None:
+                self._finish_by = time.monotonic() + self._config.finish_timeout_s
+            unfinished = self._policy.unfinished
+            if self._finish_by is not None and time.monotonic() > self._finish_by and unfinished:
+                timeout_s, names = self._config.finish_timeout_s, ", ".join(unfinished)
+                reason = f"{names} did not end within {timeout_s:.0f} s after training was complete"
+                return Outcome("failed", reason, EXIT_RUN_FAILED, unfinished[0])
+
+    def _tick_s(self, now: float) -> float:
+        """Longest wait for an event: until the next heartbeat, or until something is due."""
+        dues = [*(at - now for at in self._kill_at.values()), self._config.heartbeat_interval_s]
+        return min([*dues, *self._keeper.dues_s(now)])
+
+    def _next_event(self, timeout_s: float) -> Event | None:
+        try:
+            return self._session.events.get(timeout=max(timeout_s, 0.0))
+        except Empty:
+            return None
+
+    def _handle(self, event: Event | None) -> Outcome | None:
+        """The outcome of the run if this event decides it."""
+        if isinstance(event, Interrupted):
+            self._is_signalled = True
+            waits = long_waits(self._children.values(), self._session.run_dir, time.time())
+            reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
+            return Outcome("interrupted", reason, 128 + event.signum)
+        if isinstance(event, NodeEnded):
+            return Outcome(event.status, event.reason, event.exit_code)
+        if isinstance(event, StreamFailed):
+            return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
+        if isinstance(event, PoolAnswered):
+            name, trouble = event.answer.name, self._keeper.on_answer(event.answer, time.time())
+            if trouble is not None and self._keeper.servers[name].is_ours:
+                self._end_server(name, trouble)
+            elif trouble is not None:
+                self._keeper.lose(name, trouble, time.time())
+        if isinstance(event, ChildExited):
+            return self._judge_exit(event)
+        return None
+
+    def _judge_exit(self, event: ChildExited) -> Outcome | None:
+        job = self._jobs[event.name]
+        if job.kind in SERVER_KINDS:
+            return self._judge_server_exit(event)
+        verdict = self._policy.on_exit(job, event.returncode)
+        self._keeper.phase = self._policy.phase
+        if verdict.kind == "continue":
+            logger.info("%s is done", event.name)
+            return None
+        return Outcome("completed", None, 0) if verdict.kind == "finished" else self._blame(event, verdict)
+
+    def _judge_server_exit(self, event: ChildExited) -> Outcome | None:
+        name, child = event.name, self._children[event.name]
+        if self._keeper.is_removed(name):
+            self._kill_at.pop(name, None)
+            end_rest_of_job(child.pid, name)  # its helpers hold its device
+            return None
+        if self._keeper.can_lose(name):
+            # Nobody is left to give a new one the weights. The other servers can finish what is left; `find_unserved`
+            # sees when there are none.
+            trouble = f"ended ({describe_exit(event.returncode)}) after training"
+            logger.warning("%s %s", name, trouble)
+            self._keeper.give_up(name, trouble, time.time())
+            return None
+        # The others hear of it first; what is left of the server must be gone before it is started again.
+        why_not = self._keeper.on_exit(name, event.returncode, time.time())
+        end_rest_of_job(child.pid, name)
+        if why_not is None:
+            logger.warning("%s ended.%s Its log: %s", name, child.last_words(), child.stderr.file)
+            return None
+        return self._blame(event, Verdict("failed", why_not))
+
+    def _tend_servers(self) -> Outcome | None:
+        """Requests of the command `pool`, servers that are due or late, evaluation without a server."""
+        if self._session.world.rank == 0:  # of several launchers, the command talks to the first
+            take_requests(self._session.run_dir, self._answer_request)
+        now, keeper = time.time(), self._keeper
+        for name in [name for name, at in self._kill_at.items() if at <= now]:
+            del self._kill_at[name]
+            if self._children[name].is_alive:
+                logger.warning("%s was removed and does not end: it is killed", name)
+                self._children[name].kill()
+        if (lost := keeper.find_unserved(now)) is not None:
+            server, reason = lost
+            if child := self._children.get(server.name):
+                reason += f".{child.last_words()}\nIts log: {child.stderr.file}"
+            return Outcome("failed", reason, EXIT_RUN_FAILED, server.name)
+        if (late := keeper.find_late(now)) is not None:
+            self._end_server(late, "did not get the weights in time after its start")
+        for server in keeper.take_due(now):
+            command = next((each for each in self._session.commands if each.job.name == server.name), None)
+            if command is not None and (outcome := self._spawn(command)) is not None:
+                return outcome
+            keeper.started(server.name, time.time())
+        if keeper.is_empty:
+            return Outcome("failed", "no server is left in the pool", EXIT_RUN_FAILED)
+        return None
+
+    def _answer_request(self, request: PoolRequest) -> PoolReply:
+        """Add or remove a server as another terminal asks."""
+        now = time.time()
+        try:
+            if request.action == "add":
+                return PoolReply(self._keeper.add(request.server.rstrip("/"), now).name)
+            server = self._keeper.remove(request.server.rstrip("/"), now)
+        except ValueError as error:
+            return PoolReply(None, str(error))
+        logger.warning("%s (%s) was removed", server.name, server.url)
+        if (child := self._children.get(server.name)) is not None and child.is_alive:
+            child.terminate()
+            self._kill_at[server.name] = now + min(self._config.shutdown_grace_s, MAX_GRACE_S)
+        return PoolReply(server.name)
+
+    def _end_server(self, name: str, trouble: str) -> None:
+        """End a server that is of no use any more; its end decides whether it is started again."""
+        logger.warning("%s %s", name, trouble)
+        self._keeper.give_up(name, trouble, time.time())
+        if (child := self._children.get(name)) is not None and child.is_alive:
+            child.kill()
+
+    def _find_stuck(self, now: float) -> Outcome | None:
+        pause_s, self._last_tick = now - self._last_tick, now
+        if pause_s > self._config.heartbeat_timeout_s / 2:
+            logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
+            return None
+        for name, child in self._children.items():
+            if not child.is_alive or self._keeper.is_ending(name):
+                continue
+            beat = read_heartbeat(self._session.run_dir.heartbeat_file(name))
+            reason = why_stuck(self._config, child.pid, child.started_at, beat, now)
+            if reason is None:
+                continue
+            if name in self._keeper.servers and (self._keeper.may_restart(name, now) or self._keeper.can_lose(name)):
+                self._end_server(name, reason)
+                continue
+            error = last_error(child.stdout, child.stderr)
+            dump = LogPart(child.stderr.file, child.stderr.file.stat().st_size)
+            child.dump_stacks()
+            wait_gone([child.pid], _STACK_DUMP_S)
+            message = f"{name} {reason}. Last error: {error}\nIts threads at the end: {last_error(dump)}"
+            return Outcome("failed", f"{message}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, name)
+        return None
+
+    def _blame(self, first: ChildExited, verdict: Verdict) -> Outcome:
+        """Name the job that failed. One death causes others: those that follow at once are considered, too."""
+        ends: list[tuple[ChildExited, Verdict]] = [(first, verdict)]
+        node = self._collect_ends(ends)
+        event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
+        child = self._children[event.name]
+        if verdict.kind == "user_error" and (message := user_error(child.stderr)) is not None:
+            return Outcome("failed", f"{event.name}: {message}", EXIT_USER_ERROR, event.name)
+        reason = f"{event.name} {verdict.reason}.{child.last_words()}"
+        others = [f"{e.name} ({describe_exit(e.returncode)})" for e, _ in ends if e.name != event.name]
+        if others:
+            reason += f"\nAlso ended: {', '.join(others)}"
+        reason += f"\nIts log: {child.stderr.file}"
+        if node is not None:
+            reason = f"{node.reason}\nOn this node: {reason}"
+        return Outcome("failed", reason, EXIT_RUN_FAILED, event.name)
+
+    def _collect_ends(self, ends: list[tuple[ChildExited, Verdict]]) -> NodeEnded | None:
+        """Add the bad ends of the next moment to `ends`; the failure of another node if that may be the cause."""
+        started = time.monotonic()
+        is_leader = self._session.world.world_size > 1 and self._session.world.rank == 0
+        while True:
+            is_clear = any(self._blame_order(end) < _UNCLEAR for end in ends)
+            collect_s = NODES_COLLECT_S if is_leader and not is_clear else COLLECT_S
+            left_s = started + collect_s - time.monotonic()
+            event = self._next_event(left_s) if left_s > 0 else None
+            if left_s <= 0 or isinstance(event, Interrupted):  # who asks for the end does not wait for a better reason
+                return None
+            if isinstance(event, NodeEnded) and event.status == "failed" and not is_clear:
+                return event
+            if isinstance(event, ChildExited):
+                verdict = self._policy.on_exit(self._jobs[event.name], event.returncode)
+                if verdict.kind in ("failed", "user_error"):
+                    ends.append((event, verdict))
+
+    def _blame_order(self, end: tuple[ChildExited, Verdict]) -> int:
+        """User errors first, then what was killed by a signal, then servers, then the rest."""
+        event, verdict = end
+        if verdict.kind == "user_error":
+            return 0
+        if event.returncode < 0:
+            return 1
+        return _UNCLEAR if self._jobs[event.name].kind in SERVER_KINDS else _UNCLEAR + 1
+
+    def _let_trainers_save(self) -> float:
+        """After a signal: ask this node's trainers to save, and block until the trainers of all nodes ended, the time
+        is over, or a second signal came. All servers still live: a trainer in the middle of a step has to give its
+        weights to them, and they may be on nodes without trainers.
+
+        Returns the grace period of the other processes, so that all of it stays near `shutdown_grace_s`.
+        """
+        deadline = time.monotonic() + self._config.shutdown_grace_s
+        saving = [child for child in self._children.values() if child.is_alive and self._is_trainer(child.name)]
+        awaited = self._peers.ranks
+        for child in saving:
+            child.terminate()
+        if not saving:
+            self._peers.tell_saved()
+        while (saving or awaited) and (left_s := deadline - time.monotonic()) > 0:
+            event = self._next_event(left_s)
+            if isinstance(event, ChildExited) and self._is_trainer(event.name):
+                saving = [child for child in saving if child.name != event.name]
+                if not saving:
+                    self._peers.tell_saved()
+            elif isinstance(event, NodeSaved):
+                awaited.discard(event.rank)
+            elif isinstance(event, Interrupted):
+                # If this launcher only heard of a signal, its own may still come: a scheduler signals every node, not
+                # all at the same moment.
+                if self._is_signalled:
+                    return MIN_GRACE_S
+                self._is_signalled = True
+        for child in saving:
+            # The stacks say what it hangs in, a collective for instance.
+            logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
+            child.dump_stacks()
+        return min(MAX_GRACE_AFTER_FAILURE_S, max(deadline - time.monotonic(), MIN_GRACE_S))
+
+    def _is_trainer(self, name: str) -> bool:
+        return self._jobs[name].kind == "finetune"

@@ -1,0 +1,224 @@
+"""The supervisor: who counts as stuck, whom a failure is blamed on, how long trainers may save (line L5)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.run import watch
+from pipelinerl.run.last_error import LogPart
+from pipelinerl.run.nodes import Peers
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
+from pipelinerl.run.restart import ExitPolicy, ServerKeeper
+from pipelinerl.run.start import JOB_KEY, Command
+from pipelinerl.run.watch import MIN_GRACE_S, RunSession, Supervisor, long_waits, why_stuck
+from pipelinerl.rundir.heartbeat import HeartbeatState
+from pipelinerl.rundir.identity import RunIdentity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.world import Job, WorldMap
+
+CONFIG = SuperviseConfig(heartbeat_interval_s=2, heartbeat_timeout_s=20, progress_timeout_s=100)
+
+
+def beat(**changes: Any) -> HeartbeatState:
+    return HeartbeatState(**{"pid": 5, "time": 1000.0, "progress": 0, "progress_time": 1000.0, **changes})
+
+
+WAITS = {"waiting_for": "data", "waiting_since": 990.0}
+
+
+@pytest.mark.parametrize(
+    ("started_at", "state", "now", "said"),
+    [
+        (1000.0, None, 1080.0, None),
+        (1000.0, None, 1081.0, "81 s"),
+        (1000.0, beat(pid=4), 1081.0, "81 s"),  # the heartbeat of an earlier incarnation
+        (900.0, beat(), 1020.0, None),
+        (900.0, beat(), 1021.0, "21 s"),
+        (900.0, beat(**WAITS, deadline_s=10.0, time=1004.0), 1004.0, None),
+        (900.0, beat(**WAITS, deadline_s=10.0, time=1005.0), 1005.0, "15 s for data"),
+        (900.0, beat(**WAITS, time=2000.0), 2000.0, None),
+        (900.0, beat(progress=3, time=1101.0), 1101.0, "101 s"),
+        (900.0, beat(progress=0, time=5000.0), 5000.0, None),  # a server counts nothing
+    ],
+)
+def test_l7_stuck(started_at: float, state: HeartbeatState | None, now: float, said: str | None) -> None:
+    reason = why_stuck(CONFIG, 5, started_at, state, now)
+    assert reason is None if said is None else said in str(reason)
+
+
+def child(name: str, started_at: float = 900.0) -> Child:
+    return Child(name, 5, LogPart(Path("out")), LogPart(Path("err")), started_at)
+
+
+def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> None:
+    """Long waits only; a process that gave no sign of life counts from its start."""
+    run_dir = RunDir(tmp_path)
+    beats = {
+        "actor_0": beat(waiting_for="samples", waiting_since=1021.0),
+        "finetune_0": beat(waiting_for="servers", waiting_since=925.0),
+        "preprocessor_0": beat(),
+        "actor_llm_0": beat(pid=4),
+    }
+    for name, state in beats.items():
+        run_dir.job(name).mkdir()
+        run_dir.heartbeat_file(name).write_bytes(msgspec.json.encode(state))
+    children = [child(name) for name in (*beats, "verifier_0")]
+    children[-1].returncode = 0
+    text = long_waits(children, run_dir, 1050.0)
+    assert "finetune_0 had waited 125 s for servers" in text and "actor_llm_0" in text and "150 s" in text
+    assert not any(name in text for name in ("actor_0 ", "preprocessor_0", "verifier_0"))
+    assert long_waits(children[:1], run_dir, 1050.0) == ""
+
+
+@dataclass
+class Link:
+    """Stands in for the link to another node."""
+
+    rank: int
+    said: list[str] = field(default_factory=list)
+
+    def tell(self, message: Any) -> None:
+        self.said.append(type(message).__name__)
+
+
+class FakeChild(Child):
+    """Notes what it is asked."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 2**22, LogPart(Path("out")), LogPart(Path("err")), 0.0)
+        self.asked: list[str] = []
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+    def dump_stacks(self) -> None:
+        self.asked.append("dump_stacks")
+
+
+class SavingRun:
+    """A supervisor that got a signal. Without trainers, those are on other nodes."""
+
+    def __init__(
+        self, trainers: int = 1, own_rank: int = 0, peers: tuple[int, ...] = (), grace_s: float = 60.0
+    ) -> None:
+        jobs = [Job("finetune", f"finetune_{i}", i, i, 0, "h", [], None, None, None, 1) for i in range(trainers)]
+        jobs.append(Job("actor", "actor_0", 0, 0, 0, "h", [], None, None, None, 1))
+        config = RunConfig.model_validate({"output_dir": "x", "supervise": {"shutdown_grace_s": grace_s}})
+        world = WorldMap(jobs, "cpu", 1 + len(peers), own_rank, 0, "h", 1)
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        identity = RunIdentity(run_id="r", incarnation=0)
+        commands = [Command(job, ("true",), {}) for job in jobs]
+        session = RunSession(config, world, RunDir(Path("x")), identity, commands, {}, "t", self.events)
+        self.links = [Link(rank) for rank in peers]
+        keeper = ServerKeeper([], config.supervise, 1.0, 0.0)
+        self.supervisor = Supervisor(
+            session, ExitPolicy(jobs, None), keeper, Peers(own_rank, cast(Any, self.links)), -1
+        )
+        self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
+        self.supervisor._children = {child.name: child for child in self.trainers}
+        self.supervisor._is_signalled = True
+
+    def wait(self, *events: Event) -> tuple[float, bool]:
+        """(grace of the other processes, whether the wait ended before its time)."""
+        for event in events:
+            self.events.put(event)
+        started = time.monotonic()
+        grace_s = self.supervisor._let_trainers_save()
+        return grace_s, time.monotonic() - started < self.supervisor._config.shutdown_grace_s / 2
+
+    @property
+    def asked(self) -> list[str]:
+        return self.trainers[0].asked
+
+
+SAVED = ChildExited("finetune_0", 143)
+STOP = NodeEnded("interrupted", "node 1: stopped by SIGTERM", 143)
+
+
+def test_one_node_waits_for_its_trainers_and_no_longer() -> None:
+    run = SavingRun()
+    assert run.wait(ChildExited("actor_0", 1), SAVED) == (watch.MAX_GRACE_AFTER_FAILURE_S, True)
+    assert run.asked == ["terminate"]
+    assert SavingRun(trainers=0).wait()[1]
+
+
+def test_a_trainer_that_does_not_end_says_where_it_is_when_the_time_is_over() -> None:
+    run = SavingRun(grace_s=0.1)
+    assert run.wait()[0] == MIN_GRACE_S
+    assert run.asked == ["terminate", "dump_stacks"]
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    assert SavingRun().wait(Interrupted(15)) == (MIN_GRACE_S, True)
+
+
+def test_the_own_signal_after_that_of_another_node_is_not_a_second_one() -> None:
+    """A scheduler signals all nodes; the word of another launcher may be faster."""
+    run = SavingRun()
+    run.supervisor._is_signalled = False
+    assert run.wait(Interrupted(15), SAVED)[0] > MIN_GRACE_S
+    twice = SavingRun()
+    twice.supervisor._is_signalled = False
+    assert twice.wait(Interrupted(15), Interrupted(15)) == (MIN_GRACE_S, True)
+
+
+@pytest.mark.parametrize("events", [(SAVED, NodeSaved(1), STOP, NodeSaved(2)), (NodeSaved(2), NodeSaved(1), SAVED)])
+def test_servers_live_until_the_trainers_of_all_nodes_are_gone(events: tuple[Event, ...]) -> None:
+    run = SavingRun(peers=(1, 2))
+    assert run.wait(*events)[1] and run.events.empty()
+    assert SavingRun(peers=(1,), grace_s=0.1).wait(SAVED)[0] == MIN_GRACE_S
+
+
+def test_a_node_without_trainers_says_so_at_once_and_waits_for_the_others() -> None:
+    run = SavingRun(trainers=0, own_rank=1, peers=(0,))
+    assert run.wait(STOP, NodeSaved(0))[1]
+    assert run.links[0].said == ["Saved"]
+
+
+class SignalAfterEachEnd(SimpleQueue[Any]):
+    """The launcher gets SIGTERM right after a process of the run ended."""
+
+    def put(self, item: Any, *arguments: Any) -> None:
+        super().put(item, *arguments)
+        if isinstance(item, ChildExited):
+            super().put(Interrupted(signal.SIGTERM))
+
+
+def test_x7_a_signal_ends_the_search_for_the_cause_of_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several nodes the cause may take a while to be heard of: 60 s here."""
+    monkeypatch.setattr(watch, "COLLECT_S", 60.0)
+    job = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+    argv = (sys.executable, "-c", "raise ValueError('bad row 7')")
+    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
+    session = RunSession(
+        config,
+        WorldMap([job], "cpu", 1, 0, 0, "127.0.0.1", 1),
+        RunDir(tmp_path),
+        RunIdentity(run_id="r", incarnation=0),
+        [Command(job, argv, {JOB_KEY: job.name})],
+        os.environ,
+        "token-of-test",
+        SignalAfterEachEnd(),
+    )
+    read_end, write_end = os.pipe()
+    started = time.monotonic()
+    keeper = ServerKeeper([], config.supervise, 60.0, time.time())
+    outcome = Supervisor(session, ExitPolicy([job], None), keeper, Peers(), read_end).run()
+    os.close(read_end)
+    os.close(write_end)
+    assert (outcome.status, outcome.exit_code, outcome.job) == ("failed", 1, "actor_0")
+    assert "bad row 7" in str(outcome.reason) and time.monotonic() - started < 40
