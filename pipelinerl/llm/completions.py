@@ -11,7 +11,14 @@ import msgspec
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm.client import Fault
 from pipelinerl.records import VersionSpan
-from pipelinerl.records.completion import PackedSpan, decode_completion, is_packed, unpack_ids, unpack_logprobs
+from pipelinerl.records.completion import (
+    PackedSpan,
+    decode_completion,
+    is_packed,
+    parse_weight_label,
+    unpack_ids,
+    unpack_logprobs,
+)
 
 # In JSON the server writes NaN and -inf as -9999.0.
 LOWEST_LOGPROB = -9998.0
@@ -175,7 +182,11 @@ def _labelled_spans(spans: list[PackedSpan], unlabelled_version: int | None) -> 
         label = span.version
         if label == _UNLABELLED and unlabelled_version is not None:
             label = str(unlabelled_version)
-        if not (label.isascii() and label.isdecimal()):
-            raise RolloutError("unversioned", f"weight version {span.version!r} is not a policy version")
-        labelled.append(VersionSpan(int(label), span.start, span.end))
+        try:
+            policy, version = parse_weight_label(label)
+        except ValueError as error:
+            raise RolloutError("unversioned", str(error)) from error
+        if policy:
+            raise RolloutError("unversioned", f"tokens of policy {policy!r}, expected the run's only policy")
+        labelled.append(VersionSpan(version, span.start, span.end))
     return labelled

@@ -1,18 +1,21 @@
-"""Records to bytes and back, checked for their schema and for finite numbers.
+"""Records to bytes and back, checked for their schema, their checksum and finite numbers. No I/O.
 
-Called by both stream backends and by nothing else. Pure: no I/O, waits for nothing. There are two formats: one line of
-JSON (files, readable by eye), and msgpack with arrays of numbers as bytes (`packed`, for Redis; see `records.packed`).
-The first byte of a record tells them apart, so every reader reads both.
+There are two formats, told apart by the first byte: one line of JSON (files, readable by eye), and msgpack with arrays
+of numbers as bytes (see `records.packed`). Both end with the CRC-32 of what precedes it: JSON as a last field `crc` of
+8 hexadecimal digits (over the line without the closing brace), msgpack as 4 bytes in little-endian order.
 
-JSON has no NaN and no infinity. The encoder writes them as `null`, which a reader would take for "no value", so a
-record that holds one is refused here, in both formats, with the path to the number.
+JSON has no NaN and no infinity: an encoder writes them as `null`, which a reader would take for "no value". A record
+that holds one is refused here, in both formats, with the path to the number.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import re
 import types
+import zlib
 from collections.abc import Collection, Iterator
 from typing import Any, Generic, TypeVar, Union, get_args, get_origin
 
@@ -23,8 +26,11 @@ from pipelinerl.records.sample import SCHEMA_VERSION
 
 T = TypeVar("T")
 
-_SCHEMA_SUFFIX = b'"schema":%d}' % SCHEMA_VERSION
+_SCHEMA_SUFFIX = b'"schema":%d' % SCHEMA_VERSION
 _PACKED_SUFFIX = b"\xa6schema" + msgspec.msgpack.encode(SCHEMA_VERSION)
+_CRC_FIELD = b',"crc":"'
+#: Bytes that the checksum adds: the field with 8 digits in place of `}`, and 4 bytes.
+_JSON_CRC_BYTES, _PACKED_CRC_BYTES = len(_CRC_FIELD) + 8 + 2, 4
 # The first bytes of a msgpack map.
 _MAP_STARTS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 # What a float64 that is no finite number looks like in msgpack.
@@ -70,22 +76,28 @@ class RecordCodec(Generic[T]):
         except (TypeError, ValueError, OverflowError, StreamError) as error:
             _refuse_non_finite(record)
             raise StreamError(f"cannot write a {type(record).__name__}: {error}") from error
-        # In JSON every non-finite number becomes `null`, so a line without that word needs no walk over its numbers.
-        if _MAYBE_NON_FINITE.search(data) is not None if self._packed else b"null" in data:
-            _refuse_non_finite(record)
-        return data
+        if self._packed:
+            if _MAYBE_NON_FINITE.search(data) is not None:
+                _refuse_non_finite(record)
+            return data + zlib.crc32(data).to_bytes(_PACKED_CRC_BYTES, "little")
+        # In JSON every non-finite number becomes `null`: without that word there is nothing to look for, and arrays
+        # need no look if it does not follow a comma or a bracket.
+        if b"null" in data:
+            _refuse_non_finite(record, in_arrays=b",null" in data or b"[null" in data)
+        return with_checksum(data)
 
     def decode(self, data: bytes) -> T:
         """Return the record of one line, or of one packed message.
 
         Raises:
-            StreamError: neither of them, not of this type, or written with another `schema`; the message says why.
+            StreamError: neither of them, damaged, not of this type, or of another `schema`; the message says why.
         """
         if data and data[0] in _MAP_STARTS:
             return self._decode_packed(data)
         # The encoder writes `schema` last, so its own lines need no second look.
-        if not data.endswith(_SCHEMA_SUFFIX):
+        if not data.endswith(_SCHEMA_SUFFIX, 0, -_JSON_CRC_BYTES):
             self._check_schema(data)
+        check_line(data)
         try:
             record: T = self._decoder.decode(data)
         except msgspec.MsgspecError as error:
@@ -97,13 +109,15 @@ class RecordCodec(Generic[T]):
         return record
 
     def _decode_packed(self, data: bytes) -> T:
-        if not data.endswith(_PACKED_SUFFIX):
-            try:
+        body = data[:-_PACKED_CRC_BYTES]
+        if zlib.crc32(body) != int.from_bytes(data[-_PACKED_CRC_BYTES:], "little"):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):  # schema 1 had no checksum
                 _refuse_schema(msgspec.msgpack.decode(data, type=_SchemaProbe).schema)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                raise StreamError(f"not a packed record: {error}; {_shown(data)}") from error
+            raise StreamError(f"damaged: its checksum does not fit; {_shown(data)}")
         try:
-            record: T = self._packing.decode(data)
+            if not body.endswith(_PACKED_SUFFIX):
+                _refuse_schema(msgspec.msgpack.decode(body, type=_SchemaProbe).schema)
+            record: T = self._packing.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise StreamError(f"not a {self._name}: {error}; {_shown(data)}") from error
         _refuse_schema(getattr(record, "schema", None))
@@ -151,6 +165,26 @@ def _refuse_schema(schema: int | None) -> None:
     )
 
 
+def with_checksum(line: bytes) -> bytes:
+    """Add the checksum to a record in JSON that ends with `}`."""
+    body = line[:-1]
+    return b'%b%b%08x"}' % (body, _CRC_FIELD, zlib.crc32(body))
+
+
+def check_line(line: bytes) -> None:
+    """Compare the checksum at the end of a record in JSON.
+
+    Raises:
+        StreamError: it does not fit, or there is none.
+    """
+    body = memoryview(line)[:-_JSON_CRC_BYTES]
+    found = line[-_JSON_CRC_BYTES:]
+    if not found.startswith(_CRC_FIELD):
+        raise StreamError(f"damaged: no checksum at its end; {_shown(line)}")
+    if found[len(_CRC_FIELD) :] != b'%08x"}' % zlib.crc32(body):
+        raise StreamError(f"damaged: its checksum does not fit; {_shown(line)}")
+
+
 def encode(record: Any) -> bytes:
     """Encode one record; see `RecordCodec.encode`. In a loop, keep a `RecordCodec`."""
     return RecordCodec[Any](type(record)).encode(record)
@@ -171,30 +205,38 @@ def _struct_types(record_type: Any) -> tuple[type[msgspec.Struct], ...]:
     return tuple(members)
 
 
-def _refuse_non_finite(record: Any) -> None:
-    for path, value in _non_finite(record, ""):
+def _refuse_non_finite(record: Any, in_arrays: bool = True) -> None:
+    for path, value in _non_finite(record, "", in_arrays):
         raise StreamError(
             f"cannot write a {type(record).__name__}: {path} is {value}; numbers on a stream must be finite. "
             "Reject the sample, or leave the metric out, where the number is made"
         )
 
 
-def _non_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Yield (path, number) of every NaN or infinity inside `value`."""
+def _non_finite(value: Any, path: str, in_arrays: bool) -> Iterator[tuple[str, float]]:
+    """Yield (path, number) of every NaN or infinity inside `value`; `in_arrays`: also in its lists of numbers."""
     if isinstance(value, float):
         if not math.isfinite(value):
             yield path, value
     elif isinstance(value, msgspec.Struct):
+        skipped = () if in_arrays else _number_lists(type(value))
         for field in value.__struct_fields__:
-            yield from _non_finite(getattr(value, field), f"{path}.{field}" if path else field)
+            if field not in skipped:
+                yield from _non_finite(getattr(value, field), f"{path}.{field}" if path else field, in_arrays)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _non_finite(item, f"{path}[{key!r}]")
+            yield from _non_finite(item, f"{path}[{key!r}]", in_arrays)
     elif isinstance(value, list | tuple | set | frozenset):
         if _all_finite(value):
             return
         for index, item in enumerate(value):
-            yield from _non_finite(item, f"{path}[{index}]")
+            yield from _non_finite(item, f"{path}[{index}]", in_arrays)
+
+
+@functools.cache
+def _number_lists(struct: type[msgspec.Struct]) -> frozenset[str]:
+    """Names of the fields that are lists of numbers."""
+    return frozenset(field.name for field in msgspec.structs.fields(struct) if field.type in (list[int], list[float]))
 
 
 def _all_finite(values: Collection[Any]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import StreamError
+from pipelinerl.records.codec import check_line, with_checksum
 from pipelinerl.rundir.durable import FileLock, replace_file
 from pipelinerl.streams.base import StreamSpec
 
@@ -39,16 +40,16 @@ def partition_dir(streams_dir: Path, spec: StreamSpec) -> Path:
     """Folder of a stream below the run's folder `streams`.
 
     Raises:
-        StreamError: `topic` or `instance` is not a plain name (it could leave the folder), or `partition` is negative.
+        StreamError: a name is not plain (it could leave the folder), or `partition` is negative.
     """
-    for field, name in (("topic", spec.topic), ("instance", spec.instance)):
+    for field, name in (("topic", spec.topic), ("instance", spec.instance), ("policy", spec.policy or "_")):
         if not _PLAIN_NAME.fullmatch(name):
             raise StreamError(
                 f"stream {field} {name!r}: expected letters, digits and _ . + -, not starting with . + or -"
             )
     if spec.partition < 0:
         raise StreamError(f"stream partition {spec.partition}: expected 0 or more")
-    return streams_dir / spec.topic / spec.instance / str(spec.partition)
+    return streams_dir / spec.name / spec.instance / str(spec.partition)
 
 
 def lock_stream(directory: Path) -> FileLock:
@@ -229,7 +230,7 @@ def strip_old_shards(directory: Path) -> int:
         try:
             _strip(shard_path(directory, first))
             replace_file(directory / STRIPPED, str(following).encode("ascii"))
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, StreamError, msgspec.DecodeError) as error:
             logger.warning("%s keeps its tokens: %s", shard_path(directory, first), error)
             break
         done += 1
@@ -242,7 +243,10 @@ def _strip(path: Path) -> None:
     draft = path.with_name(f".{path.name}.stripped")
     with path.open("rb") as source, draft.open("wb") as target:
         for line in source:
-            target.write(msgspec.json.encode(_without_tokens(msgspec.json.decode(line))) + b"\n")
+            check_line(line := line.rstrip(b"\n"))
+            record = _without_tokens(msgspec.json.decode(line))
+            del record["crc"]
+            target.write(with_checksum(msgspec.json.encode(record)) + b"\n")
         target.flush()
         os.fsync(target.fileno())
     draft.replace(path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 
 from pipelinerl.errors import StreamError
 from pipelinerl.records import (
+    SCHEMA_VERSION,
     Group,
     MetricRecord,
     RolloutSummary,
@@ -18,7 +21,8 @@ from pipelinerl.records import (
     VersionSpan,
     WeightUpdateSuccess,
 )
-from pipelinerl.records.codec import RecordCodec, decode, encode
+from pipelinerl.records.codec import RecordCodec, decode, encode, with_checksum
+from pipelinerl.records.sample import Array
 
 
 def metric(**values: float) -> MetricRecord:
@@ -47,7 +51,7 @@ def group(text: str = "x", logprob: float = -0.25) -> Group:
     return Group(id="0-1", problem_id="p", dataset_name="d", samples=[sample], rollouts=[summary])
 
 
-@pytest.mark.parametrize("text", ["plain", "two\nlines", "\x00 null", "emoji \U0001f600", '"schema":1}', "\u2028"])
+@pytest.mark.parametrize("text", ["plain", "two\nlines", "\x00 null", "emoji \U0001f600", '"schema":2}', "\u2028"])
 def test_a_group_comes_back_equal_and_stays_one_line(text: str) -> None:
     line = encode(group(text))
     assert b"\n" not in line and b"\x00" not in line
@@ -60,7 +64,8 @@ def test_a_line_is_readable_json_with_the_schema() -> None:
         "step": 3,
         "time": 1.5,
         "values": {"a": 0.5},
-        "schema": 1,
+        "schema": SCHEMA_VERSION,
+        "crc": f"{zlib.crc32(encode(metric(a=0.5))[:-18]):08x}",
     }
 
 
@@ -92,27 +97,54 @@ def test_values_that_json_cannot_hold_are_refused() -> None:
         encode(MetricRecord(source="s", step=0, time=0.0, values={"a": object()}))  # type: ignore[dict-item]
 
 
+def line(text: str) -> bytes:
+    return with_checksum(text.encode("latin-1"))
+
+
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("data", "reason"),
     [
-        (b'{"source":"s","step":1,"time":0.0,"values":{}}', "no schema.*reads schema 1"),
-        (b'{"source":"s","step":1,"time":0.0,"values":{},"schema":7}', "schema 7.*version of pipelinerl that wrote"),
-        (b'{"source":"s","step":1,"time":0.0,"values":{"schema":1},"schema":0}', "schema 0"),
-        (b'{"source":"s","step":"one","time":0.0,"values":{},"schema":1}', r"\$\.step"),
+        (b'{"source":"s","step":1,"time":0.0,"values":{}}', "no schema.*reads schema 2"),
+        (b'{"source":"s","step":1,"time":0.0,"values":{},"schema":1}', "schema 1.*version of pipelinerl that wrote"),
+        (line('{"source":"s","step":1,"time":0.0,"values":{},"schema":7}'), "schema 7"),
+        (line('{"source":"s","step":1,"time":0.0,"values":{"schema":2},"schema":0}'), "schema 0"),
+        (line('{"source":"s","step":"one","time":0.0,"values":{},"schema":2}'), r"\$\.step"),
+        (b'{"source":"s","step":1,"time":0.0,"values":{},"schema":2}', "damaged: no checksum"),
         (b'{"source":"s","ste', "not a JSON record"),
         (b"", "not a JSON record"),
         (b"\x00\x00\x00", "not a JSON record"),
-        (b'{"source":"\xff","step":1,"time":0.0,"values":{},"schema":1}', "MetricRecord|UTF-8"),
+        (line('{"source":"\xff","step":1,"time":0.0,"values":{},"schema":2}'), "MetricRecord|UTF-8"),
     ],
 )
-def test_a_line_that_cannot_be_read_says_why(line: bytes, reason: str) -> None:
+def test_d5_a_line_that_cannot_be_read_says_why(data: bytes, reason: str) -> None:
     with pytest.raises(StreamError, match=reason):
-        decode(line, MetricRecord)
+        decode(data, MetricRecord)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_d5_every_changed_byte_is_noticed(packed: bool) -> None:
+    codec = RecordCodec[Group](Group, packed=packed)
+    data = codec.encode(group())
+    for place in range(len(data)):
+        for bit in (1, 128):
+            damaged = bytearray(data)
+            damaged[place] ^= bit
+            with pytest.raises(StreamError):
+                codec.decode(bytes(damaged))
 
 
 def test_fields_in_another_order_are_read() -> None:
-    line = b'{"schema":1,"values":{"a":2.0},"time":0.0,"step":1,"source":"s"}'
-    assert decode(line, MetricRecord).values == {"a": 2.0}
+    data = line('{"schema":2,"values":{"a":2.0},"time":0.0,"step":1,"source":"s"}')
+    assert decode(data, MetricRecord).values == {"a": 2.0}
+
+
+def test_experts_and_other_inputs_have_a_place_and_take_no_room() -> None:
+    assert b"routed" not in encode(group()) and b"multimodal" not in encode(group())
+    experts = Array("uint8", [3, 1, 2], bytes(range(6)))
+    sample = arrays(routed_experts=experts, multimodal={"pixel_values": Array("<f4", [1], b"\x00" * 4)})
+    record = msgspec.structs.replace(group(), samples=[sample])
+    for codec in (PACKED, RecordCodec[Group](Group)):
+        assert codec.decode(codec.encode(record)) == record
 
 
 def arrays(**changed: object) -> Sample:
@@ -149,8 +181,8 @@ def test_a_packed_record_is_equal_in_every_bit(sample: Sample) -> None:
 def test_a_packed_record_holds_arrays_as_bytes() -> None:
     ids = list(range(1000, 5096))
     sample = arrays(input_ids=ids, labels=[-100] * 96 + ids[96:], logprobs=[-0.5] * 4000)
-    raw = msgspec.msgpack.decode(PACKED.encode(msgspec.structs.replace(group(), samples=[sample])))
-    assert raw["schema"] == 1
+    raw = msgspec.msgpack.decode(PACKED.encode(msgspec.structs.replace(group(), samples=[sample]))[:-4])
+    assert raw["schema"] == SCHEMA_VERSION
     assert raw["samples"][0]["labels"] == b"m" + (96).to_bytes(4, "little") + (4096).to_bytes(4, "little")
     assert len(raw["samples"][0]["input_ids"]) == 1 + 4 * 4096
     assert len(raw["samples"][0]["logprobs"]) == 1 + 4 * 4000
@@ -163,7 +195,7 @@ class SampleHead(msgspec.Struct):
 
 class GroupHead(msgspec.Struct, kw_only=True):
     samples: list[SampleHead]
-    schema: int = 1
+    schema: int = SCHEMA_VERSION
 
 
 def test_fields_of_a_packed_record_can_be_left_out() -> None:
@@ -198,20 +230,26 @@ def test_what_is_no_number_is_refused_in_packed_records() -> None:
         PACKED.encode(msgspec.structs.replace(group(), samples=[arrays(input_ids=[2**70])]))
 
 
+def packed_data(value: object) -> bytes:
+    data = msgspec.msgpack.encode(value)
+    return data + zlib.crc32(data).to_bytes(4, "little")
+
+
 def _packed(**changed: object) -> bytes:
-    raw = msgspec.msgpack.decode(PACKED.encode(group()))
+    raw = msgspec.msgpack.decode(PACKED.encode(group())[:-4])
     for key, value in changed.items():
         raw["samples"][0][key] = value
-    return msgspec.msgpack.encode(raw)
+    return packed_data(raw)
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (msgspec.msgpack.encode({"id": "g"}), "no schema.*reads schema 1"),
-        (msgspec.msgpack.encode({"id": "g", "schema": 7}), "schema 7.*version of pipelinerl that wrote"),
-        (msgspec.msgpack.encode({"schema": 7, "x": {"schema": 1}}), "schema 7|not a Group"),
-        (PACKED.encode(group())[:-3], "not a packed record"),
+        (packed_data({"id": "g"}), "no schema.*reads schema 2"),
+        (packed_data({"id": "g", "schema": 7}), "schema 7.*version of pipelinerl that wrote"),
+        (msgspec.msgpack.encode({"id": "g", "schema": 1}), "schema 1, this version reads schema 2"),
+        (packed_data({"schema": 7, "x": {"schema": 2}}), "schema 7|not a Group"),
+        (PACKED.encode(group())[:-3], "damaged"),
         (b"\x80", "no schema"),
         (_packed(input_ids=b"x1234"), "bytes that are no array"),
         (_packed(input_ids=b"i123"), "bytes that are no array"),

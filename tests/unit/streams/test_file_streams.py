@@ -138,7 +138,7 @@ def test_d5_a_corrupt_line_in_the_middle_is_reported_with_file_offset_and_reason
     reader = open_reader(tmp_path)
     assert read_steps(reader) == [0, 1]
     for _ in range(2):
-        with pytest.raises(StreamError, match=rf"{shard(tmp_path)} at byte {2 * len(LINE)}, offset 2: not a"):
+        with pytest.raises(StreamError, match=rf"{shard(tmp_path)} at byte {2 * len(LINE)}, offset 2: damaged"):
             reader.read(0)
     assert read_steps(open_reader(tmp_path, offset=3)) == [3]
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import StreamError
-from pipelinerl.records import Group, MetricRecord, Sample, VersionSpan
+from pipelinerl.records import SCHEMA_VERSION, Group, MetricRecord, Sample, VersionSpan
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams import shards
 from pipelinerl.streams.files import FileReader, FileWriter
@@ -21,7 +21,7 @@ from pipelinerl.streams.shards import commit, list_shards, shard_path, strip_old
 
 class GroupHead(msgspec.Struct, kw_only=True):
     id: str
-    schema: int = 1
+    schema: int = SCHEMA_VERSION
 
 
 def record(n: int) -> MetricRecord:
