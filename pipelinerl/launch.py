@@ -25,7 +25,6 @@ from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
 from pipelinerl.run.follower import follow
 from pipelinerl.run.leader import gathered_nodes
 from pipelinerl.run.nodes import Plan
-from pipelinerl.run.ports import FreePorts, chosen_port_keys, default_lock_dir
 from pipelinerl.run.preflight import Start, check_dry_run, check_start
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
 from pipelinerl.run.recorded_streams import bounded_by_record
@@ -36,6 +35,7 @@ from pipelinerl.run.start import build_commands, enter
 from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Cluster, build_world_map, nvml_gpu_lister, usable_cores
+from pipelinerl.world.ports import FreePorts, chosen_port_keys, default_lock_dir
 
 logger = logging.getLogger(__name__)
 

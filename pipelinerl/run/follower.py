@@ -25,7 +25,6 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, NODE_SECRET_KEY
 from pipelinerl.run.nodes import Ended, Hello, NodeLink, Peers, Plan, Refused, node_secret, receive, send
-from pipelinerl.run.ports import busy_ports
 from pipelinerl.run.preflight import Start, check_node
 from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
 from pipelinerl.run.session import supervise_jobs
@@ -35,6 +34,7 @@ from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, WorldMap
+from pipelinerl.world.ports import busy_ports
 
 _RETRY_S = 0.5
 _SLICE_S = 1.0

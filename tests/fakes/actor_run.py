@@ -15,7 +15,6 @@ from typing import Any
 
 from pipelinerl.config.load import save_config
 from pipelinerl.config.run import RunConfig
-from pipelinerl.placement.jobs import Job, WorldMap
 from pipelinerl.records import (
     EvaluationResult,
     FateRecord,
@@ -30,6 +29,7 @@ from pipelinerl.role import TOKEN_KEY
 from pipelinerl.rundir.identity import RunIdentity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.world import Job, WorldMap
 
 RUN_ID = "test-run"
 _COMMAND = (sys.executable, "-m", "pipelinerl.actor.main")

@@ -13,7 +13,7 @@ import pytest
 from fakes.slurm_cluster import HOSTS, SlurmCluster, slurm_cluster, why_not
 from fakes.whole_run import WholeRun, environment, make_whole_run
 
-from pipelinerl.placement.slurm import hosts_of
+from pipelinerl.world.cluster import hosts_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 CHECKOUT = Path(__file__).parents[2]

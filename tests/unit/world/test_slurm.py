@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.placement.slurm import hosts_of
 from pipelinerl.run.nodes import node_secret
 from pipelinerl.world import Cluster
+from pipelinerl.world.cluster import hosts_of
 
 # What SLURM 22.05 sets in the script of `sbatch --nodes=2 --ntasks-per-node=1`, and in the task of `srun` on node 1.
 BATCH_SCRIPT = {

@@ -10,7 +10,7 @@ from fakes.ports import free_port
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.run.ports import FreePorts, busy_ports, can_bind, chosen_port_keys
+from pipelinerl.world.ports import FreePorts, busy_ports, can_bind, chosen_port_keys
 
 
 def test_a_port_is_handed_out_once_per_node() -> None:

@@ -59,8 +59,10 @@ def default_lock_dir() -> Path:
 
 @dataclass
 class FreePorts:
-    """A `PortSource` for the node `rank`. Ports of other nodes cannot be probed: they are counted up from `preferred`,
-    without those that the node called busy (`busy_elsewhere`, by rank).
+    """Hands out TCP ports, each once per node.
+
+    Ports of other nodes than `rank` cannot be probed: they are counted up from `preferred`, without those that the node
+    called busy (`busy_elsewhere`, by rank).
 
     `lock_dir=None` reserves nothing (a dry run). Use as a context manager: leaving it frees the reservations.
     """
@@ -74,7 +76,11 @@ class FreePorts:
     _locks: list[int] = field(default_factory=list)
 
     def take(self, node_rank: int, preferred: int, key: str) -> int:
-        """See `PortSource`; ConfigError if a port that the user chose is taken, or none of 200 is free."""
+        """A port that is free on that node: `preferred`, or another one. `key` is where the user sets it.
+
+        Raises:
+            ConfigError: the user chose the port and it is taken, or none of 200 is free.
+        """
         last = min(preferred + _SCAN, 65536)
         for port in range(preferred, last):
             if (node_rank, port) in self._taken:
