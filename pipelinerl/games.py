@@ -8,17 +8,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipelinerl.sandbox.messages import GameStep, TextGame, text_game
+from pipelinerl.sandbox.protocol import GameStep, TextGame, text_game
 
 if TYPE_CHECKING:
     from pipelinerl.domains.text_game import play
-    from pipelinerl.sandbox.client import current_environments
     from pipelinerl.sandbox.service import create_app
+    from pipelinerl.sandbox.services import current_environments
 
 __all__ = ["GameStep", "TextGame", "create_app", "current_environments", "play", "text_game"]
 _LATE = {
     "create_app": "pipelinerl.sandbox.service",
-    "current_environments": "pipelinerl.sandbox.client",
+    "current_environments": "pipelinerl.sandbox.services",
     "play": "pipelinerl.domains.text_game",
 }
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipelinerl.config.sections import VerifierConfig
-from pipelinerl.sandbox.client import current_verifier, open_verifier
-from pipelinerl.sandbox.messages import (
+from pipelinerl.sandbox.protocol import (
     Failed,
     Grade,
     GradeRequest,
@@ -19,6 +18,7 @@ from pipelinerl.sandbox.messages import (
     grader,
     grader_path,
 )
+from pipelinerl.sandbox.services import current_verifier, open_verifier
 
 __all__ = ["Grade", "GradeStatus", "VerifierConfig", "grader", "open_verifier", "verify"]
 

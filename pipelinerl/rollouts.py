@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict
 
 from pipelinerl.records import VersionSpan
 
+#: Metadata key of samples whose reward is that of their own turn, for `finetune.rl.gamma`.
+STEP_REWARD = "step_reward"
+
 __all__ = ["BaseMetrics", "RolloutResult", "TrainingText"]
 
 

@@ -77,7 +77,7 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
     from pipelinerl.role import TOKEN_KEY
     from pipelinerl.rundir.identity import read_identity
     from pipelinerl.rundir.layout import RunDir
-    from pipelinerl.sandbox.client import open_environments, open_verifier
+    from pipelinerl.sandbox.services import open_environments, open_verifier
     from pipelinerl.world import WorldMap
 
     reader, writer = await asyncio.open_unix_connection(sock=connection)

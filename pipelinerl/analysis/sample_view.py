@@ -22,7 +22,7 @@ Kind = Literal["prompt", "context", "generated"]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SampleTurn:
     """Tokens `[start, end)` of a sample.
 
     `generated` tokens are trained; `versions` are the first and the last that sampled them. `prompt` is what the first
@@ -36,24 +36,24 @@ class Turn:
     versions: tuple[int, int] | None = None
 
 
-def turns_of(sample: Sample) -> list[Turn]:
+def turns_of(sample: Sample) -> list[SampleTurn]:
     """The turns of `sample`, in order, without gaps; none if its tokens were removed."""
     length = len(sample.input_ids)
     labels = [*sample.labels[:length], *([IGNORED_LABEL] * (length - len(sample.labels)))]
-    turns: list[Turn] = []
+    turns: list[SampleTurn] = []
     position = trained = 0
     for is_trained, run in groupby(labels, lambda label: label != IGNORED_LABEL):
         start, position = position, position + sum(1 for _ in run)
         if is_trained:
             versions = _token_versions(sample.version_spans, trained, trained + position - start)
-            turns.append(Turn("generated", start, position, versions))
+            turns.append(SampleTurn("generated", start, position, versions))
             trained += position - start
             continue
         prompt_end = min(position, sample.prompt_tokens) if start == 0 else start
         if prompt_end > start:
-            turns.append(Turn("prompt", start, prompt_end))
+            turns.append(SampleTurn("prompt", start, prompt_end))
         if position > prompt_end:
-            turns.append(Turn("context", prompt_end, position))
+            turns.append(SampleTurn("context", prompt_end, position))
     return turns
 
 

@@ -26,8 +26,8 @@ from pipelinerl.errors import ConfigError, DomainError, RetryableRolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
-from pipelinerl.sandbox.messages import Grade, grader
 from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, check_isolation, run_program
+from pipelinerl.sandbox.protocol import Grade, grader
 
 
 @dataclass(frozen=True)

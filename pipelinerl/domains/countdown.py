@@ -16,7 +16,7 @@ from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader
 
 MAX_TOKENS = 100
 MAX_CHARACTERS = 1000

@@ -14,7 +14,7 @@ from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader
 
 
 def load_problems(

@@ -24,7 +24,7 @@ from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader
 
 Arguments = Mapping[str, Any]
 _BULLET = re.compile(r"^[ \t]*[-*] \S", re.MULTILINE)

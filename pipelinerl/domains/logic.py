@@ -24,7 +24,7 @@ from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader
 
 DEFAULT_FAMILIES = ("leg_counting", "basic_arithmetic", "knights_knaves")
 # Far apart, so that no seed of a training entry is one of a test entry.

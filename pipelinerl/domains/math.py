@@ -25,7 +25,7 @@ from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader
 
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 

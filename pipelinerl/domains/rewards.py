@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelinerl.config.sections import RewardsConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.sandbox.messages import Grade
+from pipelinerl.sandbox.protocol import Grade
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.llm.completions import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.sandbox.messages import Grade, GraderFunction
+from pipelinerl.sandbox.protocol import Grade, GraderFunction
 
 
 async def answer_once(

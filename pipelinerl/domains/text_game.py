@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.sandbox.client import current_environments
-from pipelinerl.sandbox.messages import GameStep, TextGame, as_step, error_of, load_game, text_game
+from pipelinerl.sandbox.protocol import GameStep, TextGame, as_step, error_of, load_game, text_game
+from pipelinerl.sandbox.services import current_environments
 
 __all__ = ["GameStep", "TextGame", "play", "seeded_problems", "text_game"]
 

@@ -14,7 +14,7 @@ from pipelinerl.domains.text_game import play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.messages import GameStep, text_game
+from pipelinerl.sandbox.protocol import GameStep, text_game
 
 
 def load_problems(

@@ -26,7 +26,7 @@ from pipelinerl.agents import black_box
 from pipelinerl.domains.data import check_names
 from pipelinerl.errors import DomainError
 from pipelinerl.grading import verify
-from pipelinerl.sandbox.messages import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader
 
 _ROW_KEYS = ("prompt", "answer", "info", "task", "example_id")
 # Where the environment has no evaluation data, at most one row of so many is kept out of training.

@@ -20,10 +20,7 @@ from pipelinerl.llm.tokens import ChatRenderer, cut_at
 from pipelinerl.llm.tool_calls import parse_tool_calls
 from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, Transcript, Turn, continuation, sampled_text
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
-from pipelinerl.rollouts import TrainingText
-
-#: Metadata key of samples whose reward is that of their own turn, for `finetune.rl.gamma`.
-STEP_REWARD = "step_reward"
+from pipelinerl.rollouts import STEP_REWARD, TrainingText
 
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of a rollout's requests all differ

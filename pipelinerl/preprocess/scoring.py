@@ -33,9 +33,8 @@ from pipelinerl.rl.advantages import (
     has_signal,
     length_penalty,
 )
+from pipelinerl.rollouts import STEP_REWARD
 from pipelinerl.streams.base import Entry
-
-STEP_REWARD_KEY = "step_reward"
 
 # Samples in, the same samples with ref_logprobs out (None: this one could not be scored).
 ReferenceScorer = Callable[[Sequence[Sample]], list[Sample | None]]
@@ -141,7 +140,7 @@ def score_group(samples: Sequence[Sample], empty_rollouts: Sequence[float], rl: 
 def _rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
     """Reward of each sample of one rollout, in order; with step rewards, the return."""
     rewards = [sample.reward - length_penalty(sample.output_tokens, rl) for sample in samples]
-    if all(sample.metadata.get(STEP_REWARD_KEY) for sample in samples):
+    if all(sample.metadata.get(STEP_REWARD) for sample in samples):
         return discounted_returns(rewards, rl.gamma)
     return rewards
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import DomainError, RetryableRolloutError
-from pipelinerl.sandbox.messages import (
+from pipelinerl.sandbox.protocol import (
     ActInGame,
     CloseGame,
     Done,

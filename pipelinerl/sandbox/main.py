@@ -95,8 +95,8 @@ def main(context: RoleContext) -> None:
     import uvicorn
 
     from pipelinerl.inference.auth import TokenMiddleware
-    from pipelinerl.sandbox.client import local_pool
     from pipelinerl.sandbox.service import verifier_app
+    from pipelinerl.sandbox.services import local_pool
 
     config, job = context.config, context.job
     app: Any

@@ -23,7 +23,7 @@ from typing import Self
 
 import msgspec
 
-from pipelinerl.sandbox.messages import (
+from pipelinerl.sandbox.protocol import (
     ENVIRONMENT_BUSY,
     ActInGame,
     CloseGame,

@@ -12,8 +12,8 @@ from typing import TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from pipelinerl.sandbox.messages import GAMES_PATH, VERIFY_PATH, ActInGame, GradeRequest, OpenGame
 from pipelinerl.sandbox.pool import GamePool, GraderPool
+from pipelinerl.sandbox.protocol import GAMES_PATH, VERIFY_PATH, ActInGame, GradeRequest, OpenGame
 
 MAX_BODY_BYTES = 64 << 20
 T = TypeVar("T")

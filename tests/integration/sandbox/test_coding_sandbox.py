@@ -21,8 +21,8 @@ from pipelinerl.domains.registry import gold_score
 from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.sandbox import fusion as fusion_module
 from pipelinerl.sandbox import programs as sandbox
-from pipelinerl.sandbox.messages import Grade
 from pipelinerl.sandbox.programs import Limits, SandboxUnavailableError
+from pipelinerl.sandbox.protocol import Grade
 
 # Programs that end by themselves; on a machine with other work that takes a while.
 LIMITS = Limits(cpu_s=20, wall_s=60.0)

@@ -14,8 +14,8 @@ from pipelinerl.domains import gymnasium_text, textarena
 from pipelinerl.domains.gymnasium_text import GymnasiumGame
 from pipelinerl.domains.textarena import TextArenaGame
 from pipelinerl.errors import DomainError
-from pipelinerl.sandbox.messages import GameOpened, GameStep, OpenGame
 from pipelinerl.sandbox.pool import GamePool
+from pipelinerl.sandbox.protocol import GameOpened, GameStep, OpenGame
 
 LAKE = {
     "env_id": "FrozenLake-v1",

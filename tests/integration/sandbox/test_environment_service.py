@@ -18,10 +18,10 @@ from pipelinerl.domains.text_game import play
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.inference.auth import TokenMiddleware
 from pipelinerl.sandbox import pool as pool_module
-from pipelinerl.sandbox.client import Services, current_environments, open_environments
 from pipelinerl.sandbox.main import find_target, make_app
-from pipelinerl.sandbox.messages import Failed, GameOpened, GameStep, OpenGame
 from pipelinerl.sandbox.pool import GamePool
+from pipelinerl.sandbox.protocol import Failed, GameOpened, GameStep, OpenGame
+from pipelinerl.sandbox.services import Services, current_environments, open_environments
 
 TESTS = Path(__file__).parents[2]
 TOKEN = "environment-test-token-0123456789"
@@ -248,7 +248,7 @@ async def test_health_answers_while_a_game_blocks() -> None:
 
 
 async def test_another_service_is_taken_when_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.sandbox.client._FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("pipelinerl.sandbox.services._FIRST_DELAY_S", 0.0)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
@@ -262,8 +262,8 @@ async def test_another_service_is_taken_when_one_is_gone(monkeypatch: pytest.Mon
 
 
 async def test_l1_a_service_that_is_started_again_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.sandbox.client._ATTEMPTS", 1)
-    monkeypatch.setattr("pipelinerl.sandbox.client._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("pipelinerl.sandbox.services._ATTEMPTS", 1)
+    monkeypatch.setattr("pipelinerl.sandbox.services._FIRST_DELAY_S", 0.01)
     tried = asyncio.Event()
 
     class Watched(Services):
@@ -273,7 +273,7 @@ async def test_l1_a_service_that_is_started_again_is_waited_for(monkeypatch: pyt
             finally:
                 tried.set()
 
-    monkeypatch.setattr("pipelinerl.sandbox.client.Services", Watched)
+    monkeypatch.setattr("pipelinerl.sandbox.services.Services", Watched)
     with socket.socket() as nobody:
         nobody.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         nobody.bind(("127.0.0.1", 0))
@@ -288,7 +288,7 @@ async def test_l1_a_service_that_is_started_again_is_waited_for(monkeypatch: pyt
 
 
 async def test_a_full_service_and_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.sandbox.client._FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("pipelinerl.sandbox.services._FIRST_DELAY_S", 0.0)
     async with service(max_games=1) as url:
         async with open_environments([url], TOKEN) as environments:
             game = await environments.open_game(ECHO, {"moves": 3})

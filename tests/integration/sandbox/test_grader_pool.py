@@ -15,8 +15,8 @@ from fakes.loop_lag import measured_lag
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
-from pipelinerl.sandbox.messages import Failed, GradeAnswer, GradeRequest, as_grade, error_of
 from pipelinerl.sandbox.pool import GraderPool
+from pipelinerl.sandbox.protocol import Failed, GradeAnswer, GradeRequest, as_grade, error_of
 
 TESTS = Path(__file__).parents[2]
 MEMORY = 1 << 30

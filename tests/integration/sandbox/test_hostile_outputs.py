@@ -10,8 +10,8 @@ import pytest
 from fakes.loop_lag import measured_lag
 
 from pipelinerl.domains import coding, countdown, counting, fn_calling, ifeval, logic, math
-from pipelinerl.sandbox.messages import Failed, Grade, GradeRequest, grader_path
 from pipelinerl.sandbox.pool import LOAD_TIMEOUT_S, GraderPool
+from pipelinerl.sandbox.protocol import Failed, Grade, GradeRequest, grader_path
 
 TIMEOUT_S = 2.0
 # Where the time that a grading takes is not looked at.

@@ -12,7 +12,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from pipelinerl.domains.logic import is_harmless, load_problems, verify_logic
-from pipelinerl.sandbox.messages import Grade
+from pipelinerl.sandbox.protocol import Grade
 
 # They take seconds to make their examples.
 LONG = ("knight_swap", "quantum_lock", "zebra_puzzles")

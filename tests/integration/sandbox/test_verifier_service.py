@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 import uvicorn
 
-import pipelinerl.sandbox.client as client_module
+import pipelinerl.sandbox.services as client_module
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.inference.auth import TokenMiddleware
-from pipelinerl.sandbox.client import RemoteVerifier, Services, local_pool
-from pipelinerl.sandbox.messages import Failed, GradeRequest
+from pipelinerl.sandbox.protocol import Failed, GradeRequest
 from pipelinerl.sandbox.service import verifier_app
+from pipelinerl.sandbox.services import RemoteVerifier, Services, local_pool
 
 TESTS = Path(__file__).parents[2]
 TOKEN = "verifier-test-token-0123456789"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.recorded_run import RecordedRun
 
-from pipelinerl.analysis.sample_view import Painter, RolloutView, Turn, json_lines, render, turns_of, view_of
+from pipelinerl.analysis.sample_view import Painter, RolloutView, SampleTurn, json_lines, render, turns_of, view_of
 from pipelinerl.analysis.select import StoredGroup, StoredRollout, rollout_of
 from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened, token_text
 from pipelinerl.records import VersionSpan
@@ -75,9 +75,9 @@ def test_turns_have_no_gaps_and_a_masked_answer_is_no_prompt(run: RecordedRun) -
     prompt, masked, trained = (len(run.ids(text)) for text, _ in parts)
     sample = run.sample("0-0/r0/s0", parts, [7], output_tokens=masked + trained)
     assert turns_of(sample) == [
-        Turn("prompt", 0, prompt),
-        Turn("context", prompt, prompt + masked),
-        Turn("generated", prompt + masked, prompt + masked + trained, (7, 7)),
+        SampleTurn("prompt", 0, prompt),
+        SampleTurn("context", prompt, prompt + masked),
+        SampleTurn("generated", prompt + masked, prompt + masked + trained, (7, 7)),
     ]
 
 

@@ -10,7 +10,7 @@ from pipelinerl.config.compose import compose
 from pipelinerl.config.sections import RewardsConfig
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward, find_component
 from pipelinerl.errors import ConfigError
-from pipelinerl.sandbox.messages import Grade
+from pipelinerl.sandbox.protocol import Grade
 
 RIGHT, WRONG = Grade(1.0, "correct"), Grade(0.0, "wrong")
 CONF = Path(__file__).parents[3] / "conf" / "rewards"

@@ -20,7 +20,8 @@ import msgspec
 from pipelinerl.config.sections import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.client import open_session
-from pipelinerl.sandbox.messages import (
+from pipelinerl.sandbox.pool import GraderPool
+from pipelinerl.sandbox.protocol import (
     ENVIRONMENT_BUSY,
     GAMES_PATH,
     VERIFY_PATH,
@@ -36,7 +37,6 @@ from pipelinerl.sandbox.messages import (
     clean_text,
     error_of,
 )
-from pipelinerl.sandbox.pool import GraderPool
 
 _ATTEMPTS = 5
 _FIRST_DELAY_S = 0.25
