@@ -22,7 +22,7 @@ _COMMANDS = {
     "audit": ("pipelinerl.analysis.audit", "account for every sample of a run"),
     "samples": ("pipelinerl.analysis.samples", "show what the model said in a run"),
     "replay": ("pipelinerl.analysis.replay", "train a run again from its recorded streams and compare"),
-    "pool": ("pipelinerl.run.servers", "list, add and remove the servers of a running run"),
+    "pool": ("pipelinerl.run.pool_command", "list, add and remove the servers of a running run"),
 }
 
 

@@ -27,13 +27,13 @@ from pipelinerl.run.leader import gathered_nodes
 from pipelinerl.run.nodes import Plan
 from pipelinerl.run.preflight import Start, check_dry_run, check_start
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
-from pipelinerl.run.recorded_streams import bounded_by_record
 from pipelinerl.run.restart import can_resume
 from pipelinerl.run.session import supervise
 from pipelinerl.run.show import plan_of, print_plan
 from pipelinerl.run.start import build_commands, enter
 from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.open_run import bounded_by_record
 from pipelinerl.world import Cluster, build_world_map, nvml_gpu_lister, usable_cores
 from pipelinerl.world.ports import FreePorts, chosen_port_keys, default_lock_dir
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pipelinerl.analysis.ledger import Ledger, build_ledger, read_records
 from pipelinerl.errors import EXIT_RUN_FAILED, StreamError
-from pipelinerl.run.open_run import StartedRun, find_run, open_streams
+from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 
 LOST = ("filtered", "stale", "failed")
 

@@ -34,7 +34,6 @@ from pipelinerl.records import Group, MetricRecord, Sample, TrainerMessage, Trai
 from pipelinerl.records.lineage import Lineage
 from pipelinerl.rl.coefficients import EntropyControl
 from pipelinerl.rl.packing import make_plan
-from pipelinerl.run.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.base import (
     ACTOR,
     ACTOR_TOPIC,
@@ -46,6 +45,7 @@ from pipelinerl.streams.base import (
     Entry,
 )
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.read import read_all
 
 

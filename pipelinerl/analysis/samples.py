@@ -32,8 +32,8 @@ from pipelinerl.analysis.select import (
 )
 from pipelinerl.analysis.token_text import TokenText, one_line, token_text
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
-from pipelinerl.run.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 
 ViewsWith = Callable[[TokenText | None, int], Iterator[RolloutView]]
 _NAMED = 10

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.run.open_run import StartedRun
+from pipelinerl.streams.open_run import StartedRun
 
 # Spaces of other widths and the joiners of many scripts count as unprintable, but drive no terminal.
 _KEPT = frozenset(

@@ -44,7 +44,6 @@ from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
 from pipelinerl.role import RoleContext
-from pipelinerl.run.recorded_streams import recorded_streams
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
     EVALUATION_TOPIC,
@@ -56,6 +55,7 @@ from pipelinerl.streams.base import (
     TRAINING_DATA_TOPIC,
     StreamReader,
 )
+from pipelinerl.streams.open_run import recorded_streams
 from pipelinerl.streams.recorder import MetricRecorder
 from pipelinerl.weights.source import WeightSource
 

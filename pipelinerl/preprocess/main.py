@@ -33,7 +33,6 @@ from pipelinerl.preprocess.scoring import GroupScorer, ReferenceScorer, Rejectio
 from pipelinerl.records import FateRecord, Group, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.role import RoleContext, run_role
-from pipelinerl.run.recorded_streams import recorded_streams
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
     FATES_TOPIC,
@@ -45,6 +44,7 @@ from pipelinerl.streams.base import (
     Entry,
 )
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.open_run import recorded_streams
 from pipelinerl.streams.read import Feed
 
 logger = logging.getLogger(__name__)

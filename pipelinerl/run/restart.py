@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone
+from pipelinerl.run.pool_command import ServerState, write_state
 from pipelinerl.run.processes import Outcome, describe_exit
-from pipelinerl.run.servers import ServerState, write_state
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import StreamReader, StreamWriter
 from pipelinerl.world import SERVER_KINDS, Job
@@ -45,7 +45,7 @@ def can_resume(outcome: Outcome) -> bool:
     return outcome.status == "failed" and outcome.exit_code == EXIT_RUN_FAILED and kind in RESUMED_KINDS
 
 
-class Verdict(NamedTuple):
+class ExitVerdict(NamedTuple):
     """What the end of a job means for the run; `reason` completes the sentence `<job> ...`."""
 
     kind: Literal["continue", "finished", "failed", "user_error"]
@@ -96,20 +96,20 @@ class ExitPolicy:
         is_trained = bool(self._done - ranks) or (bool(ranks) and ranks <= self._done)
         return "evaluating" if is_trained else "training"
 
-    def on_exit(self, job: Job, returncode: int) -> Verdict:
+    def on_exit(self, job: Job, returncode: int) -> ExitVerdict:
         """Judge the end of one job."""
         if job.kind in SERVER_KINDS:
-            return Verdict("failed", f"ended while the run needed it ({describe_exit(returncode)})")
+            return ExitVerdict("failed", f"ended while the run needed it ({describe_exit(returncode)})")
         if returncode == EXIT_USER_ERROR:
-            return Verdict("user_error", "refused its input")
+            return ExitVerdict("user_error", "refused its input")
         if returncode != 0:
             verb = "ended with" if returncode > 0 else "was"
-            return Verdict("failed", f"{verb} {describe_exit(returncode)}")
+            return ExitVerdict("failed", f"{verb} {describe_exit(returncode)}")
         is_other_rank = job.kind == "finetune" and job.idx > 0
         if not is_other_rank and not self._training_is_complete():
-            return Verdict("failed", "ended (exit code 0) before training was complete")
+            return ExitVerdict("failed", "ended (exit code 0) before training was complete")
         self._done.add(job.name)
-        return Verdict("finished" if self.ends_run and not self.unfinished else "continue")
+        return ExitVerdict("finished" if self.ends_run and not self.unfinished else "continue")
 
     def _of_kind(self, kind: str) -> list[str]:
         return [job.name for job in self.jobs if job.kind == kind]

@@ -18,9 +18,9 @@ from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
 from pipelinerl.run.nodes import Peers
+from pipelinerl.run.pool_command import forget_requests
 from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed, become_subreaper
 from pipelinerl.run.restart import POLICY_KIND, ExitPolicy, ServerKeeper
-from pipelinerl.run.servers import forget_requests
 from pipelinerl.run.show import print_result
 from pipelinerl.run.start import server_sockets
 from pipelinerl.run.watch import RunSession, Supervisor

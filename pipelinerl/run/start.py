@@ -91,7 +91,7 @@ def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
         _refuse_unwritable(run_dir.root)
         if not _holds_a_run(run_dir):
             return Decision("new", run_dir, fresh)
-        if is_running(run_dir):
+        if is_locked(run_dir.lock_file):
             raise _in_use(run_dir)
         if config.force_restart:
             return Decision("move_aside", run_dir, fresh)
@@ -126,9 +126,9 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
             if decision.kind == "move_aside":
                 moved_to = _free_name(run_dir.root)
                 run_dir.root.rename(moved_to)
-            _lock_file(run_dir).parent.mkdir(parents=True, exist_ok=True)
+            run_dir.lock_file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                lock = FileLock(_lock_file(run_dir))
+                lock = FileLock(run_dir.lock_file)
             except BlockingIOError as error:
                 raise _in_use(run_dir) from error
             write_identity(run_dir.identity_file, decision.identity)
@@ -138,15 +138,6 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
     finally:
         if lock is not None:
             lock.release()
-
-
-def is_running(run_dir: RunDir) -> bool:
-    """Whether a launcher holds the directory right now."""
-    return is_locked(_lock_file(run_dir))
-
-
-def _lock_file(run_dir: RunDir) -> Path:
-    return run_dir.root / "conf" / "launch.lock"
 
 
 def _holds_a_run(run_dir: RunDir) -> bool:

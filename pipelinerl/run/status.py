@@ -19,10 +19,10 @@ from rich.table import Table
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.records.lineage import Lineage
-from pipelinerl.run.open_run import StartedRun, find_run, open_streams
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
+from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.read import read_all
 
 _SILENT_S = 10.0

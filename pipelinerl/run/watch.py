@@ -19,6 +19,7 @@ from pipelinerl.config.sections import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.nodes import Peers
+from pipelinerl.run.pool_command import PoolReply, PoolRequest, take_requests
 from pipelinerl.run.processes import (
     Child,
     ChildExited,
@@ -35,8 +36,7 @@ from pipelinerl.run.processes import (
     spawn,
     wait_gone,
 )
-from pipelinerl.run.restart import ExitPolicy, ServerKeeper, Verdict
-from pipelinerl.run.servers import PoolReply, PoolRequest, take_requests
+from pipelinerl.run.restart import ExitPolicy, ExitVerdict, ServerKeeper
 from pipelinerl.run.start import Command, child_environment
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.identity import RunIdentity
@@ -265,7 +265,7 @@ class Supervisor:
         if why_not is None:
             logger.warning("%s ended.%s Its log: %s", name, child.last_words(), child.stderr.file)
             return None
-        return self._blame(event, Verdict("failed", why_not))
+        return self._blame(event, ExitVerdict("failed", why_not))
 
     def _tend_servers(self) -> Outcome | None:
         """Requests of the command `pool`, servers that are due or late, evaluation without a server."""
@@ -338,9 +338,9 @@ class Supervisor:
             return Outcome("failed", f"{message}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, name)
         return None
 
-    def _blame(self, first: ChildExited, verdict: Verdict) -> Outcome:
+    def _blame(self, first: ChildExited, verdict: ExitVerdict) -> Outcome:
         """Name the job that failed. One death causes others: those that follow at once are considered, too."""
-        ends: list[tuple[ChildExited, Verdict]] = [(first, verdict)]
+        ends: list[tuple[ChildExited, ExitVerdict]] = [(first, verdict)]
         node = self._collect_ends(ends)
         event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
         child = self._children[event.name]
@@ -355,7 +355,7 @@ class Supervisor:
             reason = f"{node.reason}\nOn this node: {reason}"
         return Outcome("failed", reason, EXIT_RUN_FAILED, event.name)
 
-    def _collect_ends(self, ends: list[tuple[ChildExited, Verdict]]) -> NodeEnded | None:
+    def _collect_ends(self, ends: list[tuple[ChildExited, ExitVerdict]]) -> NodeEnded | None:
         """Add the bad ends of the next moment to `ends`; the failure of another node if that may be the cause."""
         started = time.monotonic()
         is_leader = self._session.world.world_size > 1 and self._session.world.rank == 0
@@ -373,7 +373,7 @@ class Supervisor:
                 if verdict.kind in ("failed", "user_error"):
                     ends.append((event, verdict))
 
-    def _blame_order(self, end: tuple[ChildExited, Verdict]) -> int:
+    def _blame_order(self, end: tuple[ChildExited, ExitVerdict]) -> int:
         """User errors first, then what was killed by a signal, then servers, then the rest."""
         event, verdict = end
         if verdict.kind == "user_error":

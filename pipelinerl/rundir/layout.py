@@ -30,6 +30,11 @@ class RunDir:
         return self.root / "streams"
 
     @property
+    def lock_file(self) -> Path:
+        """Held by the launcher while it is in the directory."""
+        return self.root / "conf" / "launch.lock"
+
+    @property
     def launch_log(self) -> Path:
         return self.root / "launch.log"
 

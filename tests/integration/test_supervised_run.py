@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipelinerl.run.servers import PoolRequest, ask
+from pipelinerl.run.pool_command import PoolRequest, ask
 from pipelinerl.rundir.layout import RunDir
 
 # Nothing here takes long; this only bounds a test that fails.

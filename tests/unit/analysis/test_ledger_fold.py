@@ -21,10 +21,10 @@ from pipelinerl.records import (
     TrainerStarted,
     VersionSpan,
 )
-from pipelinerl.run.open_run import StartedRun
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.open_run import StartedRun
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 from pipelinerl.world import WorldMap
 

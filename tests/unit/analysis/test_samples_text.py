@@ -14,7 +14,7 @@ from pipelinerl.analysis.sample_view import Painter, RolloutView, SampleTurn, js
 from pipelinerl.analysis.select import StoredGroup, StoredRollout, rollout_of
 from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened, token_text
 from pipelinerl.records import VersionSpan
-from pipelinerl.run.open_run import find_run
+from pipelinerl.streams.open_run import find_run
 
 TOOL_CHAT = [
     ("<|user|>what is 6*7?<|end|><|assistant|>", False),

@@ -11,9 +11,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import STAGE_KINDS, stage_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingBatch
-from pipelinerl.run.recorded_streams import bounded_by_record, count_batches, recorded_streams
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.open_run import bounded_by_record, count_batches, recorded_streams
 from pipelinerl.world import Cluster, build_world_map
 
 

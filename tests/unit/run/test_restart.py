@@ -10,9 +10,9 @@ import pytest
 
 from pipelinerl.config.sections import StreamsConfig, SuperviseConfig
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady, TrainerMessage, TrainingDone
+from pipelinerl.run.pool_command import read_state
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.restart import ANSWER_S, END_S, ExitPolicy, RestartBudget, ServerKeeper, can_resume
-from pipelinerl.run.servers import read_state
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub

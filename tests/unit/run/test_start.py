@@ -19,12 +19,12 @@ from pipelinerl.config.sections import StreamsConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.run import start as start_module
-from pipelinerl.run.open_run import find_run
 from pipelinerl.run.start import SOCKET_FOLDER_KEY, build_command, child_environment, enter, inspect, server_sockets
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.open_run import find_run
 from pipelinerl.world import Job, WorldMap
 
 

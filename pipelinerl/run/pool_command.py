@@ -17,9 +17,9 @@ from typing import Literal
 import msgspec
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.run.open_run import find_run
 from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.open_run import find_run
 from pipelinerl.streams.waiting import DirectoryWatch
 
 _STATE_NAME = "servers.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.run.servers import (
+from pipelinerl.run.pool_command import (
     PoolReply,
     PoolRequest,
     ServerState,
