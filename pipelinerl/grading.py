@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.config.task import VerifierConfig
 from pipelinerl.sandbox.protocol import (
     Failed,
     Grade,

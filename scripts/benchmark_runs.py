@@ -74,7 +74,7 @@ def schedules(args: argparse.Namespace) -> dict[str, list[str]]:
 def splits(args: argparse.Namespace) -> dict[str, list[str]]:
     """Ways to share the GPUs of one host. Servers and ranks may share a GPU; `colocated` ones alternate."""
     stage2, stage3 = _deepspeed(2, args.device), _deepspeed(3, args.device)
-    plain, fsdp = ["use_deepspeed=false"], ["use_deepspeed=false", "use_fsdp=true"]
+    plain, fsdp = ["backend=plain"], ["backend=fsdp"]
     lag = f"max_lag={args.max_lag}"
     tp2 = "vllm_config.vllm_kwargs.tensor-parallel-size=2"
     colocated = ["world.placement=colocated", "schedule=conventional", "steps_per_generation=1", "max_lag=null"]
@@ -118,7 +118,7 @@ SETS = {"schedules": schedules, "splits": splits, "own": own}
 
 def _deepspeed(stage: int, device: str) -> list[str]:
     precision = "fp32" if device == "cpu" else "bf16"
-    return ["use_deepspeed=true", f"deepspeed_config=deepspeed_stage{stage}_{precision}"]
+    return ["backend=deepspeed", f"backend.config=deepspeed_stage{stage}_{precision}"]
 
 
 def shared_words(args: argparse.Namespace, seed: int) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import redis
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import Group, Sample, VersionSpan
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
@@ -167,7 +167,7 @@ def measure_latency(hub: StreamHub, args: argparse.Namespace, root: Path, enviro
 def write_slowly(root: Path, tokens: int, count: int) -> None:
     """The other process of `measure_latency`."""
     backend = "redis" if os.environ.get(REDIS_URL_KEY) else "files"
-    hub = StreamHub(StreamsConfig(backend=backend), RunDir(root), "benchmark")
+    hub = StreamHub((RedisStreams if backend == "redis" else FileStreams)(), RunDir(root), "benchmark")
     writer = hub.writer(TOPIC, INSTANCE, Group)
     group = make_group(tokens, 0)
     for _ in range(count):
@@ -180,7 +180,7 @@ def write_slowly(root: Path, tokens: int, count: int) -> None:
 @contextlib.contextmanager
 def open_backend(backend: str, root: Path) -> Iterator[tuple[StreamHub, dict[str, str], int | None]]:
     """(hub, environment for other processes, pid of the server) of one backend."""
-    config = StreamsConfig(backend=backend)
+    config = (RedisStreams if backend == "redis" else FileStreams)()
     with contextlib.ExitStack() as stack:
         environ, pid = {}, None
         if backend == "redis":

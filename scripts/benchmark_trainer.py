@@ -77,12 +77,12 @@ def our_step(
     pack_tokens: int,
     device: torch.device,
     args: Any,
-    use_flash_attention: bool = True,
+    attention: str = "auto",
 ) -> Trained:
     """One optimizer step of the plain backend on all samples."""
     finetune = {
         "seq_length": pack_tokens,
-        "use_flash_attention": use_flash_attention,
+        "attn_implementation": attention,
         "gradient_checkpointing": args.checkpointing,
         "logprob_chunk_tokens": args.chunk_tokens,
         "learning_rate": 1e-6,
@@ -101,7 +101,7 @@ def our_step(
 
 def segments_step(model: str, samples: list[Sample], pack_tokens: int, device: torch.device, args: Any) -> Trained:
     """Ours without flash attention: samples are copied into blocks of similar length for PyTorch's causal kernel."""
-    return our_step(model, samples, pack_tokens, device, args, use_flash_attention=False)
+    return our_step(model, samples, pack_tokens, device, args, attention="segments")
 
 
 def plain_step(model: str, samples: list[Sample], pack_tokens: int, device: torch.device, args: Any) -> Trained:

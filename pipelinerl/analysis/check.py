@@ -21,7 +21,7 @@ from aiohttp import web
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.load import to_dictconfig
-from pipelinerl.config.rules_run import missing_task
+from pipelinerl.config.validate import missing_task
 from pipelinerl.domains.check import check_answers, checked_problems, domain_function
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.domains.registry import load_rollout_function

@@ -185,11 +185,10 @@ class TrainingReplay:
 
 
 def _refuse_what_differs(config: RunConfig, num_ranks: int) -> None:
-    for key, is_set in (("use_deepspeed", config.use_deepspeed), ("use_fsdp", config.use_fsdp)):
-        if is_set:
-            raise ConfigError(
-                key, True, "false: a replay trains with the plain backend", "This run cannot be replayed."
-            )
+    if config.backend.type != "plain":
+        raise ConfigError(
+            "backend.type", config.backend.type, "plain, with which a replay trains", "This run cannot be replayed."
+        )
     if num_ranks != 1:
         raise ConfigError(
             "world.num_finetune_ranks",

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from pipelinerl.config.base import Section
+from pipelinerl.config.task import AgentConfig
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,22 +22,6 @@ PROMPT_LOADER = "pipelinerl.domains.prompt_data.load_prompts"
 #: Keys of data sets, several of them with commas between.
 DATA_KEYS = ("agent.prompt_data", "agent.prompt_data_probs", "agent.eval_data")
 _LOADER_KEYS = ("input_key", "label_key", "apply_chat_template", "prompt_max_len", "max_samples")
-
-
-class AgentConfig(Section):
-    """Prompts and episodes of the agent function. It takes effect with `actor.agent_func_path`."""
-
-    prompt_data: str | list[str] | None = None
-    prompt_data_probs: str | float | list[float] | None = None
-    eval_data: str | list[str] | None = None
-    input_key: str = "input"
-    label_key: str | None = None
-    apply_chat_template: bool = False
-    prompt_max_len: int = Field(default=1024, ge=1, description="tokens; longer prompts are left out")
-    max_samples: int | None = Field(default=None, ge=1)
-    max_steps: int = Field(default=64, ge=1, description="calls of the agent function in one rollout")
-    reward: Literal["sum", "last"] = "sum"
-    action_special_tokens: bool = False
 
 
 def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipelinerl.config.messages import did_you_mean
+from pipelinerl.config.paths import did_you_mean
 from pipelinerl.errors import ConfigError
 
 #: The experiment that starts when no configuration is named.
@@ -25,6 +25,7 @@ class Arguments:
     is_named: bool = False
     config_dir: Path | None = None
     help: bool = False
+    help_section: str = ""
     show_config: bool = False
     overrides: list[str] = field(default_factory=list)
 
@@ -44,6 +45,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             arguments.overrides.append(word)
         elif flag in ("--help", "-h"):
             arguments.help = True
+            if value or (rest and "=" not in rest[0] and not rest[0].startswith("-")):
+                arguments.help_section = value or rest.popleft()
         elif flag in ("--cfg", "-c"):
             arguments.show_config = True
             if rest and rest[0] in ("job", "all", "hydra"):

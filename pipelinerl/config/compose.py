@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from pipelinerl.config.agent import settle_agent
 from pipelinerl.config.arguments import DEFAULT_CONFIG, Arguments, parse_arguments
-from pipelinerl.config.deepspeed_file import read_deepspeed_file
-from pipelinerl.config.help_text import help_text
-from pipelinerl.config.keys import known_keys
-from pipelinerl.config.messages import faults_of, raise_faults
-from pipelinerl.config.paths import conf_dir, group_file
-from pipelinerl.config.rules import advice, validate
+from pipelinerl.config.deepspeed_file import find_deepspeed_file, read_deepspeed_file
+from pipelinerl.config.faults import faults_of, raise_faults
+from pipelinerl.config.paths import conf_dir
+from pipelinerl.config.reference import help_text
+from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
+from pipelinerl.config.validate import advice, validate
 from pipelinerl.errors import ConfigError
 
 
@@ -53,31 +55,24 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     arguments = parse_arguments(argv)
     search_dirs = [arguments.config_dir] if arguments.config_dir else []
     if arguments.help:
-        return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()]), search_dirs=search_dirs)
+        text = help_text([*search_dirs, conf_dir()], arguments.help_section)
+        return ComposedConfig(help_text=text, search_dirs=search_dirs)
     from pipelinerl.config.hydra_compose import compose_plain  # late: the help needs no Hydra
 
     composed = compose_plain(arguments)
-    if arguments.show_config:
-        return ComposedConfig(help_text=composed.to_yaml(), search_dirs=search_dirs)
     data = composed.data
+    if arguments.show_config:
+        return ComposedConfig(help_text=_shown(data), search_dirs=search_dirs)
     notes = [*composed.notes, *_default_experiment(arguments)]
     _require_output_dir(data, arguments)
     settle_agent(data, search_dirs)
     refuse_secrets(data, os.environ)
-    _find_named_files(data, search_dirs)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        raise_faults(
-            faults_of(
-                error,
-                data,
-                known_keys(),
-                composed.origin_of,
-                composed.source_of,
-            )
-        )
+        raise_faults(faults_of(error, data, composed.origin_of, composed.source_of))
         raise
+    config = _with_deepspeed_file(config, search_dirs)
     validate(config)
     return ComposedConfig(
         config=config,
@@ -86,6 +81,13 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
         overrides=arguments.overrides,
         notes=notes + advice(config),
     )
+
+
+def _shown(data: dict[str, Any]) -> str:
+    """The configuration as YAML with every key, or as far as it was composed if it is not valid."""
+    with suppress(ValidationError):
+        data = RunConfig.model_validate({"output_dir": "???", **data}).model_dump()
+    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
 
 def _default_experiment(arguments: Arguments) -> list[str]:
@@ -106,11 +108,12 @@ def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
         )
 
 
-def _find_named_files(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
-    """Check the files named for the trainer's backend; one of the user becomes a path, in place."""
-    name = data.get("deepspeed_config")
-    if data.get("use_deepspeed") and isinstance(name, str):
-        found = group_file("deepspeed_config", "deepspeed", name, ".json", search_dirs)
-        read_deepspeed_file(found, name)
-        if not found.is_relative_to(conf_dir()):
-            data["deepspeed_config"] = str(found)
+def _with_deepspeed_file(config: RunConfig, search_dirs: Sequence[Path]) -> RunConfig:
+    """Check the file that the backend names; one of the user becomes a path."""
+    if not isinstance(config.backend, DeepSpeedSettings):
+        return config
+    read_deepspeed_file(config.backend.config, search_dirs)
+    found = find_deepspeed_file(config.backend.config, search_dirs)
+    if found.is_relative_to(conf_dir()):
+        return config
+    return config.model_copy(update={"backend": config.backend.model_copy(update={"config": str(found)})})

@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.agent import DATA_KEYS
 from pipelinerl.config.arguments import Arguments
-from pipelinerl.config.keys import is_known, known_keys
-from pipelinerl.config.messages import COMMAND_LINE, did_you_mean, unknown_key
-from pipelinerl.config.paths import conf_dir, config_names
+from pipelinerl.config.faults import COMMAND_LINE, unknown_key
+from pipelinerl.config.keys import is_known, schema_defaults
+from pipelinerl.config.paths import conf_dir, config_names, did_you_mean
 from pipelinerl.errors import ConfigError
 
 _WHOLE_INTERPOLATION = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
@@ -58,10 +58,6 @@ class PlainConfig:
             key = ".".join([*sections, name])
         return key
 
-    def to_yaml(self) -> str:
-        """Return the data as YAML text; what was not given reads `???`."""
-        return str(yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True))
-
 
 def compose_plain(arguments: Arguments) -> PlainConfig:
     """Compose the files and overrides that `arguments` name.
@@ -80,7 +76,10 @@ def compose_plain(arguments: Arguments) -> PlainConfig:
     prepared.append(f"hydra.searchpath=[{','.join(others)}]")
     try:
         with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pipelinerl"):
-            config = compose(config_name=arguments.config_name, overrides=prepared)
+            composed = compose(config_name=arguments.config_name, overrides=prepared)
+        # Defaults of the schema below the files, so that an interpolation may name any key.
+        config = OmegaConf.merge(OmegaConf.create(schema_defaults()), composed)
+        assert isinstance(config, DictConfig)
         return PlainConfig(
             data=_plain(config),
             interpolated=_interpolated(config),
@@ -138,7 +137,7 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
     if any((folder / group).is_dir() for folder in search_dirs):
         return _group_override(key, override)
     if not is_known(key):
-        raise unknown_key(key, override.value(), known_keys(), COMMAND_LINE)
+        raise unknown_key(key, override.value(), COMMAND_LINE)
     return "++" + text.lstrip("+")
 
 
@@ -146,7 +145,7 @@ def _group_override(group: str, override: Override) -> str:
     """Check the choice of a file of a group; `deepspeed` is a folder of files, not a group."""
     value = override.value()
     if group == "deepspeed":
-        raise ConfigError(group, value, "no such key", f"Write {group}_config={value}.")
+        raise ConfigError(group, value, "no such key", f"Write backend=deepspeed backend.config={value}.")
     if not isinstance(value, str):
         raise ConfigError(group, value, "the name of a file in that group", f"Set single keys as {group}.KEY=VALUE.")
     return str(override.input_line)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from pydantic import ValidationError
 
+from pipelinerl.config.faults import faults_of, raise_faults
 from pipelinerl.config.keys import known_keys
-from pipelinerl.config.messages import faults_of, raise_faults
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
 from pipelinerl.errors import ConfigError
@@ -87,15 +87,25 @@ def to_run_config(data: Any, origin: str = "in code") -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise_faults(faults_of(error, data, known_keys(), lambda _: origin))
+        raise_faults(faults_of(error, data, lambda _: origin))
         raise
 
 
 def to_dictconfig(config: RunConfig) -> DictConfig:
-    """Return the `cfg` of user code: a resolved OmegaConf `DictConfig` with all keys."""
+    """Return the `cfg` of user code: a resolved OmegaConf `DictConfig` with all keys.
+
+    Keys of types that were not chosen are null.
+    """
     from omegaconf import OmegaConf
 
-    created: DictConfig = OmegaConf.create(_escape(config.model_dump()))
+    data = config.model_dump()
+    for key in known_keys():
+        section = data
+        *heads, leaf = key.name.split(".")
+        for head in heads:
+            section = section[head]
+        section.setdefault(leaf, None)
+    created: DictConfig = OmegaConf.create(_escape(data))
     return created
 
 

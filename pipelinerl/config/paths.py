@@ -1,14 +1,11 @@
-"""Where the shipped configuration files are: inside the installed package, or next to it in a checkout.
-
-Called by the composition and by whatever needs a DeepSpeed or accelerate file that the configuration names.
-"""
+"""Where the shipped configuration files are: inside the installed package, or next to it in a checkout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
-from pipelinerl.config.messages import did_you_mean
 from pipelinerl.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -34,26 +31,7 @@ def config_names(folder: Path, suffix: str = ".yaml") -> list[str]:
     return sorted(path.stem for path in folder.glob(f"*{suffix}"))
 
 
-def group_file(key: str, group: str, name: str, suffix: str, search_dirs: Sequence[Path] = ()) -> Path:
-    """Return the file that `key` names: a path, or the name of a file in `group` (user folders first, then ours).
-
-    Args:
-        key: dotted key, for the message, for instance `deepspeed_config`.
-        group: folder of the group, for instance `deepspeed`.
-        name: what the configuration says.
-        suffix: `.json` or `.yaml`.
-        search_dirs: folders of the user, each of which may hold the group.
-
-    Raises:
-        ConfigError: there is no such file; the message lists the names that exist.
-    """
-    as_path = Path(name).expanduser()
-    if as_path.suffix == suffix and as_path.is_file():
-        return as_path.resolve()
-    folders = [folder / group for folder in (*search_dirs, conf_dir())]
-    for folder in folders:
-        found = folder / (name if name.endswith(suffix) else name + suffix)
-        if found.is_file():
-            return found.resolve()
-    names = sorted({known for folder in folders for known in config_names(folder, suffix)})
-    raise ConfigError(key, name, f"the path of a {suffix} file or one of {', '.join(names)}", did_you_mean(name, names))
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `Did you mean X?`, or a general hint when nothing is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"Did you mean {near[0]!r}?" if near else "Use one of these names."

@@ -1,80 +1,159 @@
-"""`RunConfig`: the whole configuration of a run as one frozen, validated object. Composes sections, no policy."""
+"""`RunConfig`: the whole configuration of a run as one frozen, validated object."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from pipelinerl.config.agent import AgentConfig
-from pipelinerl.config.base import LARGEST_SEED, Section
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.config.sections import (
-    ActorConfig,
+from pipelinerl.config.resources import (
+    Backend,
     DebugConfig,
-    EvaluationConfig,
-    FSDPConfig,
-    LLMConfig,
-    PreprocessConfig,
-    RewardsConfig,
+    FileStreams,
+    PlainSettings,
     StreamsConfig,
     SuperviseConfig,
     TensorBoardConfig,
-    VerifierConfig,
     VLLMConfig,
     WandbConfig,
     WorldConfig,
 )
+from pipelinerl.config.section import LARGEST_SEED, Choice, FlatSection, Section
+from pipelinerl.config.task import (
+    ActorConfig,
+    AgentConfig,
+    EvaluationConfig,
+    LLMConfig,
+    PreprocessConfig,
+    RewardsConfig,
+    VerifierConfig,
+)
 
 
-class RunConfig(Section):
-    """Root of the configuration. `output_dir` is the run directory, `model_path` a Hugging Face folder or name."""
+class PipelineSchedule(Section):
+    """Sampling and training overlap; weights reach sequences in flight."""
 
-    output_dir: str
-    model_path: str = "Qwen/Qwen2.5-7B"
-    seed: int = Field(default=42, ge=0, le=LARGEST_SEED)
-    attempts: int = Field(default=8, ge=1)
-    max_lag: int | None = Field(default=None, ge=0)
-    pop_old_data: bool = True
-    force_restart: bool = False
-    eval_every_n_versions: int = Field(default=50, ge=0, description="optimizer steps; 0: before and after training")
-    train_subset: dict[str, int] | None = None
-    schedule: Literal["pipeline", "concurrent", "conventional"] = "pipeline"
-    steps_per_generation: int = Field(default=1, ge=1)
-    fp32_lm_head: bool = True
-    dataset_loader: str | None = None
-    dataset_loader_params: dict[str, Any] = {}
-    train_dataset_names: list[Any] = []
-    test_dataset_names: list[Any] = []
-    environment: dict[str, Any] | None = None
-    custom: dict[str, Any] = {}
+    schedule: Literal["pipeline"] = Field(
+        default="pipeline",
+        description="pipeline: weights reach sequences in flight; concurrent: running rollouts end before an update; "
+        "conventional: alternate between generating and training",
+    )
+    max_lag: int | None = Field(
+        default=None,
+        ge=0,
+        description="samples in flight beyond the batch being collected; 0: on-policy, null: unbounded",
+    )
+    pop_old_data: bool = Field(
+        default=True, description="with max_lag=null, new groups replace the oldest ready ones when training is slow"
+    )
+
+
+class ConcurrentSchedule(PipelineSchedule):
+    """Sampling and training overlap; running rollouts end before an update."""
+
+    schedule: Literal["concurrent"] = "concurrent"  # type: ignore[assignment]
+
+
+class ConventionalSchedule(Section):
+    """Generate a round, train on it, generate the next one."""
+
+    schedule: Literal["conventional"] = "conventional"
+    steps_per_generation: int = Field(
+        default=1, ge=1, description="optimizer steps per generated round; the lag is 0 to one version less"
+    )
+
+
+#: Evaluation samples like training unless it is told otherwise.
+LIKE_TRAINING = ("max_tokens", "temperature", "stop")
+
+
+class RunConfig(FlatSection):
+    """Root of the configuration."""
+
+    output_dir: str = Field(description="folder that the run writes to")
+    model_path: str = Field(default="Qwen/Qwen2.5-7B", description="Hugging Face name or folder of the model")
+    seed: int = Field(
+        default=42, ge=0, le=LARGEST_SEED, description="order of problems, request seeds, random state of the trainer"
+    )
+    attempts: int = Field(default=8, ge=1, description="rollouts per problem")
+    pacing: Annotated[PipelineSchedule | ConcurrentSchedule | ConventionalSchedule, Choice("schedule", flat=True)] = (
+        PipelineSchedule()
+    )
+    force_restart: bool = Field(default=False, description="start again in an output_dir that holds a run")
+    eval_every_n_versions: int = Field(
+        default=50, ge=0, description="optimizer steps between evaluations; 0: only before and after training"
+    )
+    train_subset: dict[str, int] | None = Field(
+        default=None, description="{begin: B, end: E}: train on these problems only"
+    )
+    fp32_lm_head: bool = Field(default=True, description="output head in fp32, in servers and trainer")
+    dataset_loader: str | None = Field(default=None, description="dotted path of load_problems")
+    dataset_loader_params: dict[str, Any] = Field(default={}, description="further arguments of load_problems")
+    train_dataset_names: list[Any] = Field(default=[], description="passed to load_problems for training")
+    test_dataset_names: list[Any] = Field(default=[], description="passed to load_problems for evaluation")
+    environment: dict[str, Any] | None = Field(
+        default=None, description="{_target_, arguments}: what environment servers serve (world.env_replicas)"
+    )
+    custom: dict[str, Any] = Field(default={}, description="settings of your own task, unchecked; cfg.custom there")
     actor: ActorConfig = ActorConfig()
     agent: AgentConfig = AgentConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
     finetune: FinetuneConfig = FinetuneConfig()
+    backend: Backend = PlainSettings()
     llm: LLMConfig = LLMConfig()
     test_llm: EvaluationConfig = EvaluationConfig()
     vllm_config: VLLMConfig = VLLMConfig()
     world: WorldConfig = WorldConfig()
-    streams: StreamsConfig = StreamsConfig()
+    streams: Annotated[StreamsConfig, Choice("backend")] = FileStreams()
     rewards: RewardsConfig = RewardsConfig()
     verifier: VerifierConfig = VerifierConfig()
-    sandbox_endpoint: str | None = None
+    sandbox_endpoint: str | None = Field(
+        default=None, description="SandboxFusion server for coding; null: SANDBOX_ENDPOINT, else a local sandbox"
+    )
     supervise: SuperviseConfig = SuperviseConfig()
-    use_deepspeed: bool = False
-    deepspeed_config: str = "deepspeed_stage3_bf16"
-    use_fsdp: bool = False
-    fsdp: FSDPConfig = FSDPConfig()
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     debug: DebugConfig = DebugConfig()
-    dry_run: bool = False
+    dry_run: bool = Field(default=False, description="print the plan and start nothing")
 
     @field_validator("dataset_loader_params", mode="before")
     @classmethod
     def _null_clears(cls, value: Any) -> Any:
         """`null` clears what an included file set: YAML has no other way to empty a mapping."""
         return {} if value is None else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluate_like_training(cls, data: Any) -> Any:
+        """Fill in what `test_llm.parameters` does not say from `llm.parameters`."""
+        if not isinstance(data, Mapping):
+            return data
+        training, evaluation = _parameters(data.get("llm")), _parameters(data.get("test_llm"))
+        if training is None or evaluation is None:
+            return data
+        followed = {key: training[key] for key in LIKE_TRAINING if key in training}
+        return {**data, "test_llm": {"parameters": {**followed, **evaluation}}} if followed else data
+
+    @property
+    def schedule(self) -> str:
+        return self.pacing.schedule
+
+    @property
+    def max_lag(self) -> int | None:
+        """None: unbounded, or the rounds of `schedule=conventional` bound the lag."""
+        return None if isinstance(self.pacing, ConventionalSchedule) else self.pacing.max_lag
+
+    @property
+    def pop_old_data(self) -> bool:
+        """Whether the oldest ready batches are dropped when training is slow."""
+        return not isinstance(self.pacing, ConventionalSchedule) and self.pacing.pop_old_data
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Optimizer steps per round; 1 where there are no rounds."""
+        return self.pacing.steps_per_generation if isinstance(self.pacing, ConventionalSchedule) else 1
 
     @property
     def has_reference_pool(self) -> bool:
@@ -83,7 +162,7 @@ class RunConfig(Section):
         return self.world.preprocessor_fraction > 0 if servers is None else servers > 0
 
     def uses_local_reference(self, has_servers: bool) -> bool:
-        """Whether KL, in the loss or in the reward, compares with a frozen model beside the trainer.
+        """Whether KL, in the loss or in the reward, compares with a frozen model next to the trainer.
 
         Args:
             has_servers: the world has servers of the reference model.
@@ -96,3 +175,11 @@ class RunConfig(Section):
     def sampling_temperature(self) -> float:
         """Temperature at which trainer and servers compute log-probs in training."""
         return self.llm.parameters.temperature
+
+
+def _parameters(section: Any) -> Mapping[str, Any] | None:
+    """`parameters` of a section in plain data; None: it is no plain data."""
+    if section is None:
+        return {}
+    parameters = section.get("parameters", {}) if isinstance(section, Mapping) else None
+    return parameters if isinstance(parameters, Mapping) else None

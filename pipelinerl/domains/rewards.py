@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl.config.sections import RewardsConfig
+from pipelinerl.config.task import RewardsConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.sandbox.protocol import Grade
 

@@ -12,7 +12,7 @@ import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
-from pipelinerl.config.sections import RewardsConfig
+from pipelinerl.config.task import RewardsConfig
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
 from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM

@@ -225,13 +225,13 @@ def register_own_attention() -> None:
 
 
 def candidate_implementations(
-    wanted: str, device: torch.device, use_flash_attention: bool, dtype: torch.dtype = torch.float32
+    wanted: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[str]:
     """Attention implementations to try for products in `dtype`, best first; a wanted one is the only candidate."""
     if wanted != "auto":
-        return [wanted]
-    flash = use_flash_attention and device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    varlen = use_flash_attention and can_use_varlen(dtype, device)
+        return [SEGMENTED_ATTENTION if wanted == "segments" else wanted]
+    flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    varlen = can_use_varlen(dtype, device)
     return [
         *(["flash_attention_2"] if flash else []),
         *([VARLEN_ATTENTION] if varlen else []),

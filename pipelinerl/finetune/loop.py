@@ -23,7 +23,7 @@ import torch
 from msgspec.structs import replace
 
 from pipelinerl.config.schedule import EvaluationSchedule, update_interval
-from pipelinerl.config.sections import LLMParameters
+from pipelinerl.config.task import LLMParameters
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.best_model import best_model_of

@@ -41,7 +41,7 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     multiply fp32 values."""
     wanted = config.finetune.dtype
     if wanted == "auto":
-        wanted = "bf16" if device.type == "cuda" and config.finetune.load_as_bf16 else "fp32"
+        wanted = "bf16" if device.type == "cuda" else "fp32"
     return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[wanted]
 
 
@@ -56,7 +56,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
     dtype = compute_dtype(config, device)
     register_own_attention()
     reasons: list[str] = []
-    candidates = candidate_implementations(settings.attn_implementation, device, settings.use_flash_attention, dtype)
+    candidates = candidate_implementations(settings.attn_implementation, device, dtype)
     for attention in candidates:
         try:
             language_model = load_language_model(path, attention, settings.trust_remote_code)
@@ -69,7 +69,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             chunk_tokens=settings.logprob_chunk_tokens,
             fp32_head=config.fp32_lm_head,
             with_entropy=settings.rl.needs_entropy,
-            with_values=settings.model_class.endswith("with-value-head"),
+            with_values=settings.rl.uses_values,
             compute_dtype=dtype,
             tf32=settings.dtype == "tf32",
             served_dtype=wire_dtype(config, dtype, device, path),
@@ -87,7 +87,7 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             continue
         if settings.lora.enabled:
             # FSDP gathers the parameters of a layer as one, so they have one dtype; it casts by itself.
-            add_adapters(policy, settings.lora, path, one_dtype=config.use_fsdp)
+            add_adapters(policy, settings.lora, path, one_dtype=config.backend.type == "fsdp")
             if settings.reentrant_checkpointing:
                 # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
                 language_model.enable_input_require_grads()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from pipelinerl.config.algorithm import GaeAdvantage
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.policy import VALUE_HEAD
 
@@ -57,11 +58,12 @@ def schedule_of(config: FinetuneConfig) -> Schedule:
 def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], config: FinetuneConfig) -> list[dict[str, Any]]:
     """Trainable parameters in groups: decayed matrices, undecayed vectors (norms, biases), and the value head with its
     own learning rate. `base_lr` keeps each group's rate before the schedule."""
-    critic_lr = config.critic_learning_rate or config.learning_rate
+    estimator = config.rl.advantage
+    critic_lr = estimator.critic_learning_rate if isinstance(estimator, GaeAdvantage) else None
     groups = {
         "matrices": {"params": [], "base_lr": config.learning_rate, "weight_decay": config.weight_decay},
         "vectors": {"params": [], "base_lr": config.learning_rate, "weight_decay": 0.0},
-        "critic": {"params": [], "base_lr": critic_lr, "weight_decay": 0.0},
+        "critic": {"params": [], "base_lr": critic_lr or config.learning_rate, "weight_decay": 0.0},
     }
     for name, parameter in named:
         if not parameter.requires_grad:

@@ -154,7 +154,8 @@ class SharedDevices(PausedUpdates):
         return True
 
     def _move_optimizer(self, device: torch.device) -> None:
-        if self._is_gpu and self._config.world.offload_optimizer and isinstance(self._backend, PlainBackend):
+        colocated = self._config.world.colocated
+        if self._is_gpu and colocated and colocated.offload_optimizer and isinstance(self._backend, PlainBackend):
             self._backend.move_optimizer(device)
 
 
@@ -211,7 +212,8 @@ def sleep_level_of(config: RunConfig, backend: Backend, num_servers: int) -> int
     """The level at which the servers of this run sleep now."""
     metas = backend.weight_source(backend.policy.served_dtype).metadata()
     weight_bytes = num_servers * sum(meta.num_bytes for meta in metas)
-    return sleep_level(config.world.sleep_level, weight_bytes, psutil.virtual_memory().available)
+    choice = config.world.colocated.sleep_level if config.world.colocated else "auto"
+    return sleep_level(choice, weight_bytes, psutil.virtual_memory().available)
 
 
 def wait_for_servers(context: RoleContext) -> None:

@@ -85,7 +85,7 @@ def load_reference(
     language_model = load_language_model(config.model_path, policy.attention, config.finetune.trust_remote_code)
     language_model.requires_grad_(False)
     keep_products_exact(language_model, policy.compute_dtype)
-    if not config.use_deepspeed:
+    if config.backend.type != "deepspeed":
         # As the policy at the start: on a model that was saved in fp32 rounding changes something.
         rounded = parameters_to_round(
             language_model, policy.compute_dtype, policy.served_dtype, is_merged=sends_merged(policy)

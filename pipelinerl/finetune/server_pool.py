@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from pipelinerl.config.rules_adapter import sends_adapter
 from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerReady
 from pipelinerl.role import RoleContext
@@ -43,7 +42,7 @@ def open_pool(context: RoleContext, stack: ExitStack, wake: Callable[[], None]) 
         timeout_s=config.supervise.weight_sync_timeout_s,
         kv_cache=config.vllm_config.kv_cache,
         master_address=world.master_addr,
-        base_checksum=folder_checksum(local_folder(config.model_path)) if sends_adapter(config) else None,
+        base_checksum=folder_checksum(local_folder(config.model_path)) if config.finetune.lora.sends_adapter else None,
     )
     stack.enter_context(publisher)
     answers = context.streams.writer(POOL_TOPIC, context.job.name, PoolAnswer)

@@ -110,7 +110,7 @@ class StepRunner:
             coefficients = replace(coefficients, entropy=entropy_control.bonus(self._config.rl))
         micro_batches = self.micro_batches(batch)
         metrics: Metrics = {}
-        diagnostics = DiagnosticsSum(self._config.rl.clamp)
+        diagnostics = DiagnosticsSum(self._config.rl.weight_bound)
         for number, micro_batch in enumerate(micro_batches, start=1):
             layout = self._backend.policy.layout_of(micro_batch)
             micro_batch = micro_batch.to(self._ranks.device)

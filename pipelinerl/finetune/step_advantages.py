@@ -20,10 +20,10 @@ from dataclasses import replace
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import Sample
-from pipelinerl.rl.advantages import NORM_EPSILON, are_equal, cuts_negative, is_normalized_over_step
+from pipelinerl.rl.advantages import NORM_EPSILON, are_equal, cuts_negative
 from pipelinerl.rl.microbatch import MicroBatch, to_tokens
 
 
@@ -47,7 +47,7 @@ def finish_advantages(
         if rl.advantage_estimator == "gae":
             return [replace(batch, token_rewards=reward.float()) for batch, reward in zip(own, rewards, strict=True)]
         advantages = [a + _to_go(r, batch) for a, r, batch in zip(advantages, rewards, own, strict=True)]
-    if is_normalized_over_step(rl):
+    if rl.normalizes_over_step:
         advantages = _normalized(advantages, own, ranks)
     if cuts_negative(rl):
         advantages = [values.clamp(min=0.0) for values in advantages]

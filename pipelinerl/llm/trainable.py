@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipelinerl.config.sections import EvaluationParameters, LLMParameters
+from pipelinerl.config.task import EvaluationParameters, LLMParameters
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
 from pipelinerl.llm.client import Verdict, classify, post, reason_of, retry_delay_s

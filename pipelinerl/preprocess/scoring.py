@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pipelinerl.config.finetune import FinetuneConfig, RLConfig
+from pipelinerl.config.algorithm import RLConfig
+from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.records import Fate, Group, Sample
 from pipelinerl.rl.advantages import (
@@ -155,7 +156,7 @@ def reject_untrainable(
         rewards: of all rollouts of the group, as the task gave them.
     """
     rl = config.rl
-    without_signal = rl.filter_zero_advantage_groups and not any(has_signal(s.advantage or 0.0, rl) for s in samples)
+    without_signal = rl.filters_equal_groups and not any(has_signal(s.advantage or 0.0, rl) for s in samples)
     out_of_range = bool(rewards) and not _is_in_range(math.fsum(rewards) / len(rewards), rl)
 
     def reason(sample: Sample) -> str | None:

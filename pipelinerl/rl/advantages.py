@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import Sample
 from pipelinerl.rl.user_function import ADVANTAGE_API_VERSION, load_function
@@ -87,8 +87,9 @@ def dr_grpo(group: AdvantageInputs) -> Advantages:
 
 
 def grpo(group: AdvantageInputs) -> Advantages:
-    """A_i = (R_i - mean(R)) / (std(R) + 1e-4), std with n - 1 (GRPO, arXiv 2402.03300)."""
-    return _divide_by_std(dr_grpo(group), group.rewards)
+    """A_i = R_i - mean(R), then divided by std(R) + 1e-4 (GRPO, arXiv 2402.03300) by `divide_advantage_by_std`, which
+    is on for this estimator unless the user turns it off."""
+    return dr_grpo(group)
 
 
 def reinforce(group: AdvantageInputs) -> Advantages:
@@ -113,7 +114,6 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "reinforce_baseline": reinforce_baseline,
     "gae": reinforce,
 }
-GROUP_BASELINES = ("rloo", "grpo", "dr_grpo", "reinforce_baseline")
 
 
 def advantage_function(name: str) -> AdvantageFunction:
@@ -143,13 +143,11 @@ def group_advantages(group: AdvantageInputs, rl: RLConfig) -> Advantages:
     """
     if not all(group.rewards):
         raise ValueError("group_advantages: got a rollout without rewards, expected at least one each")
-    if not rl.use_advantages:
-        return [[float(reward) for reward in samples] for samples in group.rewards]
     name = rl.advantage_estimator
     advantages = advantage_function(name)(group)
     if name not in ADVANTAGES:
         _check_result(advantages, group.rewards, name)
-    if rl.divide_advantage_by_std and name in GROUP_BASELINES and name != "grpo":
+    if rl.divides_by_std:
         return _divide_by_std(advantages, group.rewards)
     return advantages
 
@@ -205,13 +203,6 @@ def gae(
     return advantages, [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
 
-def is_normalized_over_step(rl: RLConfig) -> bool:
-    """True if advantages are normalized over the trained tokens of the step."""
-    if rl.advantage_estimator == "gae" or not rl.use_advantages:
-        return False
-    return rl.normalize_reward or rl.advantage_estimator == "reinforce_baseline"
-
-
 def cuts_negative(rl: RLConfig) -> bool:
     """True if negative advantages become 0 in the step. Those of a value head are cut where they are computed."""
     return rl.relu_log_p_weights and rl.advantage_estimator != "gae"
@@ -222,7 +213,7 @@ def has_signal(advantage: float, rl: RLConfig) -> bool:
 
     What KL in the reward or normalization would add later does not count: a group of equal rewards has no signal.
     """
-    if cuts_negative(rl) and not rl.reward_minus_kl_coef and not is_normalized_over_step(rl):
+    if cuts_negative(rl) and not rl.reward_minus_kl_coef and not rl.normalizes_over_step:
         return advantage > 0
     return advantage != 0
 

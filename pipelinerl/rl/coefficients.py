@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 
 ENTROPY = "rl/entropy"
 #: A diagnostic that is missing where no token was trained; sums over none are 0 in what the loss reports.

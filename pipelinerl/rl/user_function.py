@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 
 # Versions of `AdvantageInputs` and `LossInputs`: a change that breaks functions of users needs a new number.

@@ -29,7 +29,6 @@ _RECORDS = "the records of the run are there"
 FIXED = {
     "model_path": "the training state is of that model",
     "seed": "the order of problems follows from it",
-    "finetune.model_class": _PARAMETERS,
     "finetune.lora": _PARAMETERS,
     "streams.backend": _RECORDS,
     "streams.url": _RECORDS,
@@ -37,9 +36,8 @@ FIXED = {
     "dataset_loader_params": _PROBLEMS,
     "train_dataset_names": _PROBLEMS,
     "train_subset": _PROBLEMS,
-    "use_deepspeed": _BACKEND,
-    "deepspeed_config": _BACKEND,
-    "use_fsdp": _BACKEND,
+    "backend.type": _BACKEND,
+    "backend.config": _BACKEND,
     "debug.mode": "the streams are those of its stages",
     "debug.streams_from": "the records are those of that run",
 }
@@ -67,8 +65,8 @@ def find_changes(old: RunConfig, new: RunConfig) -> list[Change]:
     """Every key whose value differs, in the order of the schema."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     fixed = {**FIXED, **_reference_keys(old, new)}
-    if not old.use_deepspeed:
-        del fixed["deepspeed_config"]
+    if old.finetune.rl.uses_values != new.finetune.rl.uses_values:
+        fixed["finetune.rl.advantage_estimator"] = _PARAMETERS
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and not _is(key, NOT_COMPARED)]
     return [Change(key, before.get(key), after.get(key), _why_fixed(key, fixed)) for key in keys]
 

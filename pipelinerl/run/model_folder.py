@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.rules_adapter import sends_adapter
-from pipelinerl.config.rules_sampling import vllm_number, vllm_option
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
@@ -83,9 +81,9 @@ def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
 
     `environ`: vLLM's own switch for longer contexts counts.
     """
-    key, _ = vllm_option(config, "max-model-len")
-    asked, longest = vllm_number(config, "max-model-len"), _context_length(_model_config(config.model_path))
-    is_changed = vllm_option(config, "hf-overrides")[1] is not None or environ.get(_LONGER_IS_ALLOWED) == "1"
+    key, _ = config.vllm_config.option("max-model-len")
+    asked, longest = config.vllm_config.number("max-model-len"), _context_length(_model_config(config.model_path))
+    is_changed = config.vllm_config.option("hf-overrides")[1] is not None or environ.get(_LONGER_IS_ALLOWED) == "1"
     if asked is not None and longest is not None and asked > longest and not is_changed:
         raise ConfigError(
             key,
@@ -98,7 +96,7 @@ def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
 
 def check_parallel_size(config: RunConfig) -> None:
     """Refuse a tensor parallel size that does not divide the model's attention heads."""
-    size = vllm_number(config, "tensor-parallel-size") or 1
+    size = config.vllm_config.number("tensor-parallel-size") or 1
     model = _model_config(config.model_path)
     heads = model.get("num_attention_heads")
     if size == 1 or not isinstance(heads, int):
@@ -118,10 +116,10 @@ def check_parallel_size(config: RunConfig) -> None:
 
 def check_adapter(config: RunConfig, has_gpus: bool) -> None:
     """Refuse models and options with which `finetune.lora.sync=adapter` cannot be served exactly."""
-    if not sends_adapter(config):
+    if not config.finetune.lora.sends_adapter:
         return
     check_adapter_options(check_options(config.vllm_config.vllm_kwargs)[0])
-    key, dtype = vllm_option(config, "dtype")
+    key, dtype = config.vllm_config.option("dtype")
     if has_gpus and str(dtype).lower() in ("float32", "float"):
         expected = "a 16-bit type with finetune.lora.sync=adapter: vLLM's adapter kernels on GPUs support nothing else"
         raise ConfigError(key, dtype, expected, "Use bfloat16, or set finetune.lora.sync=merged.")
@@ -171,7 +169,7 @@ def _context_length(model: dict[str, Any]) -> int | None:
 
 def _weight_readers(config: RunConfig) -> str:
     """Who loads the weights of the model folder, in words; empty: nobody (servers with `load-format: dummy`)."""
-    is_dummy = vllm_option(config, "load-format")[1] == "dummy"
+    is_dummy = config.vllm_config.option("load-format")[1] == "dummy"
     servers = has_stage(config, "actor_llm") or (has_stage(config, "preprocessor_llm") and config.has_reference_pool)
     readers = ["servers"] if servers and not is_dummy else []
     if has_stage(config, "finetune"):

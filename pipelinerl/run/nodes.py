@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.processes import Event, NodeEnded, NodeSaved, Outcome

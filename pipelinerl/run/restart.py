@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone
 from pipelinerl.run.pool_command import ServerState, write_state

@@ -56,9 +56,10 @@ def _schedule_text(config: RunConfig, world: WorldMap) -> str:
     steps = f" ({config.steps_per_generation} steps per generation)" if config.schedule == "conventional" else ""
     transports = ", ".join(dict.fromkeys(world.transport_to(job) for job in world.jobs_of("actor_llm"))) or "none"
     text = f"schedule {config.schedule}{steps}, weights by {transports}"
-    if config.world.placement != "colocated":
+    colocated = config.world.colocated
+    if colocated is None:
         return text
-    turns = "pause" if world.device == "cpu" else f"sleep (level {config.world.sleep_level})"
+    turns = "pause" if world.device == "cpu" else f"sleep (level {colocated.sleep_level})"
     return f"{text}, colocated: servers {turns} while the trainer trains"
 
 

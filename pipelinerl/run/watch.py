@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.nodes import Peers

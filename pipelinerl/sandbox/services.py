@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.config.task import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.client import open_session
 from pipelinerl.sandbox.pool import GraderPool

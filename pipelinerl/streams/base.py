@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import StreamsConfig
 from pipelinerl.rundir.layout import RunDir
 
 T = TypeVar("T")

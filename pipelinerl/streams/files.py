@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rundir.durable import FsyncPolicy, Syncer, sync_path

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from pipelinerl.config.sections import StreamsConfig
-from pipelinerl.errors import StreamError
+from pipelinerl.config.resources import StreamsConfig
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import CONSUMERS, StreamBackend, StreamReader, StreamSpec, StreamWriter
 
@@ -20,7 +20,8 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 OWNER_FILE = "run_id"
-# Modules with a class `Streams`, by the value of `streams.backend`. Imported when needed.
+# Modules with a class `Streams`, by the value of `streams.backend`, which may also be the dotted path of a module.
+# Imported when needed.
 BACKENDS = {
     "files": "pipelinerl.streams.files",
     "redis": "pipelinerl.streams.redis",
@@ -29,7 +30,13 @@ BACKENDS = {
 
 def backend_of(config: StreamsConfig) -> type[StreamBackend]:
     """The class that keeps the streams of a run with this configuration."""
-    return cast("type[StreamBackend]", importlib.import_module(BACKENDS[config.backend]).Streams)
+    module = BACKENDS.get(config.backend, config.backend)
+    try:
+        return cast("type[StreamBackend]", importlib.import_module(module).Streams)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "streams.backend", config.backend, "a module that can be imported, with a class Streams", f"{error}."
+        ) from error
 
 
 class StreamHub:

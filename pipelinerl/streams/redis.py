@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import redis
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rundir.layout import RunDir
@@ -52,7 +52,7 @@ class Streams:
 
     is_on_disk: ClassVar[bool] = False
 
-    def __init__(self, config: StreamsConfig, root: Path, run_id: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, config: RedisStreams, root: Path, run_id: str, environ: Mapping[str, str]) -> None:
         self._config, self._root, self._run_id = config, root, run_id
         self.may_wait = True
         url = redis_url(config, environ)
@@ -102,12 +102,12 @@ class Streams:
         return partition_dir(self._root, spec) / ARCHIVE_FOLDER
 
     @classmethod
-    def check(cls, config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
+    def check(cls, config: RedisStreams, environ: Mapping[str, str], num_nodes: int) -> None:
         check_url(config, environ, num_nodes)
 
     @classmethod
     def serve(
-        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]
+        cls, config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str]
     ) -> AbstractContextManager[Mapping[str, str]]:
         url = redis_url(config, environ)
         check_place(run_dir, url)
@@ -116,7 +116,7 @@ class Streams:
 
     @classmethod
     def reopen(
-        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
+        cls, config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
     ) -> AbstractContextManager[Mapping[str, str]]:
         url = redis_url(config, environ)
         # A server of the run's own that is still up has an address, too.

@@ -27,7 +27,7 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError, UserError, WorkerError
 from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir
@@ -55,7 +55,7 @@ _DATA_BASE = re.compile(r"[?&]db=(\d+)(?:&|$)")
 _SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
 
 
-def redis_url(config: StreamsConfig, environ: Mapping[str, str]) -> str | None:
+def redis_url(config: RedisStreams, environ: Mapping[str, str]) -> str | None:
     """Address of the server: that of the environment, which may hold a password, else `streams.url`."""
     return environ.get(REDIS_URL_KEY) or config.url or None
 
@@ -107,7 +107,7 @@ def check_server(client: redis.Redis, url: str) -> None:
         )
 
 
-def check_url(config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
+def check_url(config: RedisStreams, environ: Mapping[str, str], num_nodes: int) -> None:
     """Refuse a run whose server cannot be reached, or would lose records.
 
     Raises:
@@ -179,7 +179,7 @@ def _place(url: str | None) -> str:
 
 
 @contextlib.contextmanager
-def own_server(config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+def own_server(config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """A server of the run's own on the run's files; yields `environ` with its address."""
     with RedisServer(run_dir.root / "redis", config) as server:
         yield {**environ, REDIS_URL_KEY: server.url}
@@ -198,7 +198,7 @@ class RedisServer:
         WorkerError: the server did not start; the message has its last words.
     """
 
-    def __init__(self, directory: Path, config: StreamsConfig) -> None:
+    def __init__(self, directory: Path, config: RedisStreams) -> None:
         self._program = find_server()
         directory.mkdir(parents=True, exist_ok=True)
         self._log = directory / "redis.log"
@@ -307,7 +307,7 @@ def find_server() -> str:
         ) from error
 
 
-def _settings(directory: Path, config: StreamsConfig, port: int, password: str) -> str:
+def _settings(directory: Path, config: RedisStreams, port: int, password: str) -> str:
     return "\n".join(
         (
             "bind 127.0.0.1",

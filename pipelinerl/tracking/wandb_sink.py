@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.sections import WandbConfig
+from pipelinerl.config.resources import WandbConfig
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir

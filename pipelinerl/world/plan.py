@@ -14,8 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.rules_sampling import vllm_option
-from pipelinerl.config.sections import WorldConfig
+from pipelinerl.config.resources import WorldConfig
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, url_of
@@ -192,7 +191,7 @@ def _listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> _Split:
     if world.placement != "colocated":
         used += [[gpu] for gpu in world.finetune_gpus or []]
     shared = sorted(gpu for gpu, times in Counter(gpu for gpus in used for gpu in gpus).items() if times > 1)
-    if shared and vllm_option(config, "kv-cache-memory-bytes")[1] is None:
+    if shared and config.vllm_config.option("kv-cache-memory-bytes")[1] is None:
         raise ConfigError(
             "vllm_config.vllm_kwargs.kv-cache-memory-bytes",
             None,
@@ -218,7 +217,7 @@ def _check_exist(key: str, gpus: list[int], cluster: Cluster) -> None:
 
 def _check_room(config: RunConfig) -> None:
     """Colocated, the trainer's weights stay on the GPU while a server generates there."""
-    key, share = vllm_option(config, "gpu-memory-utilization")
+    key, share = config.vllm_config.option("gpu-memory-utilization")
     if isinstance(share, int | float) and share > LARGEST_SHARE:
         raise ConfigError(
             key,

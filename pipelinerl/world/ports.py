@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.sections import WorldConfig
+from pipelinerl.config.resources import WorldConfig
 from pipelinerl.errors import ConfigError
 
 _SCAN = 200

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord, StepDone, TrainerMessage, TrainingDone
 from pipelinerl.rundir.layout import RunDir
@@ -29,7 +29,7 @@ Served = tuple[str, Mapping[str, str]]
 @pytest.fixture(scope="module", params=BACKENDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The name of a backend, and the environment in which it is at work."""
-    config = StreamsConfig(backend=request.param)
+    config = (RedisStreams if request.param == "redis" else FileStreams)()
     with backend_of(config).serve(config, RunDir(tmp_path_factory.mktemp(request.param)), {}) as environ:
         yield request.param, environ
 
@@ -40,7 +40,7 @@ def open_hub(served: Served, tmp_path: Path) -> OpenHub:
     test = uuid.uuid4().hex  # one server serves all tests, as it may serve several runs
 
     def open_(run_id: str = "run-a", folder: str = "a", **config: object) -> StreamHub:
-        section = StreamsConfig(backend=backend, **config)
+        section = (RedisStreams if backend == "redis" else FileStreams)(**config)
         return StreamHub(section, RunDir(tmp_path / folder), f"{run_id}-{test}", environ)
 
     return open_

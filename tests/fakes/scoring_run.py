@@ -93,7 +93,6 @@ def start_run(
         "llm": {"parameters": {"max_tokens": 5}},
         "test_llm": {"parameters": {"max_tokens": 5}},
         "world": {"device": "cpu"},
-        "use_deepspeed": False,
         "wandb": {"use_wandb": False},
         **overrides,
         "finetune": {

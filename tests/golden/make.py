@@ -33,7 +33,7 @@ from fakes.golden_run import (
     train,
 )
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.preprocess.scoring import score_group
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.records.codec import encode

@@ -74,7 +74,7 @@ def test_a_colocated_run_learns(tmp_path: Path) -> None:
         "max_lag=null",
         "vllm_config.vllm_kwargs.gpu-memory-utilization=0.1",
         "vllm_config.vllm_kwargs.kv-cache-memory-bytes=1073741824",
-        "use_deepspeed=false",
+        "backend=plain",
         timeout_s=800,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
@@ -88,7 +88,7 @@ def test_a_colocated_run_learns(tmp_path: Path) -> None:
 def test_a_parallel_server_shares_two_gpus_with_two_sharded_ranks(tmp_path: Path, backend: str) -> None:
     """Its second worker copies the buffers of rank 0 over from the other GPU."""
     run = make_whole_run(tmp_path)
-    sharded = ["use_fsdp=true"] if backend == "fsdp" else ["use_deepspeed=true", f"deepspeed_config={backend}"]
+    sharded = ["backend=fsdp"] if backend == "fsdp" else ["backend=deepspeed", f"backend.config={backend}"]
     result = run.run(
         "world.device=cuda",
         "world.placement=colocated",
@@ -116,8 +116,8 @@ def test_a_server_works_beside_a_sharded_rank_on_its_gpu(tmp_path: Path, ranks: 
         "world.device=cuda",
         "world.actor_gpus=[[0]]",
         f"world.finetune_gpus={ranks}",
-        "use_deepspeed=true",
-        "deepspeed_config=deepspeed_stage3_bf16",
+        "backend=deepspeed",
+        "backend.config=deepspeed_stage3_bf16",
         "vllm_config.vllm_kwargs.gpu-memory-utilization=0.2",
         "vllm_config.vllm_kwargs.kv-cache-memory-bytes=1073741824",
         timeout_s=800,

@@ -45,9 +45,8 @@ eval_every_n_versions: 0
 actor: {llm_max_rollouts: 16, test_samples: 16}
 llm: {parameters: {max_tokens: 16}}
 vllm_config: {vllm_kwargs: {dtype: float32, enforce-eager: "", max_model_len: 1024, block-size: 32, max-num-seqs: 16}}
-finetune: {dtype: fp32, load_as_bf16: false, train_batch_size: 1, gradient_accumulation_passes: 32, seq_length: 2048,
+finetune: {dtype: fp32, train_batch_size: 1, gradient_accumulation_passes: 32, seq_length: 2048,
            gradient_checkpointing: false, learning_rate: 1.0e-4, max_train_steps: 3, save_checkpoint_steps: 1000}
-use_deepspeed: false
 """
 
 

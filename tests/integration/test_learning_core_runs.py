@@ -99,12 +99,11 @@ def test_m4_kl_from_reference_servers(tmp_path: Path) -> None:
 def test_w1_a_value_head_is_trained_saved_and_never_sent(tmp_path: Path) -> None:
     run, steps = finished(
         tmp_path,
-        "finetune.model_class=causal-language-modeling-with-value-head",
         "finetune.rl.policy_loss=ppo",
         "finetune.rl.advantage_estimator=gae",
         "finetune.rl.value_loss_coef=0.5",
         "finetune.learning_rate=0.0002",
-        "finetune.critic_learning_rate=0.0005",
+        "finetune.rl.critic_learning_rate=0.0005",
     )
     # It starts at 0 and moves towards the rewards, which are 0 and 1.
     assert steps[0]["rl/value_mean"] == 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
@@ -31,7 +31,7 @@ KEYS = stream_keys("run", SPEC)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), StreamsConfig(backend="redis", byte_budget=BUDGET)) as running:
+    with RedisServer(tmp_path_factory.mktemp("redis"), RedisStreams(backend="redis", byte_budget=BUDGET)) as running:
         yield running
 
 
@@ -43,7 +43,7 @@ def client(server: RedisServer) -> Any:
 
 
 def open_hub(server: RedisServer, tmp_path: Path, **config: Any) -> StreamHub:
-    section = StreamsConfig(backend="redis", **{"byte_budget": BUDGET, "shard_bytes": 10**6, **config})
+    section = RedisStreams(backend="redis", **{"byte_budget": BUDGET, "shard_bytes": 10**6, **config})
     return StreamHub(section, RunDir(tmp_path), "run", {REDIS_URL_KEY: server.url})
 
 

@@ -13,7 +13,7 @@ import pytest
 from fakes.random_model import save_random_model
 from fakes.scoring_run import ScoringServer, end_run, logs_of, start_run, wait_for_step
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 
@@ -56,7 +56,7 @@ def test_d4_two_runs_on_one_machine_and_one_redis_server(tmp_path: Path, monkeyp
     model = save_random_model(tmp_path / "model")
     steps = {"a": 6, "b": 9}
     with ExitStack() as stack:
-        redis = stack.enter_context(RedisServer(tmp_path / "redis", StreamsConfig(backend="redis")))
+        redis = stack.enter_context(RedisServer(tmp_path / "redis", RedisStreams(backend="redis")))
         monkeypatch.setenv(REDIS_URL_KEY, redis.url)
         launchers = {}
         for name, count in steps.items():

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import redis
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import RecordCodec, encode
@@ -26,7 +26,7 @@ from pipelinerl.streams.redis import RedisReader
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer, check_server, connect, shown
 from pipelinerl.streams.redis_writer import FIELD, RedisWriter, stream_keys
 
-CONFIG = StreamsConfig(backend="redis")
+CONFIG = RedisStreams(backend="redis")
 packed = RecordCodec[MetricRecord](MetricRecord, packed=True).encode
 KEYS = stream_keys("run", StreamSpec("metrics", "a"))
 
@@ -141,7 +141,7 @@ def test_corrupt_and_missing_records_are_reported_with_key_and_offset(server: Re
 
 
 def test_o1_a_full_server_is_a_stream_error(tmp_path: Path) -> None:
-    config = StreamsConfig(backend="redis", byte_budget=3_000_000)
+    config = RedisStreams(backend="redis", byte_budget=3_000_000)
     with RedisServer(tmp_path / "redis", config) as server:
         writer = open_writer(server, tmp_path)
         with pytest.raises(StreamError, match=r"cannot be written.*(OOM|memory)"):
@@ -161,7 +161,7 @@ def test_a_server_that_is_gone_is_a_stream_error(tmp_path: Path) -> None:
 
 
 def hub(environ_url: str, tmp_path: Path, **config: object) -> StreamHub:
-    return StreamHub(StreamsConfig(backend="redis", **config), RunDir(tmp_path), "r", {REDIS_URL_KEY: environ_url})
+    return StreamHub(RedisStreams(backend="redis", **config), RunDir(tmp_path), "r", {REDIS_URL_KEY: environ_url})
 
 
 def test_d6_servers_that_could_lose_records_are_refused(server: RedisServer, tmp_path: Path) -> None:
@@ -205,9 +205,9 @@ def test_d6_o5_the_server_needs_its_password_which_is_nowhere_to_be_seen(server:
 START = """
 import sys, threading
 from pathlib import Path
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.streams.redis_server import RedisServer
-server = RedisServer(Path(sys.argv[1]), StreamsConfig(backend="redis"))
+server = RedisServer(Path(sys.argv[1]), RedisStreams(backend="redis"))
 print(server.pid, flush=True)
 threading.Event().wait(60)
 """

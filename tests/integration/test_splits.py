@@ -25,9 +25,9 @@ COMMON = (
     "max_lag=32",
     "wandb.mode=disabled",
 )
-ZERO2 = ("use_deepspeed=true", "deepspeed_config=deepspeed_stage2_fp32")
-ZERO3 = ("use_deepspeed=true", "deepspeed_config=deepspeed_stage3_fp32")
-FSDP = ("use_fsdp=true",)
+ZERO2 = ("backend=deepspeed", "backend.config=deepspeed_stage2_fp32")
+ZERO3 = ("backend=deepspeed", "backend.config=deepspeed_stage3_fp32")
+FSDP = ("backend=fsdp",)
 PARALLEL = "vllm_config.vllm_kwargs.tensor-parallel-size=2"
 TURNS = ("world.placement=colocated", "schedule=conventional", "steps_per_generation=1", "max_lag=null")
 

@@ -47,11 +47,11 @@ REFUSES = "import sys; sys.stderr.write('error: train_dataset_names: got an empt
 FINISHES = """
 import sys, time
 from pathlib import Path
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
 writer = hub.writer("trainer", "finetune_0", TrainerMessage)
 writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
 writer.close()
@@ -60,11 +60,11 @@ writer.close()
 FOLLOWS = """
 import sys
 from pathlib import Path
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import TrainerMessage
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
 reader = hub.reader("trainer", "finetune_0", TrainerMessage)
 assert reader.read(timeout_s=200)
 """
@@ -126,11 +126,11 @@ time.sleep(300)
 DROPS = """
 import sys, time
 from pathlib import Path
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import PoolAnswer, ServerDropped, ServerReady
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
 writer = hub.writer("pool", "finetune_0", PoolAnswer)
 writer.write(ServerReady(name="actor_llm_0", generation=0, version=0, time=time.time()))
 writer.write(ServerDropped(name="actor_llm_0", generation=0, error="HTTP 500 boom", time=time.time()))
@@ -152,11 +152,11 @@ time.sleep(300)
 TALKS_NONSENSE = """
 import sys, time
 from pathlib import Path
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(StreamsConfig(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
 hub.writer("pool", "finetune_0", TrainerMessage).write(TrainingDone(version=3, time=time.time(), samples_processed=9))
 time.sleep(300)
 """
@@ -166,13 +166,13 @@ time.sleep(300)
 TRAINS = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import PoolAnswer, ServerReady
 from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
 root = Path(sys.argv[1])
-hub = StreamHub(StreamsConfig(), RunDir(root), "run-test")
+hub = StreamHub(FileStreams(), RunDir(root), "run-test")
 pool = hub.writer("pool", "finetune_0", PoolAnswer)
 servers = root / "pool" / "servers.json"
 count = servers.read_text().count('"actor_llm_')
@@ -309,7 +309,7 @@ def test_l8_a_fast_run_completes_and_leaves_nothing(start: Starter) -> None:
 
 def test_a_run_with_a_redis_server_of_its_own(start: Starter) -> None:
     jobs = {"actor_0": FOLLOWS, "finetune_0": FINISHES}
-    redis = {name: source.replace("StreamsConfig()", "StreamsConfig(backend='redis')") for name, source in jobs.items()}
+    redis = {name: source.replace("FileStreams()", "RedisStreams(backend='redis')") for name, source in jobs.items()}
     run = start(redis, backend="redis")
     code, stderr, summary = run.end()
     assert (code, summary["status"]) == (0, "completed"), stderr

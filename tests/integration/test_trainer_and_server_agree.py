@@ -11,7 +11,8 @@ from fakes.random_model import random_ids, random_model
 from fakes.static_pool import StaticPool
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.config.finetune import FinetuneConfig, LoraConfig, RLConfig
+from pipelinerl.config.algorithm import RLConfig
+from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import add_adapters

@@ -71,12 +71,12 @@ BackendFactory = Callable[[PolicyModel, RunConfig, Ranks], Backend]
 
 
 def create_backend(policy: PolicyModel, config: RunConfig, ranks: Ranks) -> Backend:
-    """The backend that the configuration asks for (`use_deepspeed`, `use_fsdp`, else plain)."""
-    if config.use_deepspeed:
+    """The backend that the configuration asks for (`backend.type`)."""
+    if config.backend.type == "deepspeed":
         from pipelinerl.finetune.backends.deepspeed import DeepSpeedBackend
 
         return DeepSpeedBackend(policy, config, ranks)
-    if config.use_fsdp:
+    if config.backend.type == "fsdp":
         from pipelinerl.finetune.backends.fsdp import FSDPBackend
 
         return FSDPBackend(policy, config, ranks)

@@ -1,4 +1,4 @@
-"""The DeepSpeed backend: ZeRO stages 1, 2 and 3, with or without CPU offload, as `deepspeed_config` says.
+"""The DeepSpeed backend: ZeRO stages 1, 2 and 3, with or without CPU offload, as `backend.config` says.
 
 Forward, backward, step, save and (stage 3) every pass over the weights are collectives of all ranks. Training states
 are DeepSpeed's own files.
@@ -16,7 +16,7 @@ import torch
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.deepspeed_file import read_deepspeed_file
-from pipelinerl.config.paths import group_file
+from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.lora import has_adapters, merged_value, scaled, sent_scales, updates
 from pipelinerl.finetune.optimizer import parameter_groups
@@ -59,7 +59,9 @@ class DeepSpeedBackend:
         self.policy = policy
         self._ranks = ranks
         self._zero = deepspeed.zero
-        settings = engine_settings(config, policy.compute_dtype)
+        assert isinstance(config.backend, DeepSpeedSettings)
+        threshold = config.finetune.gradient_clipping_threshold
+        settings = engine_settings(config.backend.config, threshold, policy.compute_dtype)
         self._stage = settings["zero_optimization"]["stage"]
         self._is_fused = is_offloaded(settings)
         finetune = config.finetune
@@ -190,22 +192,20 @@ class DeepSpeedBackend:
             group["fused"] = self._is_fused or None
 
 
-def engine_settings(config: RunConfig, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """The DeepSpeed configuration of `deepspeed_config` with what the trainer decides filled in.
+def engine_settings(name: str, clipping_threshold: float | None, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """The DeepSpeed configuration in the file `name` (`backend.config`), with what the trainer decides.
 
     Batch sizes only matter for DeepSpeed's own accounting: the trainer marks the end of every step itself.
 
     Raises:
         ConfigError: the file is no DeepSpeed configuration with ZeRO stage 1, 2 or 3.
     """
-    file = group_file("deepspeed_config", "deepspeed", config.deepspeed_config, ".json")
-    settings = read_deepspeed_file(file, config.deepspeed_config)
-    threshold = config.finetune.gradient_clipping_threshold
+    settings = read_deepspeed_file(name)
     bf16 = compute_dtype == torch.bfloat16
     settings.update(
         train_micro_batch_size_per_gpu=1,
         gradient_accumulation_steps=1,
-        gradient_clipping=threshold if threshold is not None else 0.0,
+        gradient_clipping=clipping_threshold or 0.0,
         bf16={"enabled": bf16},
         fp16={"enabled": False},
         zero_force_ds_cpu_optimizer=False,

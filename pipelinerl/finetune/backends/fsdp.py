@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.resources import FSDPSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.tensor_files import (
     load_parameters,
@@ -45,7 +46,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FSDPBackend:
-    """See `Backend`. `fsdp.param_dtype` is the dtype in which parameters are gathered.
+    """See `Backend`. `backend.param_dtype` is the dtype in which parameters are gathered.
 
     Shards are fp32 and between steps have values that servers can have (`served_values.py`); what is saved are the
     fp32 master weights.
@@ -65,9 +66,11 @@ class FSDPBackend:
                 if parameter.requires_grad:
                     torch.distributed.broadcast(parameter.data, src=0)
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+        settings = config.backend
+        assert isinstance(settings, FSDPSettings)
         precision = MixedPrecisionPolicy(
-            param_dtype=_DTYPES[config.fsdp.param_dtype],
-            reduce_dtype=_DTYPES[config.fsdp.reduce_dtype],
+            param_dtype=_DTYPES[settings.param_dtype],
+            reduce_dtype=_DTYPES[settings.reduce_dtype],
             cast_forward_inputs=False,
         )
         for layer in decoder_layers(policy):

@@ -1,7 +1,8 @@
 """What a policy loss gets and what it returns.
 
-A new loss is one file next to this one with a function `(LossInputs, RLConfig) -> LossOutputs`, and one line in the
-registry (`losses/compose.py`). A loss of your own has the same signature and is named by its dotted path:
+A new loss is a type in `config/algorithm.py` with its keys, one file next to this one with a function
+`(LossInputs, that type) -> LossOutputs`, and one line in the registry (`losses/compose.py`). A loss of your own has the
+same signature, gets a `CustomLoss` with your `loss_params`, and is named by its dotted path:
 `finetune.rl.policy_loss=my_package.my_module.my_loss`.
 """
 
@@ -9,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
 from pipelinerl.rl.microbatch import MicroBatch, positions_of, segment_sum, to_tokens
 from pipelinerl.rl.user_function import LOSS_API_VERSION
 
@@ -131,4 +131,5 @@ class LossOutputs:
     metrics: Metrics = field(default_factory=dict)
 
 
-PolicyLoss = Callable[[LossInputs, RLConfig], LossOutputs]
+#: A function of the type of its loss: `ppo` gets `PpoLoss`, one of the user `CustomLoss` with `loss_params`.
+PolicyLoss = Callable[[LossInputs, Any], LossOutputs]

@@ -8,11 +8,11 @@ Every token keeps a gradient, however far off its ratio is. The default `reinfor
 
 from __future__ import annotations
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import CispoLoss
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 
 
-def cispo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+def cispo(inputs: LossInputs, config: CispoLoss) -> LossOutputs:
     ratio = inputs.log_ratio().detach().exp()
     weight = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     metrics = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import GaeAdvantage, RLConfig
+from pipelinerl.config.section import Section
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.kl import token_kl
@@ -53,13 +54,13 @@ def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficient
         ValueError: a coefficient without the values that it needs.
     """
     returns = None
-    if config.advantage_estimator == "gae":
+    if isinstance(config.advantage, GaeAdvantage):
         inputs, returns = with_gae_advantages(inputs, config)
     loss, metrics = _policy_term(inputs, config)
     for term, found in (
         _kl_term(inputs, config, coefficients.kl),
         _entropy_term(inputs, coefficients.entropy),
-        _value_term(inputs, returns, config.value_loss_coef),
+        _value_term(inputs, returns, config.advantage),
     ):
         metrics |= found
         if term is not None:
@@ -72,8 +73,8 @@ _Term = tuple[torch.Tensor | None, Metrics]
 
 
 def _policy_term(inputs: LossInputs, config: RLConfig) -> tuple[torch.Tensor, Metrics]:
-    corrected, factor, metrics = correct(inputs, config)
-    policy = policy_loss_function(config.policy_loss)(corrected, config)
+    corrected, factor, metrics = correct(inputs, config.correction)
+    policy = policy_loss_function(config.policy_loss)(corrected, config.loss)
     per_token = policy.per_token if factor is None else policy.per_token * factor
     loss = weighted_sum(inputs, per_token)
     return loss, {**metrics, **policy.metrics, "rl/policy_loss": loss.detach()}
@@ -100,12 +101,12 @@ def _entropy_term(inputs: LossInputs, coefficient: float) -> _Term:
     return bonus, {"rl/entropy": inputs.token_mean(inputs.entropy)}
 
 
-def _value_term(inputs: LossInputs, returns: torch.Tensor | None, coefficient: float) -> _Term:
-    if returns is None or inputs.values is None:
+def _value_term(inputs: LossInputs, returns: torch.Tensor | None, estimator: Section) -> _Term:
+    if returns is None or inputs.values is None or not isinstance(estimator, GaeAdvantage):
         return None, {}
     per_token = value_loss(inputs.values, returns)
     metrics = {"rl/value_loss": inputs.token_mean(per_token), "rl/value_mean": inputs.token_mean(inputs.values)}
-    return coefficient * weighted_sum(inputs, per_token) if coefficient else None, metrics
+    return estimator.value_loss_coef * weighted_sum(inputs, per_token), metrics
 
 
 def weighted_sum(inputs: LossInputs, per_token: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import DecoupledPpoLoss
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
 
 
-def decoupled_ppo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+def decoupled_ppo(inputs: LossInputs, config: DecoupledPpoLoss) -> LossOutputs:
     proximal = proximal_logprobs(inputs)
     ratio = inputs.log_ratio(proximal).exp()
     behavior = torch.where(inputs.mask, proximal - inputs.old_logprobs, 0.0).clamp(-20.0, 20.0).exp()

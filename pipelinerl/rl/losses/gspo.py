@@ -9,11 +9,11 @@ samples: `aggregation: sample_mean`. Its clip range is far narrower than PPO's (
 
 from __future__ import annotations
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import GspoLoss
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
 
 
-def gspo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+def gspo(inputs: LossInputs, config: GspoLoss) -> LossOutputs:
     ratio = inputs.to_tokens(inputs.sample_mean(inputs.log_ratio()).exp())
     return LossOutputs(clipped_surrogate(ratio, inputs.advantages, config), clip_metrics(inputs, ratio, config))

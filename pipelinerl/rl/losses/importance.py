@@ -20,29 +20,36 @@ from dataclasses import replace
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import (
+    GeometricMaskCorrection,
+    IcepopCorrection,
+    MaskCorrection,
+    NoCorrection,
+    TruncateCorrection,
+)
 from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs, Metrics
 
+Correction = NoCorrection | TruncateCorrection | GeometricMaskCorrection
 
-def correct(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor | None, Metrics]:
+
+def correct(inputs: LossInputs, config: Correction) -> tuple[LossInputs, torch.Tensor | None, Metrics]:
     """Inputs for the policy loss, the factor of every token (None: no correction), and metrics."""
-    mode = config.importance_correction
-    if mode == "none":
+    if isinstance(config, NoCorrection):
         return inputs, None, {}
     log_rho = inputs.log_ratio().detach()
-    if mode == "geometric_mask":
+    if isinstance(config, GeometricMaskCorrection):
         rho = _of_sample(inputs.sample_mean(log_rho), inputs)
     elif config.importance_level == "sequence":
         rho = _of_sample(inputs.sample_sum(log_rho), inputs)
     else:
         rho = log_rho.exp()
-    factor = _factor(mode, rho, config)
-    changed = (factor == 0) if mode != "truncate" else (rho > config.importance_high)
+    factor = _factor(rho, config)
+    changed = (rho > config.importance_high) if config.importance_correction == "truncate" else (factor == 0)
     metrics = {
         "rl/importance_weight_mean": inputs.token_mean(factor),
         "rl/importance_cut_fraction": inputs.token_mean(changed.float()),
     }
-    if mode != "geometric_mask":
+    if not isinstance(config, GeometricMaskCorrection):
         inputs = replace(inputs, old_logprobs=inputs.new_logprobs.detach())
     return inputs, factor, metrics
 
@@ -52,17 +59,12 @@ def _of_sample(log_rho: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
     return inputs.to_tokens(log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
 
 
-def _factor(mode: str, rho: torch.Tensor, config: RLConfig) -> torch.Tensor:
-    low, high = config.importance_low, config.importance_high
-    if mode == "truncate":
-        return rho.clamp(max=high)
-    if mode == "mask":
+def _factor(rho: torch.Tensor, config: TruncateCorrection | GeometricMaskCorrection) -> torch.Tensor:
+    high = config.importance_high
+    if isinstance(config, IcepopCorrection):
+        return torch.where((rho >= config.importance_low) & (rho <= high), rho, 0.0)
+    if isinstance(config, GeometricMaskCorrection):
+        return ((rho >= config.importance_low) & (rho <= high)).to(rho.dtype)
+    if isinstance(config, MaskCorrection):
         return torch.where(rho <= high, rho, 0.0)
-    inside = (rho >= low) & (rho <= high)
-    if mode == "icepop":
-        return torch.where(inside, rho, 0.0)
-    if mode == "geometric_mask":
-        return inside.to(rho.dtype)
-    raise ValueError(
-        f"finetune.rl.importance_correction: got {mode!r}, expected none, truncate, mask, icepop or geometric_mask"
-    )
+    return rho.clamp(max=high)

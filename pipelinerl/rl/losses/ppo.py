@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import PpoLoss
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs, Metrics
 
 
-def ppo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+def ppo(inputs: LossInputs, config: PpoLoss) -> LossOutputs:
     ratio = inputs.log_ratio().exp()
     return LossOutputs(clipped_surrogate(ratio, inputs.advantages, config), clip_metrics(inputs, ratio, config))
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: RLConfig) -> torch.Tensor:
+def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: PpoLoss) -> torch.Tensor:
     """The loss above for any ratio that broadcasts to the tokens."""
     clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
@@ -28,7 +28,7 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, config: RLC
     return -surrogate
 
 
-def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, config: RLConfig) -> Metrics:
+def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, config: PpoLoss) -> Metrics:
     """Share of tokens whose gradient the clip removes, by sign of the advantage."""
     ratio = ratio.detach()
     low = (ratio < 1 - config.epsilon_low) & (inputs.advantages < 0)

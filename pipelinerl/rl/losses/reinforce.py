@@ -8,11 +8,11 @@ mu is the policy version that sampled the token, c = `finetune.rl.clamp` (5 in t
 
 from __future__ import annotations
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import ReinforceLoss
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 
 
-def reinforce(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+def reinforce(inputs: LossInputs, config: ReinforceLoss) -> LossOutputs:
     ratio = inputs.log_ratio().detach().exp()
     weight = ratio.clamp(max=config.clamp)
     per_token = -weight * inputs.advantages * inputs.new_logprobs

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import SapoLoss
 from pipelinerl.rl.losses.base import LossInputs, LossOutputs
 
 
-def sapo(inputs: LossInputs, config: RLConfig) -> LossOutputs:
+def sapo(inputs: LossInputs, config: SapoLoss) -> LossOutputs:
     ratio = inputs.log_ratio().exp()
     positive = inputs.advantages > 0
     tau = torch.where(positive, config.soft_gate_positive, config.soft_gate_negative).to(ratio.dtype)

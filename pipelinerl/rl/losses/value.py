@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import GaeAdvantage, RLConfig
 from pipelinerl.rl.advantages import gae
 from pipelinerl.rl.losses.base import LossInputs
 
@@ -24,10 +24,10 @@ def with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInput
     Raises:
         ValueError: there are no values.
     """
-    if inputs.values is None:
+    if inputs.values is None or not isinstance(config.advantage, GaeAdvantage):
         raise ValueError(
-            "finetune.rl.advantage_estimator: got 'gae' without values, expected a model with a value head. "
-            "Set finetune.model_class=causal-language-modeling-with-value-head"
+            f"finetune.rl.advantage_estimator: got {config.advantage_estimator!r} without values, expected gae and a "
+            "model with a value head"
         )
     values = inputs.values.detach().double().cpu()
     rewards, mask, segments = inputs.advantages.double().cpu(), inputs.mask.cpu(), inputs.segment_ids.cpu()
@@ -39,7 +39,7 @@ def with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInput
         if count:
             steps = earned[place].tolist()
             steps[-1] += rewards[place][-1].item()
-            found, targets = gae(steps, values[place].tolist(), config.gamma, config.gae_lambda)
+            found, targets = gae(steps, values[place].tolist(), config.gamma, config.advantage.gae_lambda)
             advantages[place] = torch.tensor(found, dtype=torch.float64)
             returns[place] = torch.tensor(targets, dtype=torch.float64)
     if config.relu_log_p_weights:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from fakes.loop_lag import measured_lag
 
-from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.config.task import VerifierConfig
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.sandbox.pool import GraderPool

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 import pipelinerl.sandbox.services as client_module
-from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.config.task import VerifierConfig
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.inference.auth import TokenMiddleware

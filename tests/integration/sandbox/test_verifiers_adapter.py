@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.__main__ import main
 from pipelinerl.agents.openai_agent import BlackBox
-from pipelinerl.config.sections import VerifierConfig
+from pipelinerl.config.task import VerifierConfig
 from pipelinerl.domains import verifiers as score
 from pipelinerl.domains.verifiers import _rollout, load_problems
 from pipelinerl.errors import DomainError, RolloutError

@@ -14,7 +14,7 @@ from pipelinerl.actor.admission import SampleBudget
 from pipelinerl.actor.loop import _report
 from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.trainer_state import TrainerState
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.records import (
     EvaluationResult,
     FateRecord,
@@ -51,7 +51,7 @@ def fate(sample_ids: list[str], kind: Any) -> FateRecord:
 
 
 def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -> None:
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
     assert find_unsettled_groups(hub, "actor_0", 0) == {}
     assert find_evaluations(hub, "actor_0") == set()
     write(hub, "actor", "actor_0", Group, *(group(number) for number in range(6)))
@@ -95,7 +95,7 @@ def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -
 
 
 def test_an_evaluation_in_which_everything_failed_was_not_made(tmp_path: Path) -> None:
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
     of_it: dict[str, Any] = dict(due_version=0, min_version=0, max_version=0, is_final=False, dataset_name="d")
     values: dict[str, Any] = dict(success_rate=None, mean_reward=None, metrics={}, seconds=1, time=0)
     failed = EvaluationResult(num_rollouts=2, num_failed=2, **of_it, **values)
@@ -116,7 +116,7 @@ def actor_fate(group_id: str, kind: Any, reason: str, num_rollouts: int) -> Fate
 
 
 def test_d1_l4_groups_that_were_cut_off_are_run_again_at_their_place(tmp_path: Path) -> None:
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
     assert find_started_groups(hub, "actor_0").next_number == 0
     write(hub, "actor", "actor_0", Group, group(0), group(3))
     fates = [actor_fate(f"0-{number}", "pending", "started", 4) for number in range(6)]

@@ -18,7 +18,7 @@ from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout, s
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.worker import RolloutWorker
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.llm.sample_builder import recorded_samples
@@ -157,7 +157,7 @@ async def evaluate(recorder: EvaluationRecorder, is_final: bool = False) -> tupl
 
 @pytest.mark.parametrize("is_final", [False, True])
 async def test_an_evaluation_writes_what_was_chosen_also_what_failed(tmp_path: Path, is_final: bool) -> None:
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
     recorder = recorder_of(2, lambda: hub.loop_writer("evaluation_rollouts", "actor_0", EvaluationRollout))
     runner, results = await evaluate(recorder, is_final)
     await recorder.close()
@@ -203,7 +203,7 @@ async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_at: str
 ) -> None:
     """A disk that is full for a moment, or one value that nothing can hold."""
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
     faults = [StreamError("stream x: No space left on device")]
 
     def once(moment: str) -> None:

@@ -33,7 +33,7 @@ from pipelinerl.actor.trainer_state import follow_trainer
 from pipelinerl.actor.training import TrainingRollouts
 from pipelinerl.analysis.ledger import build_ledger, read_records
 from pipelinerl.config import RunConfig
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import NoRoom
 from pipelinerl.finetune.checkpoint import TrainerState
@@ -66,7 +66,7 @@ BYTE_BUDGET = 64 * 2**10  # a few dozens of the groups below
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), StreamsConfig(backend="redis")) as running:
+    with RedisServer(tmp_path_factory.mktemp("redis"), RedisStreams(backend="redis")) as running:
         yield running
 
 

@@ -15,7 +15,7 @@ from pipelinerl.actor.gate import RolloutGate
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.trainer_state import TrainerState
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import StreamError
 from pipelinerl.finetune.pauses import RolloutPause
@@ -150,7 +150,7 @@ class FakeHeartbeat:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> StreamHub:
-    return StreamHub(StreamsConfig(), RunDir(tmp_path), "run-a")
+    return StreamHub(FileStreams(), RunDir(tmp_path), "run-a")
 
 
 def make_drain(hub: StreamHub, incarnation: int = 1, timeout_s: float = 60, **options: object) -> RolloutPause:

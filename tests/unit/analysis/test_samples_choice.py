@@ -11,7 +11,7 @@ from fakes.recorded_run import RecordedRun
 
 from pipelinerl.analysis import select as scan
 from pipelinerl.analysis.select import Chooser, Seen, Wanted, choose, fates_of, load, samples_of_step
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
 from pipelinerl.streams import shards
@@ -231,7 +231,7 @@ def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
 
 @pytest.mark.parametrize("budget", [2**31, 2**16], ids=["in_the_server", "in_the_archive"])
 def test_records_in_redis_are_chosen_alike(tmp_path: Path, budget: int) -> None:
-    config = StreamsConfig(backend="redis", byte_budget=budget, shard_bytes=4000)
+    config = RedisStreams(backend="redis", byte_budget=budget, shard_bytes=4000)
     with RedisServer(tmp_path / "redis", config) as server:
         keys = {"backend": "redis", "byte_budget": budget, "shard_bytes": 4000}
         run = RecordedRun(tmp_path, {REDIS_URL_KEY: server.url}, streams=keys)

@@ -55,8 +55,8 @@ def test_a_shipped_configuration_with_a_users_group_file(user_dir: Path) -> None
 def test_a_deepspeed_file_of_the_user_becomes_a_path(user_dir: Path) -> None:
     (user_dir / "deepspeed").mkdir()
     (user_dir / "deepspeed" / "mine.json").write_text('{"zero_optimization": {"stage": 2}}')
-    config = run_config("--config-dir", str(user_dir), "--config-name", "my_task", "deepspeed_config=mine")
-    assert config.deepspeed_config == str(user_dir.resolve() / "deepspeed" / "mine.json")
+    config = run_config("--config-dir", str(user_dir), "--config-name", "my_task", "backend.config=mine")
+    assert config.backend.config == str(user_dir.resolve() / "deepspeed" / "mine.json")
 
 
 def test_overrides_in_each_form() -> None:
@@ -106,6 +106,7 @@ def test_help_lists_files_of_user_and_package(user_dir: Path) -> None:
         "my_task",
         "streams: files, redis",
         "finetune: base, grpo, gspo, ppo, small",
+        "backend: deepspeed, fsdp, plain",
     ):
         assert word in composed.help_text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.compose import compose
-from pipelinerl.config.messages import ConfigFaults, nearest_key
+from pipelinerl.config.faults import ConfigFaults, nearest_key
 from pipelinerl.errors import ConfigError, UserError
 
 
@@ -119,8 +119,8 @@ def test_a_value_of_a_file_is_blamed_on_the_key_of_the_file(tmp_path: Path) -> N
         (["--multirun"], ["--multirun: got"]),
         (["finetune=grp"], ["finetune: got 'grp', expected one of base, grpo, gspo, ppo. Did you mean 'grpo'?"]),
         (["finetune=null"], ["finetune: got None, expected the name of a file in that group"]),
-        (["deepspeed=deepspeed_stage2_bf16"], ["Write deepspeed_config=deepspeed_stage2_bf16."]),
-        (["deepspeed_config=stage9"], ["deepspeed_config: got 'stage9'", "deepspeed_stage3_bf16"]),
+        (["deepspeed=deepspeed_stage2_bf16"], ["backend.config=deepspeed_stage2_bf16"]),
+        (["backend.config=stage9"], ["backend.config: got 'stage9'", "deepspeed_stage3_bf16"]),
         (["model_path=${nope.x}"], ["model_path: got '${nope.x}', expected the name of an existing key"]),
         (
             ["model_path=${oc.env:SURELY_NOT_SET}"],

@@ -13,7 +13,7 @@ LIGHT = (
         "pipelinerl.world",
         "pipelinerl.config",
         "pipelinerl.config.compose",
-        "pipelinerl.config.rules",
+        "pipelinerl.config.validate",
     ),
     *("pipelinerl.records", "pipelinerl.records.codec", "pipelinerl.errors", "pipelinerl.__main__"),
     *("pipelinerl.streams.base", "pipelinerl.role", "pipelinerl.run.start"),

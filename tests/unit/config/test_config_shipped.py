@@ -9,24 +9,19 @@ import pytest
 
 from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.compose import compose
+from pipelinerl.config.deepspeed_file import find_deepspeed_file
 from pipelinerl.config.hydra_compose import compose_plain
-from pipelinerl.config.keys import default_of, known_keys
-from pipelinerl.config.paths import conf_dir, config_names, group_file
-from pipelinerl.config.rules_run import EXPERIMENTS, missing_task
+from pipelinerl.config.paths import conf_dir, config_names
+from pipelinerl.config.reference import GROUPS
+from pipelinerl.config.resources import PlainSettings, VLLMConfig
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.validate import EXPERIMENTS, missing_task
 from pipelinerl.errors import ConfigError
 
 NAMES = config_names(conf_dir())
-CHOICES = [
-    (group, name) for group in ("finetune", "rewards", "streams", "world") for name in config_names(conf_dir() / group)
-]
+CHOICES = [(group, name) for group in GROUPS for name in config_names(conf_dir() / group)]
 # Files that others start from, and the one that waits for an agent function.
 WITHOUT_TASK = [name for name in NAMES if name in ("agent", "base", "base_cpu")]
-# base.yaml is a run on 8 GPUs; the schema alone is a run without files.
-DIFFERENT_IN_BASE = {
-    "output_dir": "???",
-    "use_deepspeed": True,
-}
 
 
 def run_config(*argv: str) -> RunConfig:
@@ -62,21 +57,12 @@ def test_the_shipped_names() -> None:
     assert expected <= set(NAMES)
 
 
-def test_base_has_exactly_the_keys_of_the_schema_with_their_defaults() -> None:
+def test_the_files_hold_only_what_differs_from_the_defaults() -> None:
     shipped = compose_plain(Arguments(config_name="base")).data
-    found: dict[str, object] = {}
-    for key in known_keys():
-        value: object = shipped
-        for part in key.split("."):
-            assert isinstance(value, dict) and part in value, f"base.yaml lacks {key}"
-            value = value[part]
-        found[key] = value
-    flat = RunConfig.model_validate({**shipped, "output_dir": "x"})
-    assert flat.output_dir == "x"
-    for key, value in found.items():
-        if key == "vllm_config.vllm_kwargs":
-            continue
-        assert value == DIFFERENT_IN_BASE.get(key, default_of(key)), key
+    changed = RunConfig.model_validate({**shipped, "output_dir": "x"})
+    assert changed.model_copy(update={"backend": PlainSettings(), "vllm_config": VLLMConfig()}) == RunConfig(
+        output_dir="x"
+    )
 
 
 def test_four_gpus_are_two_and_two_on_the_default_experiment() -> None:
@@ -122,7 +108,7 @@ def test_the_shipped_trainers_have_no_remarks(group: str, name: str) -> None:
 def test_base_cpu_has_sizes_and_no_task() -> None:
     config = run_config("--config-name", "base_cpu")
     assert config.dataset_loader is None and config.dataset_loader_params == {} and config.train_dataset_names == []
-    assert (config.world.device, config.use_deepspeed, config.max_lag) == ("cpu", False, 64)
+    assert (config.world.device, config.backend.type, config.max_lag) == ("cpu", "plain", 64)
     assert config.finetune.samples_per_step == 64
 
 
@@ -153,14 +139,14 @@ def test_deepspeed_files_say_what_their_names_say(path: Path) -> None:
     assert ("offload_optimizer" in data["zero_optimization"]) == path.stem.endswith("offload")
 
 
-def test_a_group_file_is_a_name_or_a_path(tmp_path: Path) -> None:
-    shipped = group_file("deepspeed_config", "deepspeed", "deepspeed_stage2_bf16", ".json")
+def test_a_deepspeed_file_is_a_name_or_a_path(tmp_path: Path) -> None:
+    shipped = find_deepspeed_file("deepspeed_stage2_bf16")
     assert shipped == conf_dir() / "deepspeed" / "deepspeed_stage2_bf16.json"
     own = tmp_path / "own.json"
     own.write_text("{}")
-    assert group_file("deepspeed_config", "deepspeed", str(own), ".json") == own
+    assert find_deepspeed_file(str(own)) == own
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "mine.json").write_text("{}")
-    assert group_file("deepspeed_config", "deepspeed", "mine", ".json", [tmp_path]).parent.parent == tmp_path
+    assert find_deepspeed_file("mine", [tmp_path]).parent.parent == tmp_path
     with pytest.raises(ConfigError, match="deepspeed_stage3_bf16"):
-        group_file("deepspeed_config", "deepspeed", "deepspeed_stage3", ".json")
+        find_deepspeed_file("deepspeed_stage3")

@@ -53,7 +53,7 @@ ASYNCHRONOUS = {
     "--init_kl_coef C --use_kl_loss": ["finetune.rl.kl_coef=1e-3"],
     "--kl_estimator": ["finetune.rl.kl_estimator=k2"],
     "--actor_learning_rate": ["finetune.learning_rate=1e-6"],
-    "--adam_offload": ["deepspeed_config=deepspeed_stage3_bf16_offload"],
+    "--adam_offload": ["backend.config=deepspeed_stage3_bf16_offload"],
     "--lr_warmup_ratio": ["finetune.num_warmup_steps=16"],
 }
 SYNCHRONOUS = {
@@ -64,9 +64,13 @@ SYNCHRONOUS = {
     "--vllm_gpu_memory_utilization": ["vllm_config.vllm_kwargs.gpu-memory-utilization=0.6"],
     "--vllm_sync_backend": [],
     "--vllm_enable_sleep": [],
-    "--deepspeed_enable_sleep": ["deepspeed_config=deepspeed_stage3_bf16_offload"],
+    "--deepspeed_enable_sleep": ["backend.config=deepspeed_stage3_bf16_offload"],
     "--enforce_eager": ['vllm_config.vllm_kwargs.enforce-eager=""'],
-    "--colocate_all_models` without `--async_train": ["world.placement=colocated", "schedule=conventional"],
+    "--colocate_all_models` without `--async_train": [
+        "world.placement=colocated",
+        "schedule=conventional",
+        "max_lag=null",
+    ],
     "--max_samples": ["agent.max_samples=100000"],
     "--num_episodes": ["finetune.max_train_steps=6250"],
     "--train_batch_size": ["finetune.train_batch_size=1", "finetune.gradient_accumulation_passes=128"],
@@ -127,7 +131,7 @@ def test_the_asynchronous_command(tmp_path: Path) -> None:
 def test_the_synchronous_command(tmp_path: Path) -> None:
     """Four servers with two GPUs each, a trainer rank on each GPU. 128 prompts with 8 samples are 8 steps of 128."""
     result, config = composed(SYNCHRONOUS, tmp_path)
-    assert [note.partition(" ")[0] for note in result.notes] == ["max_lag=1024"]  # of --config-name agent; not used
+    assert result.notes == []
     world = plan(config)
     assert gpus_of(world, "actor_llm") == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
     assert gpus_of(world, "preprocessor_llm") == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.compose import compose
-from pipelinerl.config.sections import RewardsConfig
+from pipelinerl.config.task import RewardsConfig
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward, find_component
 from pipelinerl.errors import ConfigError
 from pipelinerl.sandbox.protocol import Grade

@@ -28,12 +28,12 @@ from pipelinerl.rl.packing import make_plan
 
 CHOICES = {
     "plain": {},
-    "zero1": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage1_bf16"},
-    "zero2": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage2_fp32"},
-    "zero3": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage3_fp32"},
-    "zero2_offload": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage2_bf16_offload"},
-    "zero3_offload": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage3_bf16_offload"},
-    "fsdp": {"use_fsdp": True},
+    "zero1": {"backend": {"type": "deepspeed", "config": "deepspeed_stage1_bf16"}},
+    "zero2": {"backend": {"type": "deepspeed", "config": "deepspeed_stage2_fp32"}},
+    "zero3": {"backend": {"type": "deepspeed", "config": "deepspeed_stage3_fp32"}},
+    "zero2_offload": {"backend": {"type": "deepspeed", "config": "deepspeed_stage2_bf16_offload"}},
+    "zero3_offload": {"backend": {"type": "deepspeed", "config": "deepspeed_stage3_bf16_offload"}},
+    "fsdp": {"backend": {"type": "fsdp"}},
 }
 
 

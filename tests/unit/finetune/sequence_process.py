@@ -73,7 +73,7 @@ class Trainer:
         if "zero3" in name:
             file = folder / f"deepspeed_{ranks.rank}.json"
             file.write_text(json.dumps({"zero_optimization": SMALL_BUCKETS}))
-            choice["deepspeed_config"] = str(file)
+            choice["backend"] = {"type": "deepspeed", "config": str(file)}
         config = RunConfig(output_dir=str(folder), finetune={**settings, "rl": {"kl_coef": kl}}, **choice)
         policy = PolicyModel(model())
         reference = None

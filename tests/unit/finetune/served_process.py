@@ -20,9 +20,9 @@ from pipelinerl.finetune.step import StepRunner
 
 CHOICES = {
     "plain": {},
-    "fsdp": {"use_fsdp": True},
-    "fsdp_bf16": {"use_fsdp": True, "fsdp": {"param_dtype": "bf16"}},
-    "zero2": {"use_deepspeed": True, "deepspeed_config": "deepspeed_stage2_bf16"},
+    "fsdp": {"backend": {"type": "fsdp"}},
+    "fsdp_bf16": {"backend": {"type": "fsdp", "param_dtype": "bf16"}},
+    "zero2": {"backend": {"type": "deepspeed", "config": "deepspeed_stage2_bf16"}},
 }
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
 

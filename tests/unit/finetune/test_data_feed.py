@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import WorkerError
 from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest
 from pipelinerl.finetune.ranks import Ranks
@@ -19,7 +19,7 @@ from pipelinerl.streams.hub import StreamHub
 
 @pytest.fixture
 def hub(tmp_path):
-    return StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    return StreamHub(FileStreams(), RunDir(tmp_path), "run")
 
 
 @pytest.fixture

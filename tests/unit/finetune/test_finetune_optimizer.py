@@ -47,7 +47,12 @@ def test_the_rate_falls_to_the_end_of_the_passes(samples_a_rollout):
 
 def test_groups(kit):
     policy = kit.policy(with_values=True)
-    config = kit.config(weight_decay=0.1, learning_rate=1e-3, critic_learning_rate=5e-3, adam_beta2=0.9)
+    config = kit.config(
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        adam_beta2=0.9,
+        rl={"advantage_estimator": "gae", "critic_learning_rate": 5e-3},
+    )
     groups = parameter_groups(policy.named_parameters(), config)
     assert [(g["base_lr"], g["weight_decay"]) for g in groups] == [(1e-3, 0.1), (1e-3, 0.0), (5e-3, 0.0)]
     assert sum(len(g["params"]) for g in groups) == len(list(policy.parameters()))

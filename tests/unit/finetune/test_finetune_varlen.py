@@ -74,14 +74,13 @@ def test_a_leak_is_found(kit, monkeypatch):
 
 
 def test_it_is_tried_where_its_kernel_is(monkeypatch):
-    def tried(dtype, device, flash=True):
-        return varlen.VARLEN_ATTENTION in candidate_implementations("auto", device, flash, dtype)
+    def tried(dtype, device):
+        return varlen.VARLEN_ATTENTION in candidate_implementations("auto", device, dtype)
 
     monkeypatch.setattr(varlen, "_kernel", lambda: plain_without_grouped_heads)
     assert tried(torch.bfloat16, CUDA) and tried(torch.float16, CUDA)
     assert not tried(torch.float32, CUDA) and not tried(torch.bfloat16, CPU)
-    assert not tried(torch.bfloat16, CUDA, flash=False)
-    assert candidate_implementations("sdpa", CUDA, True, torch.bfloat16) == ["sdpa"]
+    assert candidate_implementations("sdpa", CUDA, torch.bfloat16) == ["sdpa"]
     # The first release had neither a window nor a scale.
     monkeypatch.setattr(varlen, "_kernel", lambda: lambda query, key, value, is_causal: value)
     assert not tried(torch.bfloat16, CUDA)

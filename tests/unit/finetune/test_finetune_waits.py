@@ -45,7 +45,7 @@ def test_forward_loss_backward_and_diagnostics(kit, policy_loss, rl):
     runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
     batch = kit.batch(kit.samples(12, masked_every=5))
     coefficients = coefficients_at(config.rl, 1, config.max_train_steps)
-    diagnostics = DiagnosticsSum(config.rl.clamp, max_waiting_tokens=50)
+    diagnostics = DiagnosticsSum(config.rl.weight_bound, max_waiting_tokens=50)
     micro_batches = runner.micro_batches(batch)
     layouts = [policy.layout_of(micro_batch) for micro_batch in micro_batches]
     with NoWaiting():

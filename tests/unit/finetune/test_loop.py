@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.config.sections import LLMParameters, StreamsConfig
+from pipelinerl.config.resources import FileStreams
+from pipelinerl.config.task import LLMParameters
 from pipelinerl.errors import StreamError, UserError, WeightSyncError, WorkerError
 from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.data_feed import DataFeed, StopRequest, stop_on_sigterm
@@ -205,7 +206,7 @@ def test_a_request_to_stop_saves_the_present_step(start, monkeypatch):
 
 
 def test_sigterm_ends_the_wait_for_data(tmp_path, kit):
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
     reader = hub.reader("training_data", "preprocessor_0", TrainingBatch)
     request = StopRequest(Ranks())
     feed = DataFeed(reader, kit.heartbeat(), 60.0, Ranks(), request)
@@ -401,9 +402,7 @@ def write_batches(kit, context, steps):
 
 def test_a_value_head_is_trained_and_saved_beside_the_model(kit, role, tmp_path):
     context = role(
-        model_class="causal-language-modeling-with-value-head",
-        rl=dict(advantage_estimator="gae", value_loss_coef=0.5),
-        critic_learning_rate=0.1,
+        rl=dict(advantage_estimator="gae", value_loss_coef=0.5, critic_learning_rate=0.1),
         max_train_steps=1,
         send_weight_updates=False,
     )

@@ -207,7 +207,7 @@ def test_a_frozen_copy_is_the_policy_at_the_start(kit, tmp_path, lora: bool, dee
         model_path=str(tmp_path / "model"),
         vllm_config={"vllm_kwargs": {"dtype": "bfloat16"}},
         finetune={**finetune, "lora": {"enabled": lora, "r": 2, "bias": "all" if lora else "none"}},
-        use_deepspeed=deepspeed,
+        backend="deepspeed" if deepspeed else "plain",
     )
     policy = load_policy(config, CPU)
     reference = load_reference(config, policy, CPU, has_servers=False)

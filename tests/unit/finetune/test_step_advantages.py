@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
@@ -26,12 +26,11 @@ from pipelinerl.rl.microbatch import collate, sentinel
 OPTIONS = [
     {
         "advantage_estimator": name,
-        "normalize_reward": normalize,
+        **({"normalize_reward": normalize} if name not in ("gae", "reinforce_baseline") else {}),
         "relu_log_p_weights": cut,
-        "use_advantages": use,
         "reward_minus_kl_coef": kl,
     }
-    for name, normalize, cut, use, kl in itertools.product(ADVANTAGES, (0, 1), (0, 1), (0, 1), (0.0, 0.1))
+    for name, normalize, cut, kl in itertools.product(ADVANTAGES, (0, 1), (0, 1), (0.0, 0.1))
 ]
 
 
@@ -75,7 +74,7 @@ def on_lists(samples, rl):
     if rl.reward_minus_kl_coef:
         to_go = [list(accumulate(reversed(row)))[::-1] for row in rewards]
         values = [[a + kl for a, kl in zip(*pair, strict=True)] for pair in zip(values, to_go, strict=True)]
-    if rl.use_advantages and (rl.normalize_reward or rl.advantage_estimator == "reinforce_baseline"):
+    if rl.normalizes_over_step:
         flat = [value for row in values for value in row]
         middle = math.fsum(flat) / len(flat)
         scale = math.sqrt(math.fsum((value - middle) ** 2 for value in flat) / len(flat)) + 1e-8

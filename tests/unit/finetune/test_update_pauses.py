@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import WorkerError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
@@ -116,7 +116,7 @@ def test_updates_are_paused_for_on_the_first_rank_and_agreed_on_by_all():
 
 @pytest.fixture
 def make_pause(kit, tmp_path):
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run-a")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run-a")
     requests, answers = hub.writer("turns", "finetune_0", PauseRequest), hub.reader("turns", "actor_0", RolloutsPaused)
     yield lambda **options: RolloutPause(requests, answers, 1, kit.heartbeat(), **options)
     requests.close()

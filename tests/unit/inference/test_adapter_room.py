@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipelinerl.config.finetune import LoraConfig
-from pipelinerl.config.rules_adapter import LARGEST_RANK
+from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK, LoraConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference import main as llm
 from pipelinerl.inference.arguments import (
@@ -39,7 +38,7 @@ def test_the_room_is_the_next_size_that_vllm_has(rank, room):
 
 
 def test_a_rank_without_room_is_refused_by_the_rules():
-    assert ROOM_RANKS[-1] == LARGEST_RANK
+    assert ROOM_RANKS[-1] == LARGEST_ADAPTER_RANK
 
 
 @pytest.mark.parametrize("rank", [0, -4, 513])

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 from preprocess_groups import group, sample
 
-from pipelinerl.config.finetune import FinetuneConfig, RLConfig
+from pipelinerl.config.algorithm import RLConfig
+from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.scoring import GroupScorer, reject_stale, reject_untrainable, score_group
@@ -60,7 +61,7 @@ def test_an_estimator_of_the_user_is_a_dotted_path(monkeypatch):
     module = types.ModuleType("their_package")
     module.estimator = user_advantages
     monkeypatch.setitem(sys.modules, "their_package", module)
-    rl = RLConfig().model_copy(update={"advantage_estimator": "their_package.estimator"})
+    rl = RLConfig(advantage_estimator="their_package.estimator")
     assert advantages(samples, rl, extra=[3.0]) == pytest.approx([0.98, 0.98, -0.01])
     module.estimator = lambda group: [[math.nan for _ in rewards] for rewards in group.rewards]
     with pytest.raises(ValueError, match="not finite"):
@@ -73,7 +74,7 @@ def test_an_estimator_of_the_user_is_a_dotted_path(monkeypatch):
     module.estimator = user_for_next
     for path in ("their_package.estimator", "their_package.missing", "no_such_package.f"):
         with pytest.raises(ConfigError) as error:
-            advantages(samples, RLConfig().model_copy(update={"advantage_estimator": path}))
+            advantages(samples, RLConfig(advantage_estimator=path))
         assert error.value.key == "finetune.rl.advantage_estimator"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +17,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from rl_samples import collated, make_sample
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
+from pipelinerl.config.keys import known_keys, values_of
 from pipelinerl.rl.aggregation import AGGREGATIONS
 from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.diagnostics import StepDiagnostics
@@ -30,19 +30,32 @@ NAN = float("nan")
 
 
 def choices(field):
-    return get_args(RLConfig.model_fields[field].annotation)
+    return values_of(f"finetune.rl.{field}")
+
+
+def fitting(combination):
+    """Without the keys that its loss and its correction do not have."""
+    owners = {key.name.removeprefix("finetune.rl."): key for key in known_keys()}
+    chosen = {f"finetune.rl.{key}": value for key, value in combination.items()}
+    return {
+        key: value
+        for key, value in combination.items()
+        if not owners[key].chooser or chosen[owners[key].chooser] in owners[key].owners
+    }
 
 
 # Every loss with every correction at both levels; KL estimators and dual clip take turns over them.
 COMBINATIONS = [
     pytest.param(
-        {
-            "policy_loss": loss,
-            "importance_correction": correction,
-            "importance_level": level,
-            "kl_estimator": estimator,
-            "dual_clip": dual_clip,
-        },
+        fitting(
+            {
+                "policy_loss": loss,
+                "importance_correction": correction,
+                "importance_level": level,
+                "kl_estimator": estimator,
+                "dual_clip": dual_clip,
+            }
+        ),
         id=f"{loss}-{correction}-{level}-{estimator}",
     )
     for loss, (number, (correction, level)), dual_clip in (
@@ -94,7 +107,7 @@ def check_finite_and_masked(batch, tokens, rl):
             assert torch.isfinite(leaf.grad).all()
             assert not leaf.grad[~batch.mask].any()
     assert all(math.isfinite(metric.item()) for metric in metrics.values())
-    diagnostics = StepDiagnostics.of(inputs, rl.clamp).values()
+    diagnostics = StepDiagnostics.of(inputs, rl.weight_bound).values()
     assert all(math.isfinite(value) for value in diagnostics.values())
 
 
@@ -120,7 +133,7 @@ def test_m2_a_sentinel_adds_exactly_nothing(combination):
         new, entropy, values = (torch.full((1, 2), NAN, requires_grad=True) for _ in range(3))
         batch = sentinel(pad_id=0, step_tokens=10, with_reference=True)
         inputs = LossInputs.of(batch, new, entropy=entropy, values=values, trainer_version=4)
-        rl = RLConfig(**combination, advantage_estimator=estimator, value_loss_coef=0.5)
+        rl = RLConfig(**combination, advantage_estimator=estimator)
         loss, metrics = compute_loss(inputs, rl, ON)
         loss.backward()
         assert loss.item() == 0.0

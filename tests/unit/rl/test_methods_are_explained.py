@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from rl_samples import collated, make_sample
 
 import pipelinerl
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
+from pipelinerl.config.keys import values_of
 from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.rl.advantages import ADVANTAGES
 from pipelinerl.rl.aggregation import AGGREGATIONS
@@ -53,15 +53,15 @@ def test_what_the_page_names_exists():
         assert name == "finetune/current" or f"`{name}`" in metrics, name
     for file in re.findall(r"`([a-z_/]+\.py)`", text):
         assert list(PACKAGE.glob(f"**/{file}")) or (DOCS.parent / file).exists(), file
-    corrections = get_args(RLConfig.model_fields["importance_correction"].annotation)
-    estimators = get_args(RLConfig.model_fields["kl_estimator"].annotation)
+    corrections = values_of("finetune.rl.importance_correction")
+    estimators = values_of("finetune.rl.kl_estimator")
     for name in (*AGGREGATIONS, *(c for c in corrections if c != "none"), *estimators):
         assert f"| `{name}`" in text, name
 
 
 def test_config_names_are_the_registered_ones():
     def literal(field):
-        return set(get_args(RLConfig.model_fields[field].annotation))
+        return set(values_of(f"finetune.rl.{field}"))
 
     assert literal("policy_loss") == set(POLICY_LOSSES)
     assert literal("advantage_estimator") == set(ADVANTAGES)

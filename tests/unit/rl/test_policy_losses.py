@@ -10,7 +10,7 @@ import pytest
 import torch
 from rl_samples import collated, make_sample, on_trained
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.kl import token_kl
 from pipelinerl.rl.losses import LossInputs, compute_loss
@@ -64,12 +64,14 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
 def test_gspo_has_one_ratio_per_sample():
     # Sample 1: mean log-ratio (ln 4 + 0) / 2 = ln 2, s = 2, A = -1: loss per token 2; B = 2.
     # Sample 2: s = 1.1, A = 1, range [0.8, 1.2]: not clipped.
-    loss, grad, _, _ = run([[2 * LOG2, 0.0], [math.log(1.1)]], [-1.0, 1.0], policy_loss="gspo")
+    loss, grad, _, _ = run(
+        [[2 * LOG2, 0.0], [math.log(1.1)]], [-1.0, 1.0], policy_loss="gspo", epsilon_low=0.2, epsilon_high=0.2
+    )
     assert loss == pytest.approx((2 * 2 - 1.1) / 2)
     # d/d logp_t of sum over both tokens of s = 2 tokens * s / 2 = s, over B.
     assert grad == pytest.approx([1.0, 1.0, -0.55])
     # With A = 1 the whole sample is clipped.
-    assert run([[2 * LOG2, 0.0]], [1.0], policy_loss="gspo")[1] == [0.0, 0.0]
+    assert run([[2 * LOG2, 0.0]], [1.0], policy_loss="gspo", epsilon_low=0.2, epsilon_high=0.2)[1] == [0.0, 0.0]
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():

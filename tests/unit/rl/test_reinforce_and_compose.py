@@ -10,7 +10,7 @@ import pytest
 import torch
 from rl_samples import collated, make_sample
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.coefficients import Coefficients, coefficients_at
@@ -111,16 +111,16 @@ def test_a_loss_of_the_user_is_a_dotted_path(monkeypatch):
     module = types.ModuleType("their_package")
     module.mean_ratio = mean_ratio
     monkeypatch.setitem(sys.modules, "their_package", module)
-    config = RLConfig().model_copy(update={"policy_loss": "their_package.mean_ratio"})
+    config = RLConfig(policy_loss="their_package.mean_ratio")
     loss, metrics, grad = run(one_sample([-1.0, -3.0], advantage=2.0), [-0.5, -1.5], config)
     # Mean log-ratio (0.5 + 1.5) / 2 = 1 on both tokens.
     assert loss == pytest.approx(-4.0) and grad == pytest.approx([-2.0, -2.0])
     assert metrics["rl/their_mean"].item() == pytest.approx(1.0)
-    for path in ("their_package.other", "nowhere"):
+    for path in ("their_package.other", "no_such_package.f"):
         with pytest.raises(ConfigError) as error:
-            run(one_sample([-1.0]), [-1.0], RLConfig().model_copy(update={"policy_loss": path}))
+            run(one_sample([-1.0]), [-1.0], RLConfig(policy_loss=path))
         assert error.value.key == "finetune.rl.policy_loss"
     check_user_functions(config)
     with pytest.raises(ConfigError) as error:
-        check_user_functions(config.model_copy(update={"policy_loss": "their_package.other"}))
+        check_user_functions(RLConfig(policy_loss="their_package.other"))
     assert error.value.key == "finetune.rl.policy_loss"

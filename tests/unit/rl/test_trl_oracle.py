@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipelinerl.config.finetune import RLConfig
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.rl.advantages import AdvantageInputs, group_advantages
 from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.losses import LossInputs, compute_loss

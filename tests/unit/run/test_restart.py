@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipelinerl.config.sections import StreamsConfig, SuperviseConfig
+from pipelinerl.config.resources import FileStreams, SuperviseConfig
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady, TrainerMessage, TrainingDone
 from pipelinerl.run.pool_command import read_state
 from pipelinerl.run.processes import Outcome
@@ -89,7 +89,7 @@ def test_l3_every_other_end_is_a_failure(
     tmp_path: Path, which: int, returncode: int, is_complete: bool, kind: str
 ) -> None:
     """Training is complete when this start's trainer says so."""
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "run-a")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run-a")
     writer = hub.writer(TRAINER_TOPIC, TRAINER, TrainerMessage)
     writer.write(TrainingDone(version=3, time=1.0, samples_processed=9, incarnation=5 if is_complete else 4))
     writer.close()

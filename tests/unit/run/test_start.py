@@ -15,7 +15,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.run import start as start_module
@@ -41,7 +41,7 @@ def start(root: Path, trained: bool = False, **changes: Any) -> RunDir:
     run_config = config(root, **changes)
     with enter(run_config, "run-a") as entered:
         save_config(run_config, entered.run_dir.config_file)
-    writer = StreamHub(StreamsConfig(), RunDir(root), "run-a").writer(TRAINER_TOPIC, "finetune_0", TrainerMessage)
+    writer = StreamHub(FileStreams(), RunDir(root), "run-a").writer(TRAINER_TOPIC, "finetune_0", TrainerMessage)
     writer.write(TrainerStarted(step=0, data_offset=0, time=1.0))
     if trained:
         writer.write(StepDone(step=1, time=2.0, group_ids=["g"], num_samples=8, samples_processed=8))
@@ -113,11 +113,11 @@ def test_the_same_run_continues_and_free_changes_are_listed(tmp_path: Path) -> N
     start(tmp_path, trained=True)
     assert inspect(config(tmp_path)).changes == ()
     finetune = {"max_train_steps": 7, "lora": {"sync": "adapter"}}
-    changed = config(tmp_path, max_lag=3, deepspeed_config="x", finetune=finetune, world={"num_actor_llms": 2})
+    changed = config(tmp_path, max_lag=3, finetune=finetune, world={"num_actor_llms": 2})
     decision = inspect(changed)
     assert (decision.kind, decision.identity) == ("continue", RunIdentity(run_id="run-a", incarnation=1))
     assert {change.key for change in decision.changes} == {
-        *("max_lag", "deepspeed_config", "finetune.lora.sync", "finetune.max_train_steps", "world.num_actor_llms")
+        *("max_lag", "finetune.lora.sync", "finetune.max_train_steps", "world.num_actor_llms")
     }
 
 
@@ -130,7 +130,7 @@ def test_the_same_run_continues_and_free_changes_are_listed(tmp_path: Path) -> N
         ({"dataset_loader": "a.b"}, "dataset_loader"),
         ({"dataset_loader_params": {"size": 3}}, "dataset_loader_params"),
         ({"train_dataset_names": ["x"]}, "train_dataset_names"),
-        ({"use_fsdp": True}, "use_fsdp"),
+        ({"backend": {"type": "fsdp"}}, "backend.type"),
         ({"finetune": {"lora": {"enabled": True}}}, "finetune.lora.enabled"),
     ],
 )

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.sections import SuperviseConfig
+from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.run import watch
 from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.nodes import Peers

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
@@ -52,7 +52,7 @@ def read_steps(reader: FileReader[MetricRecord]) -> list[int]:
 
 
 def test_a_stream_lies_where_the_design_says(tmp_path: Path) -> None:
-    hub = StreamHub(StreamsConfig(shard_bytes=2 * len(LINE)), RunDir(tmp_path), "r")
+    hub = StreamHub(FileStreams(shard_bytes=2 * len(LINE)), RunDir(tmp_path), "r")
     writer = hub.writer("actor", "actor_0", MetricRecord, partition=3)
     for n in range(5):
         writer.write(record(n))
@@ -69,7 +69,7 @@ def test_a_record_larger_than_a_shard_gets_one_of_its_own(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a b", "-x", "x\n"])
 def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
-    hub = StreamHub(StreamsConfig(), RunDir(tmp_path), "r")
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "r")
     with pytest.raises(StreamError, match="expected letters"):
         hub.writer(name, "a", MetricRecord)
     with pytest.raises(StreamError, match="expected letters"):
@@ -77,10 +77,10 @@ def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> N
 
 
 def test_d3_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
-    StreamHub(StreamsConfig(), RunDir(tmp_path), "one")
-    StreamHub(StreamsConfig(), RunDir(tmp_path), "one")
+    StreamHub(FileStreams(), RunDir(tmp_path), "one")
+    StreamHub(FileStreams(), RunDir(tmp_path), "one")
     with pytest.raises(StreamError, match=r"streams of run 'one', this is run 'two'.*force_restart"):
-        StreamHub(StreamsConfig(), RunDir(tmp_path), "two")
+        StreamHub(FileStreams(), RunDir(tmp_path), "two")
     assert [path.name for path in (tmp_path / "streams").iterdir()] == ["run_id"]
 
 
@@ -267,7 +267,7 @@ def test_o1_a_folder_that_cannot_be_written_is_a_stream_error(tmp_path: Path) ->
     with pytest.raises(StreamError, match="cannot be opened for reading"):
         open_reader(tmp_path / "file" / "x")
     with pytest.raises(StreamError, match="cannot hold streams"):
-        StreamHub(StreamsConfig(), RunDir(tmp_path / "file"), "r")
+        StreamHub(FileStreams(), RunDir(tmp_path / "file"), "r")
 
 
 def test_without_inotify_the_wait_is_bounded(tmp_path: Path) -> None:

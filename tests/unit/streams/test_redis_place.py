@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.redis import Streams
@@ -44,7 +44,7 @@ def test_a_run_with_a_server_of_its_own_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_start_uses_the_named_server_and_refuses_another_one_later(tmp_path: Path) -> None:
-    config, run_dir = StreamsConfig(backend="redis"), RunDir(tmp_path)
+    config, run_dir = RedisStreams(backend="redis"), RunDir(tmp_path)
     with Streams.serve(config, run_dir, {REDIS_URL_KEY: URL}) as environ:
         assert environ == {REDIS_URL_KEY: URL}
     with pytest.raises(ConfigError, match="holds the records"):

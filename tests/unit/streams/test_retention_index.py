@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import SCHEMA_VERSION, Group, MetricRecord, Sample, VersionSpan
 from pipelinerl.rundir.layout import RunDir
@@ -114,7 +114,7 @@ def group(n: int) -> Group:
 
 
 def test_tokens_go_where_no_resume_needs_them_and_heads_stay(tmp_path: Path) -> None:
-    hub = StreamHub(StreamsConfig(retention="heads", shard_bytes=1000), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(retention="heads", shard_bytes=1000), RunDir(tmp_path), "run")
     directory = tmp_path / "streams/actor/actor_0/0"
     writer = hub.writer("actor", "actor_0", Group)
     for n in range(10):
@@ -145,7 +145,7 @@ def test_tokens_go_where_no_resume_needs_them_and_heads_stay(tmp_path: Path) -> 
 
 
 def test_by_default_nothing_goes(tmp_path: Path) -> None:
-    hub = StreamHub(StreamsConfig(shard_bytes=1000), RunDir(tmp_path), "run")
+    hub = StreamHub(FileStreams(shard_bytes=1000), RunDir(tmp_path), "run")
     hub.commit("actor", "actor_0", 10)
     writer = hub.writer("actor", "actor_0", Group)
     for n in range(10):

@@ -13,7 +13,7 @@ from fakes.metrics_page import explained_names, pattern_of, unexplained
 
 import pipelinerl
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.config.sections import StreamsConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.preprocess.main import Outputs
 from pipelinerl.preprocess.scoring import Rejection
@@ -67,7 +67,7 @@ def diagnostics() -> set[str]:
 
 
 def preprocessor_counters(folder: Path) -> set[str]:
-    hub = StreamHub(StreamsConfig(), RunDir(folder), "run")
+    hub = StreamHub(FileStreams(), RunDir(folder), "run")
     outputs = Outputs(hub, "preprocessor_0", 0, FinetuneConfig(), 1)
     sample = Sample(
         id="0-0/r0/s0",

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
-from pipelinerl.config.sections import WandbConfig
+from pipelinerl.config.resources import WandbConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import RunIdentity, write_identity

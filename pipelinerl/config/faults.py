@@ -1,17 +1,19 @@
-"""Words of the configuration's errors: the nearest known key, and pydantic's faults in plain terms.
-
-Called by the composition. Pure: data in, `ConfigError` out.
-"""
+"""Faults of a configuration as `ConfigError`: the nearest known key, and pydantic's faults in plain terms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher, get_close_matches
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.convert import fate_of
+from pipelinerl.config.keys import known_keys
+from pipelinerl.config.paths import did_you_mean
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.section import Key, choice_of, section_of
 from pipelinerl.errors import ConfigError
 
 #: What `origin_of` says of a key that was typed.
@@ -57,12 +59,6 @@ def raise_faults(faults: list[ConfigError]) -> None:
         raise ConfigFaults(faults)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `Did you mean X?`, or a general hint when nothing is near."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"Did you mean {near[0]!r}?" if near else "Use one of these names."
-
-
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
     """Return the known dotted key that is most like `key`, or None.
 
@@ -80,13 +76,13 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     return best if best_score >= 0.6 else None
 
 
-def unknown_key(key: str, got: object, known: Iterable[str], origin: str) -> ConfigError:
+def unknown_key(key: str, got: object, origin: str) -> ConfigError:
     """Return the error for a key that the schema does not have. `origin` says where it was set."""
     fate = fate_of(key)
     if fate is not None:
         next_step = f"{fate} It was set {origin}. `python -m pipelinerl convert FILE` translates a file of PipelineRL."
         return ConfigError(key, got, "a known key", next_step)
-    near = nearest_key(key, known)
+    near = nearest_key(key, [each.name for each in known_keys()])
     next_step = f"It was set {origin}. Remove it; settings of your own task belong under `custom`."
     if near is None:
         return ConfigError(key, got, "a known key", next_step)
@@ -96,7 +92,6 @@ def unknown_key(key: str, got: object, known: Iterable[str], origin: str) -> Con
 def faults_of(
     error: ValidationError,
     data: Mapping[str, Any],
-    known: Iterable[str],
     origin_of: Callable[[str], str],
     source_of: Callable[[str], str] = str,
 ) -> list[ConfigError]:
@@ -105,48 +100,85 @@ def faults_of(
     Args:
         error: what pydantic raised.
         data: the configuration that was validated.
-        known: all dotted keys of the schema.
         origin_of: function from a dotted key to the words that say where it was set.
         source_of: function from a dotted key to the one whose value it has: that is the one to correct.
     """
-    names = list(known)
     found: dict[str, ConfigError] = {}
     for fault in error.errors(include_url=False):
-        key = source_of(_dotted(fault["loc"], data))
+        place = _place_of(fault["loc"], data)
+        key = source_of(place.key)
         if key in found:
             continue
-        if (echo := _echo(key, fault["input"], found.values())) is not None:
-            if origin_of(key) != COMMAND_LINE or origin_of(echo) == COMMAND_LINE:
-                continue  # of two names the one that was typed is answered
-            del found[echo]
+        origin = f"It was set {origin_of(key)}."
         if fault["type"] == "extra_forbidden":
-            found[key] = unknown_key(key, fault["input"], names, origin_of(key))
+            owners = [each for each in known_keys() if each.name == key and each.chooser]
+            if owners:
+                found[key] = _foreign_key(owners[0], fault["input"], place.chosen, origin)
+            else:
+                found[key] = unknown_key(key, fault["input"], origin_of(key))
         elif fault["type"] == "missing":
             found[key] = ConfigError(key, None, "a value", f"Add {key}=... to the command line.")
+        elif fault["type"].startswith("union_tag"):
+            tags = list(place.tags)
+            got = (fault.get("ctx") or {}).get("tag")
+            found[key] = ConfigError(key, got, "one of " + ", ".join(tags), f"{did_you_mean(str(got), tags)} {origin}")
         else:
-            found[key] = ConfigError(key, fault["input"], _expected(fault), f"It was set {origin_of(key)}.")
+            found[key] = ConfigError(key, fault["input"], _expected(fault), origin)
     return list(found.values())
 
 
-def _echo(key: str, got: object, earlier: Iterable[ConfigError]) -> str | None:
-    """Return the key of an earlier fault of the same value under its other name (`attempts`, `finetune.attempts`)."""
-    leaf = key.rpartition(".")[2]
-    return next((fault.key for fault in earlier if fault.key.rpartition(".")[2] == leaf and fault.got == got), None)
+def _foreign_key(key: Key, got: object, chosen: str, origin: str) -> ConfigError:
+    """A key that another type of the same choice has."""
+    owners = " or ".join([", ".join(key.owners[:-1]), key.owners[-1]] if len(key.owners) > 1 else key.owners)
+    expected = f"no such key with {key.chooser}={chosen}; it belongs to {owners}"
+    return ConfigError(key.name, got, expected, f"Remove it (or set it to null), or change {key.chooser}. {origin}")
 
 
-def _dotted(loc: tuple[int | str, ...], data: Any) -> str:
-    """Join the parts of `loc` up to the value (behind it pydantic names the branches of a union)."""
+@dataclass(frozen=True)
+class _Place:
+    key: str
+    chosen: str = ""
+    tags: Collection[str] = ()
+
+
+def _place_of(loc: tuple[int | str, ...], data: Any) -> _Place:
+    """The dotted key that pydantic's `loc` stands for, and the choice around it.
+
+    `loc` has names of fields that hold a choice and of the types in it, which are not part of the key, and after a
+    value the branches of its union.
+    """
+    model: type[BaseModel] | None = RunConfig
     parts: list[str] = []
-    for part in loc:
-        if isinstance(data, Mapping):
-            inner = data.get(part)
-        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
-            inner = data[part]
+    chosen, tags = "", ()
+    rest = list(loc)
+    while rest and model is not None:
+        part = str(rest.pop(0))
+        field = model.model_fields.get(part)
+        choice = None if field is None else choice_of(field)
+        if field is not None and choice is not None:
+            members = choice.members(field.annotation)
+            if not choice.flat:
+                parts.append(part)
+            if not rest:
+                return _Place(".".join([*parts, choice.key]), tags=members)
+            tag = str(rest.pop(0))
+            model = members.get(tag)
+            chosen = tag
+            continue
+        parts.append(part)
+        model = None if field is None else section_of(field)
+    value: Any = data
+    for name in parts:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    for index in rest:
+        if isinstance(value, Mapping):
+            value = value.get(index)
+        elif isinstance(value, list) and isinstance(index, int) and index < len(value):
+            value = value[index]
         else:
             break
-        parts.append(str(part))
-        data = inner
-    return ".".join(parts)
+        parts.append(str(index))
+    return _Place(".".join(parts), chosen, tags)
 
 
 def _expected(fault: Any) -> str:

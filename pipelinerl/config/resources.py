@@ -1,0 +1,250 @@
+"""Sections of what a run uses: `vllm_config`, `world`, `backend`, `streams`, `supervise`, trackers, `debug`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from pipelinerl.config.section import Choice, FlatSection, Section
+
+
+class VLLMConfig(Section):
+    quantization: str | None = Field(default=None, description="vLLM's quantization of the servers' weights")
+    vllm_kwargs: dict[str, Any] = Field(
+        default={}, description="flags of the vLLM server without dashes; an empty string is a bare flag"
+    )
+    kv_cache: Literal["keep", "recompute"] = Field(
+        default="keep", description="what happens to the key-value cache of running sequences at an update"
+    )
+    start_timeout_s: float = Field(default=900, gt=0, description="deadline for a server to be ready")
+    cpu_kv_cache_gib: float = Field(default=1, gt=0, description="cache of a server without a GPU")
+
+    def option(self, name: str) -> tuple[str, Any]:
+        """Key and value of a server option, however it is spelled; the value is None if it is not set."""
+        for key, value in self.vllm_kwargs.items():
+            if key.lstrip("-").replace("_", "-") == name:
+                return f"vllm_config.vllm_kwargs.{key}", value
+        return f"vllm_config.vllm_kwargs.{name}", None
+
+    def number(self, name: str) -> int | None:
+        """A server option as a whole number; None if it is not set or not one."""
+        _, value = self.option(name)
+        if isinstance(value, bool):
+            return None
+        return value if isinstance(value, int) else int(value) if str(value).isdecimal() else None
+
+
+class PlainSettings(Section):
+    """Every rank holds the whole model; gradients are averaged."""
+
+    type: Literal["plain"] = Field(default="plain", description="how ranks share the model: plain, deepspeed or fsdp")
+
+
+class DeepSpeedSettings(Section):
+    """DeepSpeed ZeRO, stage 1 to 3."""
+
+    type: Literal["deepspeed"] = "deepspeed"
+    config: str = Field(default="deepspeed_stage3_bf16", description="name of a file in conf/deepspeed, or a path")
+
+
+class FSDPSettings(Section):
+    """FSDP2: parameters, gradients and optimizer state are sharded over the ranks."""
+
+    type: Literal["fsdp"] = "fsdp"
+    param_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of gathered parameters")
+    reduce_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of gradient reduction")
+
+
+Backend = Annotated[PlainSettings | DeepSpeedSettings | FSDPSettings, Choice("type")]
+
+
+class Disaggregated(Section):
+    """Servers and trainer work at the same time."""
+
+    placement: Literal["disaggregated"] = Field(
+        default="disaggregated", description="colocated: servers and trainer alternate on the same GPUs"
+    )
+
+
+class Colocated(Section):
+    """Servers and trainer alternate on the same GPUs."""
+
+    placement: Literal["colocated"] = "colocated"
+    sleep_level: Literal["auto", "1", "2"] = Field(
+        default="auto", description="weights of a sleeping server: 1 in host memory, 2 dropped; auto: 1 if they fit"
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="keep the optimizer state in host memory while servers generate (plain backend)"
+    )
+
+
+#: Lists of GPUs by pool, and the keys of the counts that follow from them.
+GPU_LISTS = {
+    "actor_gpus": "num_actor_llms",
+    "preprocessor_gpus": "num_preprocessor_llms",
+    "finetune_gpus": "num_finetune_ranks",
+}
+#: A GPU by its place among those that the launcher sees.
+GpuNumber = Annotated[int, Field(ge=0)]
+
+
+class WorldConfig(FlatSection):
+    """How the cluster is split. Fractions share the GPUs; the `num_*` keys, if set, say the counts outright (and are
+    the way to split a machine without GPUs)."""
+
+    actor_fraction: float = Field(default=4, ge=0, description="share of the GPUs that samples")
+    preprocessor_fraction: float = Field(default=0, ge=0, description="share that serves the reference model")
+    finetune_fraction: float = Field(default=4, ge=0, description="share that trains")
+    num_actor_llms: int | None = Field(default=None, ge=1, description="servers that sample, instead of the share")
+    num_preprocessor_llms: int | None = Field(
+        default=None, ge=0, description="servers of the reference model, instead of the share"
+    )
+    num_finetune_ranks: int | None = Field(default=None, ge=1, description="trainer ranks, instead of the share")
+    actor_gpus: list[list[GpuNumber]] | None = Field(
+        default=None,
+        min_length=1,
+        description="GPUs of each server, as [[0], [1]], instead of the share; one node only",
+    )
+    preprocessor_gpus: list[list[GpuNumber]] | None = Field(
+        default=None, description="the same for servers of the reference model"
+    )
+    finetune_gpus: list[GpuNumber] | None = Field(
+        default=None, min_length=1, description="GPU of each trainer rank, as [2, 3]"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there are GPUs")
+    sharing: Annotated[Disaggregated | Colocated, Choice("placement", flat=True)] = Disaggregated()
+    env_replicas: int = Field(default=0, ge=0, description="environment servers, of what `environment` names")
+    verifier_replicas: int = Field(default=0, ge=0, description="verifier servers")
+    actor_group_port: int = Field(default=9000, ge=1024, le=65535, description="first port of weight updates")
+    environment_start_port: int = Field(
+        default=7777, ge=1024, le=65535, description="first port of environment servers"
+    )
+    llm_start_port: int = Field(default=8080, ge=1024, le=65535, description="first port of vLLM servers")
+    node_port: int = Field(
+        default=29400, ge=1024, le=65535, description="port of node 0's launcher for other nodes (WORLD_SIZE above 1)"
+    )
+
+    @property
+    def placement(self) -> str:
+        return self.sharing.placement
+
+    @property
+    def colocated(self) -> Colocated | None:
+        """How servers and trainer share GPUs; None: they do not."""
+        return self.sharing if isinstance(self.sharing, Colocated) else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_lists(cls, data: Any) -> Any:
+        """Lists of GPUs say the counts as well, and win over them: some of the shipped worlds have counts."""
+        if not isinstance(data, dict):
+            return data
+        # An empty list is refused by itself, in words about it and not about a count that nobody set.
+        lists = {key: data[key] for key in GPU_LISTS if isinstance(data.get(key), list) and data[key]}
+        return data | {GPU_LISTS[key]: len(gpus) for key, gpus in lists.items()}
+
+
+class FileStreams(Section):
+    """Streams in files below output_dir/streams: for one machine, or a shared disk."""
+
+    backend: Literal["files"] = Field(
+        default="files", description="files, redis, or the dotted path of a module with a class Streams"
+    )
+    fsync: Literal["never", "interval", "always"] = Field(
+        default="never", description="interval and always survive a power cut, never survives a crash of the process"
+    )
+    shard_bytes: int = Field(default=256 * 2**20, ge=1, description="size at which a new file is begun")
+    retention: Literal["all", "heads"] = Field(
+        default="all", description="heads: remove tokens that no resume needs (those steps cannot be replayed)"
+    )
+
+
+class RedisStreams(FileStreams):
+    """Streams in Redis; records that were read move to files."""
+
+    backend: Literal["redis"] = "redis"  # type: ignore[assignment]
+    url: str | None = Field(
+        default=None,
+        description="address of your own server; null: that of PIPELINERL_REDIS_URL (environment, it may hold a "
+        "password), else the launcher starts one",
+    )
+    byte_budget: int = Field(default=2 * 2**30, ge=1, description="memory that the run's streams may take in Redis")
+    backpressure_timeout_s: float = Field(
+        default=600, gt=0, description="how long a writer waits for the reader of a full stream"
+    )
+
+
+class CustomStreams(FileStreams):
+    """A backend of the user's: a module with a class `Streams`, a `StreamBackend` (streams/base.py)."""
+
+    backend: str  # type: ignore[assignment]
+    options: dict[str, Any] = Field(default={}, description="settings of your own backend, unchecked")
+
+
+StreamsConfig = FileStreams | RedisStreams | CustomStreams
+
+
+class SuperviseConfig(Section):
+    """Deadlines of the supervisor, in seconds."""
+
+    heartbeat_interval_s: float = Field(default=2, gt=0, description="time between heartbeats")
+    heartbeat_timeout_s: float = Field(default=25, gt=0, description="a longer silence ends the run")
+    progress_timeout_s: float = Field(default=1800, gt=0, description="a longer standstill ends the run")
+    shutdown_grace_s: float = Field(default=10, gt=0, description="time for the trainer to save after SIGTERM")
+    finish_timeout_s: float = Field(default=600, gt=0, description="for the last evaluation and the shutdown")
+    weight_sync_timeout_s: float = Field(default=120, gt=0, description="deadline of one weight update")
+    probe_every_n_updates: int = Field(
+        default=0,
+        ge=0,
+        description="compare log-probs of trainer and servers after every n-th weight update, and end the run if they "
+        "differ; 0: after the first update of a start and the last",
+    )
+    nodes_timeout_s: float = Field(
+        default=900, gt=0, description="how long node 0 waits for the other nodes, and they for its plan"
+    )
+    max_restarts: int = Field(
+        default=0, ge=0, description="automatic resumes after the trainer, actor or preprocessor died"
+    )
+    max_server_restarts: int = Field(
+        default=3, ge=0, description="restarts of one server within the window before its end ends the run"
+    )
+    server_restart_window_s: float = Field(default=3600, gt=0, description="older restarts do not count")
+    server_restart_backoff_s: float = Field(
+        default=1, ge=0, description="wait before the first restart; doubled for each further one, at most 60 s"
+    )
+
+
+class WandbConfig(Section):
+    use_wandb: bool = Field(default=True, description="false: nothing goes to W&B")
+    mode: Literal["online", "offline", "disabled"] = Field(
+        default="offline", description="online needs WANDB_API_KEY; offline writes files that `wandb sync` uploads"
+    )
+    wandb_id: str | None = Field(default=None, description="id of the tracked run; null: derived from the run's id")
+    wandb_name: str | None = Field(default=None, description="name of the tracked run")
+    wandb_entity_name: str | None = Field(default=None, description="team")
+    wandb_project_name: str = Field(default="pipelinerl", description="project")
+    wandb_resume: Literal["allow", "must", "never", "auto"] = Field(
+        default="allow", description="what to do with an existing id; never without wandb_id: a new one at each start"
+    )
+    wandb_use_basename: bool = Field(default=True, description="name the run after the last part of output_dir")
+    wandb_workspace_root: str = Field(default="results", description="folder that names are relative to")
+    wandb_group: str | None = Field(default=None, description="group of runs")
+    wandb_dir: str | None = Field(default=None, description="folder of W&B's files")
+    tags: list[str] = Field(default=[], description="tags of the tracked run")
+
+
+class TensorBoardConfig(Section):
+    enabled: bool = Field(default=False, description="write event files; needs the extra `tensorboard`")
+    folder: str | None = Field(
+        default=None, description="folder for many runs, each in its own; null: `tensorboard` in output_dir"
+    )
+
+
+class DebugConfig(Section):
+    mode: Literal["", "actor", "preprocessor", "finetune", "open_loop"] = Field(
+        default="", description="run stages alone; open_loop: all, but servers keep their first weights"
+    )
+    streams_from: str | None = Field(
+        default=None, description="output_dir of the run whose streams the preprocessor or trainer alone reads"
+    )

@@ -1,0 +1,147 @@
+"""Sections of what is sampled and how it is judged: `llm`, `actor`, `agent`, `preprocess`, `rewards`, `verifier`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipelinerl.config.section import Section
+
+
+class LLMParameters(Section):
+    """Sampling parameters of training (`llm`): always from the whole distribution, as the trainer assumes."""
+
+    max_tokens: int = Field(default=8192, ge=1, description="longest output, in tokens")
+    temperature: float = Field(default=1.0, gt=0, description="sampling temperature, also of the trainer's log-probs")
+    min_tokens: int = Field(default=0, ge=0, description="shortest output, in tokens")
+    stop: list[str] = Field(default=[], description="strings that end an output")
+    ignore_eos: bool = Field(default=False, description="continue after the end token")
+
+
+class EvaluationParameters(LLMParameters):
+    """Sampling parameters of evaluation (`test_llm`); `max_tokens`, `temperature` and `stop` follow `llm`."""
+
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
+    top_k: int = Field(default=-1, ge=-1, description="sample from the k most likely tokens; -1 or 0: from all")
+
+
+class LLMConfig(Section):
+    parameters: LLMParameters = LLMParameters()
+
+
+class EvaluationConfig(Section):
+    parameters: EvaluationParameters = EvaluationParameters()
+
+
+class Example(Section):
+    """A question and its answer, shown before the task as an earlier turn of the dialogue."""
+
+    task: str
+    answer: str
+
+
+class ActorConfig(Section):
+    rollout_policy: str | None = Field(default=None, description="dotted path of generate_rollout")
+    llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
+    rollout_workers: int = Field(default=1, ge=1, description="processes that run rollouts")
+    discount_factor: float = Field(
+        default=1.0, gt=0, le=1, description="reward discount per output token, in tasks that use it"
+    )
+    throughput_window_size: int = Field(default=50, ge=1, description="records in the sliding statistics")
+    log_each_n_secs: float = Field(
+        default=0, ge=0, description="longest time between the actor's metric records, in seconds; 0: 5"
+    )
+    rollout_timeout_s: float = Field(default=600, gt=0, description="a longer rollout is canceled and counts as failed")
+    request_timeout_s: float = Field(default=300, gt=0, description="a longer request is retried")
+    max_retries: int = Field(default=3, ge=0, description="retries after a transient failure")
+    max_failure_rate: float = Field(
+        default=0.5, gt=0, le=1, description="a larger share of failed rollouts ends the run"
+    )
+    min_rollouts_for_failure_rate: int = Field(default=32, ge=1, description="rollouts before that share counts")
+    test_samples: int | None = Field(default=None, ge=1, description="rollouts per evaluation; null: one per problem")
+    recorded_test_samples: int | None = Field(
+        default=100, ge=0, description="rollouts of each evaluation that `samples --evaluation` shows; null: all"
+    )
+    evaluation_concurrency: int | None = Field(
+        default=None, ge=1, description="concurrent rollouts of an evaluation; null: the servers' slots"
+    )
+    agent_func_path: str | None = Field(
+        default=None, description="Python file with `async step(state, action, label, **kwargs)` (docs/agents.md)"
+    )
+    system_prompt: str | None = Field(
+        default=None, description="system prompt of built-in tasks, in place of their own"
+    )
+    task_template: str | None = Field(
+        default=None, description="text around `{task}`, in built-in tasks of one question"
+    )
+    task_prompt: str | None = Field(default=None, description="for your own rollout functions (cfg.actor.task_prompt)")
+    examples: list[Example] = Field(
+        default=[], description="[{task, answer}, ...]: earlier turns of the dialogue, in tasks of one question"
+    )
+
+
+class AgentConfig(Section):
+    """Prompts and episodes of the agent function. It takes effect with `actor.agent_func_path`."""
+
+    prompt_data: str | list[str] | None = Field(
+        default=None, description="JSONL file or Hugging Face dataset (`name`, `name:split`); several: comma-separated"
+    )
+    prompt_data_probs: str | float | list[float] | None = Field(
+        default=None, description="how often each dataset is drawn, one number each; null: all prompts equally often"
+    )
+    eval_data: str | list[str] | None = Field(default=None, description="the same for evaluation; null: none")
+    input_key: str = Field(default="input", description="column of the prompts")
+    label_key: str | None = Field(default=None, description="column of the labels; null: empty labels")
+    apply_chat_template: bool = Field(default=False, description="format prompts with the model's chat template")
+    prompt_max_len: int = Field(default=1024, ge=1, description="longest prompt in tokens; longer ones are left out")
+    max_samples: int | None = Field(default=None, ge=1, description="first rows of all datasets together; null: all")
+    max_steps: int = Field(default=64, ge=1, description="calls of the agent function per rollout")
+    reward: Literal["sum", "last"] = Field(default="sum", description="sum of the steps' rewards, or the last one")
+    action_special_tokens: bool = Field(
+        default=False, description="keep special tokens, end token and stop string in the action"
+    )
+
+
+class PreprocessConfig(Section):
+    chunk_n_groups: int = Field(default=2, ge=1, description="groups that are read at once")
+    ring_buffer_size: int = Field(
+        default=128, ge=1, description="ready batches kept when training is slow and max_lag is null"
+    )
+
+
+class RewardsConfig(Section):
+    """Reward of one answer, for tasks that judge answers: the weighted sum of `components`.
+
+    The eight numbers are the component `outcome`: reward by kind of answer. `finished`: the model ended by itself.
+    """
+
+    name: str = Field(default="pure_success", description="name of the reward table")
+    components: dict[str, float] = Field(
+        default={"outcome": 1.0}, description="weights of outcome, soft_length, difficulty_length"
+    )
+    correct_answer_finished: float = Field(default=1.0, description="reward of this kind of answer")
+    correct_answer_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    wrong_answer_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    wrong_answer_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    no_answer_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    no_answer_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    unparsable_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    unparsable_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
+    buffer_tokens: int = Field(
+        default=0, ge=0, description="last tokens before the limit that cost reward (soft_length)"
+    )
+    easy_tokens: int = Field(
+        default=256, ge=1, description="tokens that the easiest problem may cost (difficulty_length)"
+    )
+
+
+class VerifierConfig(Section):
+    """Grader processes: of one verifier service, or of one rollout worker where there is no service."""
+
+    processes: int = Field(default=2, ge=1, description="grader processes")
+    timeout_s: float = Field(default=10, gt=0, description="deadline for grading one answer")
+    memory_mib: int = Field(default=2048, ge=256, description="address space of a grader process")
+    queue_timeout_s: float = Field(default=300, gt=0, description="longest wait for a verifier service, queue included")
+    max_queue: int = Field(default=8192, ge=1, description="answers waiting in a service; more are sent again later")
