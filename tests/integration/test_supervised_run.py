@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pipelinerl.run.pool_command import PoolRequest, ask
+from pipelinerl.run.start import SOCKET_FOLDER_KEY, server_sockets
 from pipelinerl.rundir.layout import RunDir
 
 # Nothing here takes long; this only bounds a test that fails.
@@ -607,3 +608,13 @@ def test_servers_of_a_node_whose_ranks_are_done_live_until_node_0_ends_the_run(t
     driver = DRIVER.with_name("node_run.py")
     ended = subprocess.run([sys.executable, str(driver), str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert ended.stdout == "completed True\n", ended.stderr
+
+
+def test_vllm_creates_its_sockets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contract with vLLM: the key's name."""
+    network_utils = pytest.importorskip("vllm.utils.network_utils")
+    with server_sockets({}) as environ:
+        monkeypatch.setenv(SOCKET_FOLDER_KEY, environ[SOCKET_FOLDER_KEY])
+        path = network_utils.get_open_zmq_ipc_path()
+        assert path.startswith(f"ipc://{environ[SOCKET_FOLDER_KEY]}/")
+        assert len(path.removeprefix("ipc://")) == len(environ[SOCKET_FOLDER_KEY]) + 37

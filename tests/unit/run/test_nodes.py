@@ -13,6 +13,7 @@ import pytest
 from fakes.ports import free_port
 
 import pipelinerl.run.leader as leader_module
+import pipelinerl.run.nodes as nodes_module
 from pipelinerl import __version__
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
@@ -26,7 +27,7 @@ SECRET = b"a secret of sixteen bytes or more"
 PLAN = Plan("/shared/run", "run-1", 0, "token")
 WAIT_S = 120.0
 # Of a peer that is to be given up; others have to be heard of sooner, also on a machine that stands still for seconds.
-SILENT_S = 4.0
+SILENT_S = 2.0
 
 
 def cluster(world_size: int = 2, gpus: tuple[str, ...] = ()) -> Cluster:
@@ -256,6 +257,7 @@ def test_a_signal_ends_both_waits(leader: Leader, port: int) -> None:
 def test_a_node_that_died_before_the_plan_may_join_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(leader_module, "_say", said.put)
+    monkeypatch.setattr(nodes_module, "LAST_WORD_S", 0.1)  # nobody answers
 
     def wait_for(*words: str) -> None:
         text = said.get(timeout=WAIT_S)

@@ -346,13 +346,3 @@ def test_where_no_folder_for_sockets_is_made(tmp_path: Path, monkeypatch: pytest
     with server_sockets(given) as environ:
         assert environ == given
     assert case == "no temporary folder" or not any(folder.iterdir())
-
-
-def test_vllm_creates_its_sockets_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contract with vLLM: the key's name."""
-    network_utils = pytest.importorskip("vllm.utils.network_utils")
-    with server_sockets({}) as environ:
-        monkeypatch.setenv(SOCKET_FOLDER_KEY, environ[SOCKET_FOLDER_KEY])
-        path = network_utils.get_open_zmq_ipc_path()
-        assert path.startswith(f"ipc://{environ[SOCKET_FOLDER_KEY]}/")
-        assert len(path.removeprefix("ipc://")) == len(environ[SOCKET_FOLDER_KEY]) + 37

@@ -6,12 +6,10 @@ import fcntl
 import io
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -25,19 +23,6 @@ from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import find_run
 from pipelinerl.world import Job, WorldMap
-
-# A process that carries the run directory and its job's name in its arguments, and waits for something.
-WAITS = """
-import sys, time
-from pathlib import Path
-from pipelinerl.rundir.heartbeat import Heartbeat
-heartbeat = Heartbeat(Path(sys.argv[2]) / sys.argv[4] / "heartbeat.json", 60)
-heartbeat.progress(7)
-with heartbeat.waiting("training data", deadline_s=90):
-    heartbeat.beat()
-    print("up", flush=True)
-    time.sleep(300)
-"""
 
 
 @pytest.fixture
@@ -58,21 +43,33 @@ def run_dir(tmp_path: Path) -> RunDir:
     return files
 
 
+PID = 4711
+
+
 @pytest.fixture
-def trainer(run_dir: RunDir) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", WAITS, "--run-dir", str(run_dir.root), "--job", "finetune_0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
-    yield process
-    process.kill()
-    process.wait()
+def living(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The trainer waits for data; its process is in the set, and exists as long as it is."""
+    pids = {PID}
+
+    def process(pid: int) -> SimpleNamespace:
+        if pid not in pids:
+            raise psutil.NoSuchProcess(pid)
+        words = ["python", "--run-dir", str(run_dir.root), "--job", "finetune_0"]
+        return SimpleNamespace(cmdline=lambda: words, status=lambda: psutil.STATUS_SLEEPING)
+
+    monkeypatch.setattr("psutil.Process", process)
+    beat = {"pid": PID, "time": 1.0, "progress": 7, "progress_time": 1.0}
+    beat |= {"waiting_for": "training data", "waiting_since": 1.0, "deadline_s": 90.0}
+    run_dir.job("finetune_0").mkdir()
+    run_dir.heartbeat_file("finetune_0").write_text(json.dumps(beat))
+    return pids
 
 
-def test_a_running_run(run_dir: RunDir, trainer: subprocess.Popen[str]) -> None:
+def test_a_running_run(run_dir: RunDir, living: set[int]) -> None:
     lock = os.open(run_dir.root / "conf" / "launch.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        status = read_status(find_run(run_dir.root), now=time.time() + 30)
+        status = read_status(find_run(run_dir.root), now=31.0)
     finally:
         os.close(lock)
     assert (status.run_id, status.starts, status.state) == ("run-a", 2, "running")
@@ -84,13 +81,12 @@ def test_a_running_run(run_dir: RunDir, trainer: subprocess.Popen[str]) -> None:
         ("finetune_0", True),
     ]
     job = status.jobs[-1]
-    assert (job.pid, job.waiting_for, job.deadline_s, job.progress) == (trainer.pid, "training data", 90, 7)
-    assert job.waiting_s is not None and 29 < job.waiting_s < 90
+    assert (job.pid, job.waiting_for, job.deadline_s, job.progress) == (PID, "training data", 90, 7)
+    assert job.waiting_s == 30
 
 
-def test_an_ended_run_says_how(run_dir: RunDir, trainer: subprocess.Popen[str]) -> None:
-    trainer.kill()
-    trainer.wait()
+def test_an_ended_run_says_how(run_dir: RunDir, living: set[int]) -> None:
+    living.clear()
     status = read_status(find_run(run_dir.root))
     assert status.state == "ended" and "the launcher was killed" in str(status.reason)
     assert not any(job.is_alive for job in status.jobs) and status.jobs[-1].waiting_for is None

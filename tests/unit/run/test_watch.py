@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper
-from pipelinerl.run.start import JOB_KEY, Command
+from pipelinerl.run.start import Command
 from pipelinerl.run.watch import MIN_GRACE_S, RunSession, Supervisor, long_waits, why_stuck
 from pipelinerl.rundir.heartbeat import HeartbeatState
 from pipelinerl.rundir.identity import RunIdentity
@@ -111,7 +109,12 @@ class SavingRun:
     """A supervisor that got a signal. Without trainers, those are on other nodes."""
 
     def __init__(
-        self, trainers: int = 1, own_rank: int = 0, peers: tuple[int, ...] = (), grace_s: float = 60.0
+        self,
+        trainers: int = 1,
+        own_rank: int = 0,
+        peers: tuple[int, ...] = (),
+        grace_s: float = 60.0,
+        root: Path = Path("x"),
     ) -> None:
         jobs = [Job("finetune", f"finetune_{i}", i, i, 0, "h", [], None, None, None, 1) for i in range(trainers)]
         jobs.append(Job("actor", "actor_0", 0, 0, 0, "h", [], None, None, None, 1))
@@ -120,7 +123,7 @@ class SavingRun:
         self.events: SimpleQueue[Event] = SimpleQueue()
         identity = RunIdentity(run_id="r", incarnation=0)
         commands = [Command(job, ("true",), {}) for job in jobs]
-        session = RunSession(config, world, RunDir(Path("x")), identity, commands, {}, "t", self.events)
+        session = RunSession(config, world, RunDir(root), identity, commands, {}, "t", self.events)
         self.links = [Link(rank) for rank in peers]
         keeper = ServerKeeper([], config.supervise, 1.0, 0.0)
         self.supervisor = Supervisor(
@@ -187,38 +190,23 @@ def test_a_node_without_trainers_says_so_at_once_and_waits_for_the_others() -> N
     assert run.links[0].said == ["Saved"]
 
 
-class SignalAfterEachEnd(SimpleQueue[Any]):
-    """The launcher gets SIGTERM right after a process of the run ended."""
-
-    def put(self, item: Any, *arguments: Any) -> None:
-        super().put(item, *arguments)
-        if isinstance(item, ChildExited):
-            super().put(Interrupted(signal.SIGTERM))
-
-
 def test_x7_a_signal_ends_the_search_for_the_cause_of_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several nodes the cause may take a while to be heard of: 60 s here."""
     monkeypatch.setattr(watch, "COLLECT_S", 60.0)
-    job = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
-    argv = (sys.executable, "-c", "raise ValueError('bad row 7')")
-    config = RunConfig.model_validate({"output_dir": str(tmp_path)})
-    session = RunSession(
-        config,
-        WorldMap([job], "cpu", 1, 0, 0, "127.0.0.1", 1),
-        RunDir(tmp_path),
-        RunIdentity(run_id="r", incarnation=0),
-        [Command(job, argv, {JOB_KEY: job.name})],
-        os.environ,
-        "token-of-test",
-        SignalAfterEachEnd(),
-    )
-    read_end, write_end = os.pipe()
+    monkeypatch.setattr(watch, "end_all", lambda pids, grace_s: [])
+    log = tmp_path / "stderr.log"
+    log.write_text("Traceback (most recent call last):\n  File 'x', line 1, in y\nValueError: bad row 7\n")
+
+    def spawn(name: str, argv: Any, env: Any, folder: Path, events: SimpleQueue[Event], fds: Any) -> Child:
+        events.put(ChildExited(name, 1))
+        events.put(Interrupted(signal.SIGTERM))
+        return Child(name, 2**22, LogPart(tmp_path / "stdout.log"), LogPart(log), time.time(), returncode=1)
+
+    monkeypatch.setattr(watch, "spawn", spawn)
+    run = SavingRun(trainers=0, root=tmp_path)
     started = time.monotonic()
-    keeper = ServerKeeper([], config.supervise, 60.0, time.time())
-    outcome = Supervisor(session, ExitPolicy([job], None), keeper, Peers(), read_end).run()
-    os.close(read_end)
-    os.close(write_end)
+    outcome = run.supervisor.run()
     assert (outcome.status, outcome.exit_code, outcome.job) == ("failed", 1, "actor_0")
     assert "bad row 7" in str(outcome.reason) and time.monotonic() - started < 40
