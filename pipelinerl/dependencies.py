@@ -1,7 +1,6 @@
 """Says which environment is meant when packages are missing, instead of a traceback.
 
-Called when the package is run with `python -m pipelinerl...`, before anything else is imported, and by
-`pipelinerl.__main__`. Written so that older Pythons can read it. Waits for nothing.
+Imported before anything else, so it must be readable by older Pythons.
 """
 
 import importlib.util

@@ -34,8 +34,7 @@ from pipelinerl.run.start import build_commands, enter
 from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.open_run import bounded_by_record
-from pipelinerl.world import Cluster, build_world_map, nvml_gpu_lister, usable_cores
-from pipelinerl.world.ports import FreePorts, chosen_port_keys, default_lock_dir
+from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
     """Print what `launch` would start, and on stderr what can be said about such a start without one."""
     checked = check_dry_run(Start(config, cluster, os.environ, composed.search_dirs, is_dry_run=True))
-    with FreePorts(cluster.rank, chosen_port_keys(config)) as ports:
+    with FreePorts(config, cluster.rank, reserve=False) as ports:
         world = build_world_map(config, cluster, ports)
     commands = build_commands(world, RunDir(Path(config.output_dir).absolute()), os.environ, composed.search_dirs)
     print_plan(plan_of(config, world, commands, composed.notes))
@@ -108,11 +107,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     lines = check_start(Start(config, cluster, os.environ, composed.search_dirs))
     config = bounded_by_record(config)
     events: SimpleQueue[Event] = SimpleQueue()
-    lock_dir = default_lock_dir()
-    with (
-        gathered_nodes(config, cluster) as nodes,
-        FreePorts(cluster.rank, chosen_port_keys(config), lock_dir, busy_elsewhere=nodes.busy_ports) as ports,
-    ):
+    with gathered_nodes(config, cluster) as nodes, FreePorts(config, cluster.rank, nodes.busy_ports) as ports:
         world = build_world_map(config, cluster, ports)
         with signals_as_events(events) as signals, enter(config) as entered:
             lines += [f"changed since the last start: {change}" for change in entered.changes]

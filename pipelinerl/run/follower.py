@@ -33,8 +33,7 @@ from pipelinerl.run.watch import RunSession
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, WorldMap
-from pipelinerl.world.ports import busy_ports
+from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, WorldMap, busy_ports
 
 _RETRY_S = 0.5
 _SLICE_S = 1.0

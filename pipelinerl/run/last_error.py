@@ -1,4 +1,4 @@
-"""The last error in the logs of a process, short enough for one message. Used to say why a job ended."""
+"""The last error in the logs of a process, short enough for one message that says why a job ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 _TAIL_BYTES = 2 * 2**20
 _TRACEBACK = "Traceback (most recent call last):"
-# Who writes, and the head of a record of an error in which every line of a traceback may stand.
+# Prefixes of a line: the process that wrote it, and the head of an error record (vLLM repeats it on every line).
 _PREFIX = re.compile(
     r"^(?:\((?:\w+ )*pid=\d+\) ?|\[rank\d+\]:\s?)?(?:(?:ERROR|CRITICAL) [\d\-]+ [\d:.,]+ \[[^\]]*\]\s?)?"
 )
-# Records below an error, by logging (ours, vLLM's, DeepSpeed's), by glog and by warnings; bars that show progress.
+# Records less severe than an error, by logging (ours, vLLM's, DeepSpeed's), glog and warnings; progress bars.
 _QUIET = re.compile(
     r"^(?:\[?\d[\d\-:.,T]*(?: [\d:.,]+)?\]? )?\[?(?:DEBUG|INFO|WARNING)\b"
     r"|^\[?[IW]\d{4} \d\d:"
@@ -52,7 +52,7 @@ def last_error(*parts: LogPart) -> str:
     """What a process last complained about, as one to five lines.
 
     The exception and place of the last traceback (and of the one before, often its cause), from whichever log has one;
-    without a traceback, the last lines of the first log that has any that are no mere information or warning.
+    without a traceback, the last lines of a log that are not mere information or warnings.
 
     Args:
         parts: the logs of the process, the most telling one last if there are tracebacks in several.

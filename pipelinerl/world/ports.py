@@ -1,4 +1,4 @@
-"""Free TCP ports for the plan of a run, such that two runs on one machine never get the same. Called by the launcher.
+"""Free TCP ports for the plan of a run, such that two runs on one machine never get the same.
 
 A port counts as free if it can be bound now and no other launcher has reserved it. The reservation is a locked file,
 held for the life of the launcher: servers bind their ports only half a minute after the plan was made. A preferred
@@ -12,10 +12,8 @@ import fcntl
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WorldConfig
@@ -39,41 +37,37 @@ def can_bind(port: int) -> bool:
     return True
 
 
-def chosen_port_keys(config: RunConfig) -> frozenset[str]:
-    """Keys of ports that differ from their defaults, so that the user must have chosen them."""
-    fields = WorldConfig.model_fields
-    return frozenset(f"world.{key}" for key in _PORT_KEYS if getattr(config.world, key) != fields[key].default)
-
-
-def busy_ports(config: RunConfig, master_port: int, probe: Callable[[int], bool] = can_bind) -> list[int]:
-    """What another node tells the one that plans: ports of the scanned ranges that cannot be bound on this machine."""
+def busy_ports(config: RunConfig, master_port: int) -> list[int]:
+    """What a node tells the one that plans: ports of the scanned ranges that cannot be bound on this machine."""
     starts = [master_port, *(getattr(config.world, key) for key in _PORT_KEYS)]
     scanned = {port for start in starts for port in range(start, min(start + _SCAN, 65536))}
-    return [port for port in sorted(scanned) if not probe(port)]
+    return [port for port in sorted(scanned) if not can_bind(port)]
 
 
-def default_lock_dir() -> Path:
-    """Where launchers of this user reserve ports."""
-    return Path(tempfile.gettempdir()) / f"pipelinerl-ports-{os.getuid()}"
-
-
-@dataclass
 class FreePorts:
-    """Hands out TCP ports, each once per node.
+    """Hands out TCP ports, each once per node. A context manager: leaving it frees the reservations.
 
-    Ports of other nodes than `rank` cannot be probed: they are counted up from `preferred`, without those that the node
-    called busy (`busy_elsewhere`, by rank).
-
-    `lock_dir=None` reserves nothing (a dry run). Use as a context manager: leaving it frees the reservations.
+    Args:
+        config: of the run; a port that differs from its default was chosen by the user.
+        rank: of this node. Ports of other nodes cannot be probed.
+        busy_elsewhere: ports that other nodes cannot bind, by rank.
+        reserve: whether other launchers of this user must not get the same ports; not in a dry run.
     """
 
-    rank: int = 0
-    chosen: Collection[str] = ()
-    lock_dir: Path | None = None
-    probe: Callable[[int], bool] = can_bind
-    busy_elsewhere: Mapping[int, Collection[int]] = field(default_factory=dict)
-    _taken: set[tuple[int, int]] = field(default_factory=set)
-    _locks: list[int] = field(default_factory=list)
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int = 0,
+        busy_elsewhere: Mapping[int, Collection[int]] | None = None,
+        reserve: bool = True,
+    ) -> None:
+        defaults = WorldConfig.model_fields
+        self._chosen = {f"world.{key}" for key in _PORT_KEYS if getattr(config.world, key) != defaults[key].default}
+        self._rank = rank
+        self._busy_elsewhere = busy_elsewhere or {}
+        self._reserves = reserve
+        self._taken: set[tuple[int, int]] = set()
+        self._locks: list[int] = []
 
     def take(self, node_rank: int, preferred: int, key: str) -> int:
         """A port that is free on that node: `preferred`, or another one. `key` is where the user sets it.
@@ -88,38 +82,32 @@ class FreePorts:
             if self._is_free(node_rank, port):
                 self._taken.add((node_rank, port))
                 return port
-            if key in self.chosen:
+            if key in self._chosen:
                 raise ConfigError(
                     key,
                     port,
-                    "a port that is free on this machine, another process uses it",
+                    "a free port of this machine; another process uses it",
                     f"Choose another {key}, or leave it out to get a free port.",
                 )
         raise ConfigError(key, preferred, f"a free port from {preferred} to {last - 1}", "Choose another start port.")
 
-    def close(self) -> None:
-        """Free the reservations. The empty lock files stay: removing one could split a lock in two."""
-        while self._locks:
-            os.close(self._locks.pop())
-
     def __enter__(self) -> FreePorts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *exc_info: object) -> None:
+        # The empty lock files stay: removing one could split a lock in two.
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _is_free(self, node_rank: int, port: int) -> bool:
-        if node_rank != self.rank:
-            return port not in self.busy_elsewhere.get(node_rank, ())
-        return self.probe(port) and self._reserve(port)
+        if node_rank != self._rank:
+            return port not in self._busy_elsewhere.get(node_rank, ())
+        return can_bind(port) and (not self._reserves or self._reserve(port))
 
     def _reserve(self, port: int) -> bool:
-        if self.lock_dir is None:
-            return True
-        self.lock_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(self.lock_dir / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder = Path(tempfile.gettempdir()) / f"pipelinerl-ports-{os.getuid()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
