@@ -1,62 +1,249 @@
-"""Runs the attempts at one problem and makes a `Group` of them. Called by the training loop, once per group.
+"""Generates groups for as long as training runs: starts them, collects their attempts, writes fates, publishes them.
 
-Waits for the last attempt; every attempt ends, at the latest by its deadline, so every group does.
+| who waits           | until                                                                     |
+|---------------------|---------------------------------------------------------------------------|
+| `GroupRunner.run`   | a slot is free and the sample budget allows a group, or training is done  |
+| a group             | its last attempt has ended; each has a deadline                           |
+| `publish_group`     | a full stream has room, or training is done                               |
+
+While the stream of groups is full, running rollouts end, and no more start than could run besides the groups that wait
+to be written.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
-from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
-from pipelinerl.actor.problems import rollout_seed
+from msgspec.structs import replace
+
+from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
+from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
+from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
+from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed
 from pipelinerl.domains.problem_sets import Problem
-from pipelinerl.records import Group
+from pipelinerl.errors import NoRoom
+from pipelinerl.records import Fate, FateRecord, Group, MetricRecord, Sample
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.streams.hub import LoopWriter
 
-Answer = RolloutEnded | RolloutFailed
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedGroup:
-    """All answers of a group, and the record to publish (without samples if every attempt failed)."""
-
-    record: Group
-    failures: list[RolloutFailed]
+#: Reasons of groups that the end of the run cut off: their problems are due again.
+INTERRUPTED, TRAINING_DONE, RUN_ENDED = "interrupted", "training_done", "run_ended"
 
 
-async def run_group(
-    scheduler: Scheduler,
-    group_id: str,
-    problem: Problem,
-    attempts: int,
-    seed: int,
-    incarnation: int,
-    on_answer: Callable[[Answer], None],
-) -> FinishedGroup:
-    """Run `attempts` rollouts of `problem` and return the group; `on_answer` hears of each one as it ends."""
+def number_of(group_id: str) -> int:
+    """Place of a group in the order of problems; ids are `<incarnation>-<number>`."""
+    return int(group_id.rpartition("-")[2])
 
-    async def attempt(index: int) -> Answer:
-        answer = await scheduler.run(
+
+@dataclass(frozen=True)
+class Publisher:
+    """Writes groups and the fates of rollouts that are not in one. A fate is written before the group it belongs to.
+
+    Attributes:
+        source: job name of the actor.
+    """
+
+    source: str
+    incarnation: int
+    groups: LoopWriter[Group]
+    fates: LoopWriter[FateRecord]
+    metrics: LoopWriter[MetricRecord]
+
+    async def start_group(self, group_id: str, num_rollouts: int, version: int) -> None:
+        """Write that a group is running, so that a restart knows of it."""
+        await self._write("pending", group_id, [], "started", num_rollouts, version)
+
+    async def write_failures(self, record: Group, failures: Sequence[RolloutFailed], version: int) -> None:
+        """Write the fates of the rollouts without samples, one record for each reason."""
+        for reason, count in Counter(failure.reason for failure in failures).items():
+            await self._write("failed", record.id, [], reason, count, version)
+        if record.rollouts and not record.samples:
+            await self._write("failed", record.id, [], "no_samples", len(record.rollouts), version)
+
+    async def publish_group(self, record: Group, version: int) -> bool:
+        """Write a group with samples, after `write_failures`. False: nobody reads it any more, and it was given up."""
+        try:
+            await self.groups.write(record)
+        except NoRoom:
+            await self.give_up_group(record.id, record.samples, len(record.rollouts), TRAINING_DONE, version)
+            return False
+        return True
+
+    def stop_waiting(self) -> None:
+        """From now on give up groups for which the stream has no room."""
+        self.groups.end_waits()
+
+    async def give_up_group(
+        self, group_id: str, samples: Sequence[Sample], num_rollouts: int, reason: str, version: int
+    ) -> None:
+        """Write the fate of a group that is never published: its finished samples, and all its rollouts."""
+        await self._write("failed", group_id, samples, reason, num_rollouts, version)
+
+    async def publish_metrics(self, values: dict[str, float], version: int) -> None:
+        await self.metrics.write(MetricRecord(source=self.source, step=version, time=time.time(), values=values))
+
+    async def close(self) -> None:
+        """Write what was handed over, and release the streams."""
+        async with AsyncExitStack() as stack:
+            for writer in (self.metrics, self.fates, self.groups):
+                stack.push_async_callback(writer.close)
+
+    async def _write(
+        self, fate: Fate, group_id: str, samples: Sequence[Sample], reason: str, num_rollouts: int, version: int
+    ) -> None:
+        await self.fates.write(
+            FateRecord(
+                sample_ids=[sample.id for sample in samples],
+                fate=fate,
+                reason=reason,
+                version=version,
+                group_id=group_id,
+                source=self.source,
+                output_tokens=sum(sample.output_tokens for sample in samples),
+                num_rollouts=num_rollouts,
+                incarnation=self.incarnation,
+            )
+        )
+
+
+@dataclass
+class GroupRunner:
+    """The training groups of one run.
+
+    Attributes:
+        seed: of the run.
+        numbers: places in the order of problems to run; a restart sets them to what is left.
+    """
+
+    problems: ProblemOrder
+    epochs: EpochCounter
+    attempts: int
+    seed: int
+    incarnation: int
+    scheduler: Scheduler
+    progress: TrainingProgress
+    publisher: Publisher
+    failures: FailureLimit
+    throughput: Throughput
+    averages: RolloutAverages
+    heartbeat: Heartbeat
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _unfinished_attempts: int = 0
+    _unwritten_groups: int = 0
+
+    @property
+    def running_groups(self) -> int:
+        """Groups whose rollouts have not all ended."""
+        return len(self._running)
+
+    async def run(self) -> None:
+        """Start and publish groups until training is done, then give up what is unfinished.
+
+        Raises:
+            WorkerError: too many rollouts fail.
+        """
+        progress = self.progress
+        async with asyncio.TaskGroup() as tasks:
+            while not progress.done:
+                await progress.changes.wait_for(lambda: progress.done or self._has_room())
+                if not progress.done:
+                    self._start_group(tasks)
+            for task in self._running:
+                task.cancel()
+            # Groups that wait to be written are not cut off: they are written now, or given up.
+            self.publisher.stop_waiting()
+
+    def _has_room(self) -> bool:
+        # Attempts get their slots a moment after their group was started, so they are counted as well.
+        slots = self.scheduler.total_slots
+        has_slot = self._unfinished_attempts < slots and self.scheduler.has_free_slot
+        # Groups that wait for a full stream are memory: at most about as many as could run.
+        is_written = not self._unwritten_groups or self._unwritten_groups * self.attempts < slots
+        return has_slot and is_written and self.progress.budget.allows_group()
+
+    def _start_group(self, tasks: asyncio.TaskGroup) -> None:
+        number = next(self.numbers)
+        group_id = f"{self.incarnation}-{number}"
+        self.progress.budget.start_group(group_id)
+        self._unfinished_attempts += self.attempts
+        task = tasks.create_task(self._run_group(group_id, self.problems[number]), name=group_id)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run_group(self, group_id: str, problem: Problem) -> None:
+        finished: list[Sample] = []
+        try:
+            await self.publisher.start_group(group_id, self.attempts, self.progress.current_version)
+            async with asyncio.TaskGroup() as attempts:
+                tasks = [
+                    attempts.create_task(self._run_attempt(group_id, problem, index, finished))
+                    for index in range(self.attempts)
+                ]
+        except asyncio.CancelledError:
+            reason = TRAINING_DONE if self.progress.done else RUN_ENDED
+            version = self.progress.current_version
+            await self.publisher.give_up_group(group_id, finished, self.attempts, reason, version)
+            raise
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.discard(task)
+        self._unwritten_groups += 1
+        await self._publish(*make_group(group_id, problem, [task.result() for task in tasks], self.incarnation))
+        self._unwritten_groups -= 1
+        self.progress.changes.notify()
+
+    async def _run_attempt(self, group_id: str, problem: Problem, index: int, finished: list[Sample]) -> Answer:
+        answer = await self.scheduler.run(
             Attempt(
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
                 problem=problem,
-                # Of the place in the order, not of the incarnation: a group that is run again starts as it did.
-                seed=rollout_seed(seed, "train", group_id.rpartition("-")[2], index),
+                # By place in the order, not by incarnation: a group that runs again starts as it did.
+                seed=rollout_seed(self.seed, "train", number_of(group_id), index),
             )
         )
-        on_answer(answer)
+        self._unfinished_attempts -= 1
+        self.heartbeat.progress()
+        match answer:
+            case RolloutEnded():
+                finished.extend(answer.samples)
+                self.progress.budget.end_rollout(group_id, len(answer.samples))
+                self.failures.record_success()
+                self.throughput.add(answer.summary.output_tokens, answer.requests)
+                self.averages.add(answer.summary, answer.dataset_name or problem.dataset_name)
+            case RolloutFailed():
+                self.progress.budget.end_rollout(group_id, 0)
+                self.failures.record_failure(answer.reason, answer.message)
+                self.throughput.add(0, answer.requests)
+        self.progress.changes.notify()
         return answer
 
-    async with asyncio.TaskGroup() as running:
-        tasks = [running.create_task(attempt(index)) for index in range(attempts)]
-    return finish_group(group_id, problem, [task.result() for task in tasks], incarnation)
+    async def _publish(self, record: Group, failures: list[RolloutFailed]) -> None:
+        """Fates first, then the budget, then the group."""
+        version = self.progress.current_version
+        await self.publisher.write_failures(record, failures, version)
+        # Nothing is awaited from here to `publish_group`, which writes in the order of the calls: no group says that
+        # fewer passes are done than one before it.
+        self.epochs.end(number_of(record.id))
+        record = replace(record, epochs_done=self.epochs.epochs_done)
+        # Before the group can be read: its samples may be settled before `write` returns.
+        self.progress.budget.publish(record.id, [sample.id for sample in record.samples])
+        if not record.samples or await self.publisher.publish_group(record, version):
+            self.progress.published(record.id, len(record.samples), record.epochs_done)
 
 
-def finish_group(group_id: str, problem: Problem, answers: list[Answer], incarnation: int) -> FinishedGroup:
-    """Put the answers of all attempts together, in the order of the attempts."""
+def make_group(
+    group_id: str, problem: Problem, answers: Sequence[Answer], incarnation: int
+) -> tuple[Group, list[RolloutFailed]]:
+    """Return the group of all attempts in order (without samples if every one failed), and the failures."""
     ended = [answer for answer in answers if isinstance(answer, RolloutEnded)]
     failures = [answer for answer in answers if isinstance(answer, RolloutFailed)]
     names = [answer.dataset_name for answer in ended if answer.dataset_name]
@@ -69,4 +256,4 @@ def finish_group(group_id: str, problem: Problem, answers: list[Answer], incarna
         failed_rollouts=len(failures),
         incarnation=incarnation,
     )
-    return FinishedGroup(record=record, failures=failures)
+    return record, failures

@@ -1,184 +1,211 @@
-"""Which servers take rollouts: those that are up and have the weights. Told by launcher and trainer, stream `pool`.
+"""Which servers accept rollouts: those that are up and have the weights.
 
-Opened by the actor's loop; threads follow both instances of the stream, everything else runs on the event loop. A
-server that goes away gives its running rollouts back at once; one that joins is described to the workers first.
+The launcher says which servers are up, the trainer which of their starts have weights; both write to the stream
+`pool`. When a server goes away, its rollouts run elsewhere at once. Before a server that joined gets rollouts, the
+workers are told its longest sequence, for which it is asked at most `DESCRIBE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from pipelinerl.actor.frames import Servers
-from pipelinerl.actor.pool import WorkerPool
-from pipelinerl.actor.servers import fetch_max_model_lens
-from pipelinerl.actor.slots import ServerSlots
+import aiohttp
+import msgspec
+
+from pipelinerl.actor.scheduler import Scheduler
+from pipelinerl.actor.worker_messages import Servers
+from pipelinerl.actor.workers import WorkerPool
 from pipelinerl.errors import WorkerError
+from pipelinerl.llm.client import open_session
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady
-from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.read import Feed
 
 logger = logging.getLogger(__name__)
-TRAINER_INSTANCE = "finetune_0"
-#: How long a server that joined may fail to say what it is, and the pauses between the questions.
+
 DESCRIBE_TIMEOUT_S = 300.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
+_REQUEST_TIMEOUT_S = 60.0
 
 
-class ServerMembership:
-    """The servers as the actor sees them, numbered as in `slots`.
+@dataclass(eq=False)
+class _Member:
+    """One server. `generation` is its newest start; `described`: the workers know `max_model_len`."""
+
+    index: int
+    name: str
+    url: str
+    generation: int = 0
+    is_up: bool = True
+    described: bool = False
+    max_model_len: int | None = None
+    describing: asyncio.Task[None] | None = None
+
+
+class Membership:
+    """The servers of a run, numbered as in `scheduler`.
 
     Args:
-        urls: of the servers of the plan, by name. They count as up; nothing runs before the first weight update.
-        slots: told which servers take rollouts.
+        urls: of the servers of the plan, by name. They count as up and as having weights.
+        scheduler: told which servers accept rollouts.
         workers: told about servers that join.
         token: of the servers.
-        incarnation: of this start; what older ones said is history.
+        incarnation: of this start; records of earlier ones are ignored.
     """
 
     def __init__(
-        self, urls: Mapping[str, str], slots: ServerSlots, workers: WorkerPool, token: str, incarnation: int
+        self, urls: Mapping[str, str], scheduler: Scheduler, workers: WorkerPool, token: str, incarnation: int
     ) -> None:
-        self._slots = slots
+        self._scheduler = scheduler
         self._workers = workers
         self._token = token
         self._incarnation = incarnation
-        self._index = {name: index for index, name in enumerate(urls)}
-        self._urls = list(urls.values())
-        self._max_model_lens: list[int | None] = []
-        self._started = asyncio.Event()
-        self._up = set(urls)
-        # The start of each server that is there, and the start that was given weights.
-        self._generation = dict.fromkeys(urls, 0)
+        self._members = {name: _Member(index, name, url) for index, (name, url) in enumerate(urls.items())}
+        # The newest start with weights by server; the trainer may be heard before the launcher.
         self._ready = dict.fromkeys(urls, 0)
-        self._described = set(urls)
-        self._describing: dict[str, asyncio.Task[None]] = {}
+        self._plan = list(self._members.values())
+        self._tasks: asyncio.TaskGroup | None = None
 
     @property
     def usable(self) -> list[str]:
-        """Names of the servers that take rollouts."""
-        return [name for name, index in self._index.items() if self._slots.usable[index]]
+        """Names of the servers that accept rollouts."""
+        return [name for name, member in self._members.items() if self._scheduler.servers[member.index].usable]
 
-    def begin(self, servers: Servers) -> None:
-        """The servers of the plan were described to the workers."""
-        self._max_model_lens = list(servers.max_model_lens)
-        self._started.set()
+    async def begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Describe the servers of the plan to the workers, and wait until these are ready.
+
+        From now on servers that joined are asked for their description in `tasks`.
+
+        Raises:
+            WorkerError: no server answers, or a worker is not ready in time.
+        """
+        lengths = await fetch_max_model_lens([member.url for member in self._plan], self._token)
+        for member, length in zip(self._plan, lengths, strict=True):
+            member.max_model_len, member.described = length, True
+        await self._workers.wait_ready(Servers(lengths, [member.url for member in self._plan]))
+        self._tasks = tasks
+        for member in self._members.values():
+            self._refresh(member)
+
+    def close(self) -> None:
+        """Ask no server any more."""
+        for member in self._members.values():
+            if member.describing is not None:
+                member.describing.cancel()
 
     def apply_change(self, change: PoolChange) -> None:
-        """Take what the launcher says."""
+        """Apply what the launcher says about a server."""
         if change.incarnation != self._incarnation:
             return
-        name = change.name
+        member = self._members.get(change.name)
         if change.event == "up":
-            if name not in self._index:
-                self._index[name] = self._slots.add()
-                self._urls.append(change.url)
-            self._generation[name] = change.generation
-            self._up.add(name)
+            if member is None:
+                member = _Member(self._scheduler.add_server(), change.name, change.url)
+                self._members[change.name] = member
+            member.generation, member.is_up = change.generation, True
+        elif member is None:
+            return
         else:
-            self._up.discard(name)
-        self._refresh(name)
-        if change.event == "down" and name in self._index:
-            lost = self._workers.give_up_server(self._index[name])
-            logger.warning("%s went away (%s): %d rollouts are run again", name, change.reason, lost)
+            member.is_up = False
+        self._refresh(member)
+        if change.event == "down":
+            lost = self._workers.fail_rollouts_of(member.index)
+            logger.warning("%s went away (%s); %d rollouts run again elsewhere", change.name, change.reason, lost)
 
     def apply_answer(self, answer: PoolAnswer) -> None:
-        """Take what the trainer says."""
+        """Apply what the trainer says about a server."""
         if answer.incarnation != self._incarnation or not isinstance(answer, ServerReady):
             return
         self._ready[answer.name] = answer.generation
-        self._refresh(answer.name)
+        if answer.name in self._members:
+            self._refresh(self._members[answer.name])
 
-    def _refresh(self, name: str) -> None:
-        index = self._index.get(name)
-        if index is None:
-            return  # the trainer was heard before the launcher
-        has_weights = self._has_weights(name)
-        if has_weights and name not in self._described:
-            if name not in self._describing:
-                self._describing[name] = asyncio.get_running_loop().create_task(self._describe(name, index))
-            return
-        if has_weights != self._slots.usable[index]:
-            logger.info("%s %s rollouts", name, "takes" if has_weights else "takes no")
-            self._slots.set_usable(index, has_weights)
+    def _refresh(self, member: _Member) -> None:
+        has_weights = self._has_weights(member)
+        if has_weights and not member.described and member not in self._plan:
+            if member.describing is None and self._tasks is not None:
+                member.describing = self._tasks.create_task(self._describe(member))
+        elif has_weights != self._scheduler.servers[member.index].usable:
+            logger.info("%s accepts %s rollouts", member.name, "new" if has_weights else "no more")
+            self._scheduler.set_usable(member.index, has_weights)
 
-    def _has_weights(self, name: str) -> bool:
-        return name in self._up and self._ready.get(name) == self._generation[name]
+    def _has_weights(self, member: _Member) -> bool:
+        return member.is_up and self._ready.get(member.name) == member.generation
 
-    async def _describe(self, name: str, index: int) -> None:
-        """Tell the workers about a server that joined, once it has said what it is."""
-        await self._started.wait()
+    async def _describe(self, member: _Member) -> None:
+        """Tell the workers about a server that joined."""
         try:
-            found = await self._ask(name, self._urls[index])
+            found = await self._ask(member)
         finally:
             # At once: what is heard of the server from now on asks again.
-            del self._describing[name]
-        if found is None:
+            member.describing = None
+        if not found:
             return
-        self._max_model_lens += [None] * (index + 1 - len(self._max_model_lens))
-        self._max_model_lens[index] = found.max_model_lens[0]
-        count = len(self._max_model_lens)
-        self._workers.set_servers(Servers(list(self._max_model_lens), self._urls[:count]))
-        self._described.add(name)
-        self._refresh(name)
+        member.described = True
+        # Servers that joined earlier and have not answered yet are listed with an unknown length.
+        known = sorted(self._members.values(), key=lambda each: each.index)
+        count = 1 + max(each.index for each in known if each.described)
+        self._workers.set_servers(
+            Servers([each.max_model_len for each in known[:count]], [each.url for each in known[:count]])
+        )
+        self._refresh(member)
 
-    async def _ask(self, name: str, url: str) -> Servers | None:
-        """The server's description; None if it went away meanwhile, or gave none for too long."""
+    async def _ask(self, member: _Member) -> bool:
+        """Ask a server for its longest sequence; False if it went away meanwhile, or did not answer in time."""
         deadline, pause_s = time.monotonic() + DESCRIBE_TIMEOUT_S, FIRST_PAUSE_S
-        while self._has_weights(name):
+        while self._has_weights(member):
             try:
-                return await fetch_max_model_lens([url], self._token)
+                (member.max_model_len,) = await fetch_max_model_lens([member.url], self._token)
+                return True
             except WorkerError as error:
                 if time.monotonic() + pause_s > deadline:
-                    logger.error("%s takes no rollouts until its next start: %s", name, error)
-                    return None
-                logger.warning("%s takes no rollouts yet, it is asked again in %.0f s: %s", name, pause_s, error)
+                    logger.error("%s gets no rollouts until its next start: %s", member.name, error)
+                    return False
+                logger.warning("%s gets no rollouts yet; next attempt in %.0f s: %s", member.name, pause_s, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-        return None
+        return False
 
 
-@contextlib.contextmanager
-def follow_pool(
-    hub: StreamHub, members: ServerMembership, on_failure: Callable[[BaseException], None]
-) -> Iterator[None]:
-    """Follow both instances of the stream in threads while the context is open.
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
 
-    Args:
-        hub: the run's streams.
-        members: what the records are applied to, on the event loop that runs now.
-        on_failure: called on the event loop with what ended a thread.
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def fetch_max_model_lens(urls: list[str], token: str) -> list[int | None]:
+    """Return the longest sequence of each server in tokens; None if the server does not say.
+
+    A server that does not answer, because it is being restarted, is taken to be like the shortest of the others.
+
+    Raises:
+        WorkerError: no server answers.
     """
-    loop = asyncio.get_running_loop()
+    async with open_session() as session:
+        answers = await asyncio.gather(*(_max_model_len(session, url, token) for url in urls), return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    if errors and (len(errors) == len(urls) or not all(isinstance(error, WorkerError) for error in errors)):
+        raise errors[0]
+    shortest = min((answer for answer in answers if isinstance(answer, int)), default=None)
+    return [shortest if isinstance(answer, BaseException) else answer for answer in answers]
 
-    def listener(apply: Callable[[Any], None]) -> Callable[[Entry[Any]], None]:
-        def take(record: Any) -> None:
-            try:
-                apply(record)
-            except Exception as error:  # noqa: BLE001 - a callback's error would only be logged; it ends the run
-                on_failure(error)
 
-        def listen(entry: Entry[Any]) -> None:
-            loop.call_soon_threadsafe(take, entry.record)
-
-        return listen
-
-    def fail(error: BaseException) -> None:
-        loop.call_soon_threadsafe(on_failure, error)
-
-    changes = hub.reader(POOL_TOPIC, LAUNCHER, PoolChange)
-    answers = hub.reader(POOL_TOPIC, TRAINER_INSTANCE, PoolAnswer)
-    feeds = [
-        Feed(changes, listener(members.apply_change), "pool", fail).start(),
-        Feed(answers, listener(members.apply_answer), "pool-trainer", fail).start(),
-    ]
+async def _max_model_len(session: aiohttp.ClientSession, url: str, token: str) -> int | None:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
     try:
-        yield
-    finally:
-        for feed in feeds:
-            feed.stop()
+        async with session.get(f"{url.rstrip('/')}/v1/models", headers=headers, timeout=timeout) as response:
+            content = await response.read()
+            if response.status == 404:
+                return None
+            if response.status != 200:
+                text = content[:300].decode(errors="replace")
+                raise WorkerError(f"{url}/v1/models: got status {response.status}, expected 200: {text}")
+        models = msgspec.json.decode(content, type=_Models).data
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        raise WorkerError(f"{url}/v1/models: {type(error).__name__}: {error}") from error
+    return models[0].max_model_len if models else None

@@ -1,31 +1,27 @@
-"""What a restarted actor finds in the streams: samples in flight, groups to run again, evaluations that were made.
-
-Called once, when the servers have their weights again.
-"""
+"""What a restarted actor finds in the streams: samples in flight, groups to run again, evaluations that were made."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipelinerl.actor.trainer_state import PREPROCESSOR_INSTANCE
+from pipelinerl.actor.groups import INTERRUPTED, RUN_ENDED, TRAINING_DONE, number_of
 from pipelinerl.records import BatchHead, EvaluationResult, FateRecord, GroupHead
-from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, TRAINING_DATA_TOPIC
+from pipelinerl.streams.base import ACTOR_TOPIC, EVALUATION_TOPIC, FATES_TOPIC, PREPROCESSOR, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
 
-INTERRUPTED = "interrupted"
-# Groups that ended for these reasons were cut off by the end of the run, not by their problem: it is due again.
-CUT_OFF_REASONS = frozenset({INTERRUPTED, "training_done", "run_ended"})
+_CUT_OFF_REASONS = frozenset({INTERRUPTED, TRAINING_DONE, RUN_ENDED})
 
 
 @dataclass
 class StartedGroups:
-    """Every group that was started before, by its number in the order of problems.
+    """Every group that was started before the restart.
 
-    `open_groups` maps groups that neither were published nor have a fate for all of their rollouts to the number of
-    rollouts without one. `numbers_due` are the places in the order whose problem has not been brought to its end yet,
-    and `next_number` follows the last place that was started.
+    Attributes:
+        open_groups: rollouts without a fate, by group that was neither published nor given up.
+        numbers_due: places in the order of problems that have to run again.
+        next_number: follows the last place that was started.
     """
 
     open_groups: dict[str, int] = field(default_factory=dict)
@@ -33,13 +29,8 @@ class StartedGroups:
     next_number: int = 0
 
 
-def number_of(group_id: str) -> int:
-    """Place of a group in the order of problems; the id is `<incarnation>-<number>`."""
-    return int(group_id.rpartition("-")[2])
-
-
 def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
-    """Return what became of the groups that were started, from the actor's own streams."""
+    """Return what became of the groups that were started, according to the actor's own streams."""
     started: dict[str, int] = {}
     failed: Counter[str] = Counter()
     cut_off: set[str] = set()
@@ -48,7 +39,7 @@ def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
             started[fate.group_id] = fate.num_rollouts
         else:
             failed[fate.group_id] += fate.num_rollouts
-            if fate.reason in CUT_OFF_REASONS:
+            if fate.reason in _CUT_OFF_REASONS:
                 cut_off.add(fate.group_id)
     published = {group.id for group in read_all(streams, ACTOR_TOPIC, actor, GroupHead)}
     result = StartedGroups()
@@ -66,19 +57,19 @@ def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
 
 
 def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> dict[str, list[str]]:
-    """Return the published samples, by group, that are not settled for a trainer behind step `steps_done`.
+    """Return the published samples, by group, that a trainer which has finished `steps_done` steps has not settled.
 
-    A batch up to that step is trained. Later batches that were dispatched before are trained again, so their
-    groups are in flight, as are groups in no batch whose samples nobody dropped.
+    Batches up to that step are trained. Later batches will be trained again, so their groups are in flight; so are
+    groups in no batch whose samples were not dropped.
     """
     trained: set[str] = set()
     offset = 0
-    for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR_INSTANCE, BatchHead):
+    for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead):
         if batch.step <= steps_done:
             trained.update(batch.group_ids)
             offset = max(offset, batch.actor_offset)
     dropped: set[str] = set()
-    for fate in read_all(streams, FATES_TOPIC, PREPROCESSOR_INSTANCE, FateRecord):
+    for fate in read_all(streams, FATES_TOPIC, PREPROCESSOR, FateRecord):
         if fate.fate != "pending":
             dropped.update(fate.sample_ids)
     unsettled = {}
@@ -90,10 +81,7 @@ def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> di
 
 
 def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
-    """Return (version that it was due at, whether it was the final one) of every evaluation that was made.
-
-    One in which all rollouts failed was not.
-    """
+    """Return (due version, is final) of every evaluation that was made; if all its rollouts failed it was not."""
     return {
         (evaluation.due_version, evaluation.is_final)
         for evaluation in read_all(streams, EVALUATION_TOPIC, actor, EvaluationResult)

@@ -1,40 +1,41 @@
-"""Runs one rollout to its end: a slot, a worker, a deadline, and further attempts after passing failures.
+"""Runs each rollout to its end: on the least busy server, with retries, and not while weight updates pause rollouts.
 
-Called for every rollout of a group and of an evaluation; waits for a free slot, for the worker's answer and, unless
-schedule=pipeline, for new weights that are on their way.
+| who waits                | until                                                        |
+|--------------------------|--------------------------------------------------------------|
+| `run`                    | a slot is free; then the worker answers, at most `timeout_s` |
+| a training rollout       | also until a pause is over (every schedule but `pipeline`)   |
+| `hold_updates`           | a pause is over                                              |
+| who reads `quiet`        | a pause is requested and no rollout runs                     |
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
 
-from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout
-from pipelinerl.actor.gate import RolloutGate
-from pipelinerl.actor.pool import SERVER_LOST
-from pipelinerl.actor.slots import ServerSlots
+from pipelinerl.actor.progress import Changes
+from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.llm.client import Fault, retry_delay_s
 
-#: How long a server may refuse all connections without costing rollouts a try, and how long one rollout may be refused.
-#: A server whose engine died takes no more connections some seconds before its process ends, which is what the launcher
-#: sees and tells the actor.
+#: A server may refuse all connections for this long without costing rollouts a try, and so may one rollout be refused.
+#: A server whose engine died refuses connections some seconds before its process ends and the launcher reports it.
 REFUSALS_FORGIVEN_S = 60.0
 
 
 class RolloutRunner(Protocol):
-    """Runs one rollout somewhere; the worker pool, or a fake in tests."""
+    """Runs one rollout on a given server: the worker pool, or made-up rollouts in tests."""
 
-    async def run(self, start: StartRollout, timeout_s: float) -> RolloutEnded | RolloutFailed: ...
+    async def run(self, start: StartRollout, timeout_s: float) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One rollout to run. `record`: its tokens are wanted though it is an evaluation."""
+    """One rollout to run. `record`: return the tokens even though it is an evaluation."""
 
     rollout_id: str
     group_id: str
@@ -44,115 +45,243 @@ class Attempt:
     record: bool = False
 
 
+@dataclass(eq=False)
+class Server:
+    """One server: its rollouts now, and the times for its metrics (seconds, monotonic)."""
+
+    index: int
+    usable: bool = True
+    running: int = 0
+    refusing_since: float | None = None
+    reported_at: float = field(default_factory=lambda: monotonic())
+    counted_at: float = field(default_factory=lambda: monotonic())
+    idle_s: float = 0.0
+    rollout_s: float = 0.0
+
+    def change_running(self, by: int) -> None:
+        """Add to `running`; the time until now counts with the old value."""
+        now = monotonic()
+        seconds, self.counted_at = now - self.counted_at, now
+        self.rollout_s += self.running * seconds
+        if not self.running:
+            self.idle_s += seconds
+        self.running += by
+
+    def report(self) -> dict[str, float]:
+        """Return how busy the server was since the last report."""
+        self.change_running(0)
+        seconds = self.counted_at - self.reported_at
+        values = {
+            f"actor/server_busy_{self.index}": float(self.running),
+            f"actor/server_idle_s_{self.index}": self.idle_s,
+            f"actor/server_load_{self.index}": self.rollout_s / seconds if seconds > 0 else 0.0,
+        }
+        self.reported_at, self.idle_s, self.rollout_s = self.counted_at, 0.0, 0.0
+        return values
+
+
+@dataclass(eq=False)
+class _Waiter:
+    slot: asyncio.Future[Server]
+    evaluation: bool
+    avoid: Server | None
+
+
 class Scheduler:
-    """Runs rollouts on the least busy server.
+    """Places rollouts on servers, each with `slots_per_server` slots. Lives on one event loop.
+
+    Servers are numbered from 0 in the order in which they joined; a number is never reused.
 
     Args:
-        slots: of the servers.
+        num_servers: servers of the plan, all usable at first.
         runner: the worker pool.
-        timeout_s: deadline of one try; a rollout that never returns has failed with `rollout_timeout`.
-        max_retries: tries after the first one when the failure was a passing one, on another server if there is one.
-        gate: what rollouts of training pass before each try; None: nothing holds them.
-        clock: seconds that only grow.
-        sleep: pauses for so many seconds.
+        timeout_s: deadline of one try; a rollout that never returns fails with `rollout_timeout`.
+        max_retries: tries after the first one for transient failures, on another server if possible.
+        changes: notified when a slot is free that nobody waits for, and at the end of a pause.
     """
 
     def __init__(
         self,
-        slots: ServerSlots,
+        num_servers: int,
+        slots_per_server: int,
         runner: RolloutRunner,
         timeout_s: float,
         max_retries: int,
-        gate: RolloutGate | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        changes: Changes,
     ) -> None:
-        self._gate = gate
-        self._clock = clock
-        self._sleep = sleep
-        self._refuses_since: dict[int, float] = {}
-        self._slots = slots
+        self.servers = [Server(index) for index in range(num_servers)]
+        #: Versions whose update may come now, because a pause was requested and no rollout runs.
+        self.quiet: asyncio.Queue[int] = asyncio.Queue()
+        self.requests = 0
+        self.retries = 0
+        self._slots_per_server = slots_per_server
         self._runner = runner
         self._timeout_s = timeout_s
         self._max_retries = max_retries
-        self.requests = 0
-        self.retries = 0
+        self._changes = changes
+        self._waiting: list[_Waiter] = []
+        self._paused_for: int | None = None
+        self._is_quiet = False
+        # Training rollouts that run, and holders of updates.
+        self._holds = 0
 
-    async def run(self, attempt: Attempt) -> RolloutEnded | RolloutFailed:
-        """Return how `attempt` ended; failures are answers, only a broken run raises."""
-        tries = unpaused = 0
+    @property
+    def total_slots(self) -> int:
+        """Slots of all servers, including those that are away for now."""
+        return len(self.servers) * self._slots_per_server
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a training rollout that came now would start at once."""
+        return not self._waiting and self._paused_for is None and self._least_busy(None) is not None
+
+    async def run(self, attempt: Attempt) -> Answer:
+        """Return how `attempt` ended. Failures are returned; only a broken run raises."""
+        tries = unpaused_refusals = 0
         refused_since: float | None = None
-        server: int | None = None
+        server: Server | None = None
         while True:
-            gate = None if attempt.evaluation else self._gate
-            server = await self._place(gate, avoid=server)
+            server = await self._acquire(attempt.evaluation, avoid=server)
             try:
-                with gate.passing() if gate is not None else nullcontext():
-                    answer = await self._runner.run(_start(attempt, server), self._timeout_s)
+                answer = await self._runner.run(_start(attempt, server), self._timeout_s)
             finally:
-                self._slots.release(server)
+                self._release(server, attempt.evaluation)
             self.requests += answer.requests
             self.retries += answer.retries
-            refused_since = self._note_refusal(answer, server, refused_since)
-            if isinstance(answer, RolloutFailed) and self._lost_its_server(answer, server):
-                refused_since = None
-                self.retries += 1
-                continue
-            if refused_since is not None and self._is_forgiven(server, refused_since):
-                self.retries += 1
-                if not answer.retries:
-                    # The client pauses between its requests; without any, trying again at once would spin.
-                    await self._sleep(retry_delay_s(unpaused, 0.0))
-                    unpaused += 1
-                continue
-            if isinstance(answer, RolloutEnded) or not answer.transient or tries >= self._max_retries:
+            refused_since = _note_refusal(answer, server, refused_since)
+            if isinstance(answer, RolloutEnded):
                 return answer
-            tries += 1
+            if answer.reason == SERVER_LOST or (answer.transient and not server.usable):
+                # The failure says nothing about the rollout.
+                refused_since = None
+            elif refused_since is not None and _is_forgiven(server, refused_since):
+                if not answer.retries:
+                    # The client pauses between its own retries; without any, an immediate try would spin.
+                    await asyncio.sleep(retry_delay_s(unpaused_refusals, 0.0))
+                    unpaused_refusals += 1
+            elif not answer.transient or tries >= self._max_retries:
+                return answer
+            else:
+                tries += 1
             self.retries += 1
 
-    def _lost_its_server(self, answer: RolloutFailed, server: int) -> bool:
-        """Whether the failure says nothing about the rollout: it costs none of its tries."""
-        return answer.reason == SERVER_LOST or (answer.transient and not self._slots.usable[server])
+    def add_server(self) -> int:
+        """Add a server that is not usable yet, and return its number."""
+        self.servers.append(Server(len(self.servers), usable=False))
+        return len(self.servers) - 1
 
-    def _is_forgiven(self, server: int, refused_since: float) -> bool:
-        """Whether neither the server has refused for too long, nor the rollout has been refused, by whomever: others
-        may well be answered while something of its own is refused."""
-        return self._clock() - min(refused_since, self._refuses_since[server]) < REFUSALS_FORGIVEN_S
+    def set_usable(self, index: int, usable: bool) -> None:
+        """Say whether a server accepts rollouts. Those that run on it keep their slots."""
+        self.servers[index].usable = usable
+        self._assign_slots()
 
-    def _note_refusal(
-        self, answer: RolloutEnded | RolloutFailed, server: int, refused_since: float | None
-    ) -> float | None:
-        """Keep since when a server has refused every connection, until it answers or is known to be gone. Returns since
-        when the rollout has been refused; None: it was not this time."""
-        if isinstance(answer, RolloutFailed) and answer.reason == Fault.CANNOT_CONNECT.value:
-            return None  # the server was not even asked
-        if isinstance(answer, RolloutFailed) and answer.transient and answer.reason == Fault.REFUSED.value:
-            now = self._clock()
-            self._refuses_since.setdefault(server, now)
-            return now if refused_since is None else refused_since
-        self._refuses_since.pop(server, None)
-        return None
+    def pause(self, version: int) -> None:
+        """Start no training rollout until `weights_served(version)`; `quiet` gets `version` when none runs any more."""
+        self._paused_for = version
+        self._is_quiet = False
+        self._check_quiet()
 
-    async def _place(self, gate: RolloutGate | None, avoid: int | None) -> int:
-        """A slot, taken while `gate` is open: nobody holds a slot and waits at the gate."""
-        while True:
-            if gate is not None:
-                await gate.wait_open()
-            server = await self._slots.acquire(avoid=avoid)
-            if gate is None or gate.is_open:
-                return server
-            self._slots.release(server)
+    def weights_served(self, version: int) -> None:
+        """Note that the servers sample with `version`; this ends a pause for that version or an earlier one."""
+        if self._paused_for is not None and version >= self._paused_for:
+            self._paused_for = None
+            self._assign_slots()
+            self._changes.notify()
+
+    @asynccontextmanager
+    async def hold_updates(self) -> AsyncIterator[None]:
+        """Let pauses wait for the end of the context as for a rollout. A pause that has begun is waited for first."""
+        await self._changes.wait_for(lambda: self._paused_for is None)
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self._check_quiet()
+
+    def report(self) -> dict[str, float]:
+        """Return the metrics of all servers since the last report."""
+        values = {"actor/retries": float(self.retries)}
+        for server in self.servers:
+            values |= server.report()
+        return values
+
+    async def _acquire(self, evaluation: bool, avoid: Server | None) -> Server:
+        """Wait for a slot, first come, first served; `avoid` is used only if no other server is free."""
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), evaluation, avoid)
+        self._waiting.append(waiter)
+        self._assign_slots()
+        try:
+            return await waiter.slot
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            else:
+                # The slot was assigned in the same moment.
+                self._release(waiter.slot.result(), evaluation)
+            raise
+
+    def _release(self, server: Server, evaluation: bool) -> None:
+        server.change_running(-1)
+        if not evaluation:
+            self._holds -= 1
+            self._check_quiet()
+        self._assign_slots()
+
+    def _assign_slots(self) -> None:
+        for waiter in list(self._waiting):
+            if waiter.slot.cancelled() or (self._paused_for is not None and not waiter.evaluation):
+                continue
+            server = self._least_busy(waiter.avoid)
+            if server is None:
+                break
+            self._waiting.remove(waiter)
+            server.change_running(1)
+            self._holds += not waiter.evaluation
+            waiter.slot.set_result(server)
+        if self.has_free_slot:
+            self._changes.notify()
+
+    def _least_busy(self, avoid: Server | None) -> Server | None:
+        free = [server for server in self.servers if server.usable and server.running < self._slots_per_server]
+        others = [server for server in free if server is not avoid]
+        return min(others or free, key=lambda server: server.running, default=None)
+
+    def _check_quiet(self) -> None:
+        if self._paused_for is not None and not self._holds and not self._is_quiet:
+            self._is_quiet = True
+            self.quiet.put_nowait(self._paused_for)
 
 
-def _start(attempt: Attempt, server: int) -> StartRollout:
-    data: dict[str, Any] = attempt.problem.data
+def _note_refusal(answer: Answer, server: Server, refused_since: float | None) -> float | None:
+    """Update since when `server` refuses all connections; return since when the rollout is refused, None if it is not.
+
+    Several rollouts can be answered while one is refused because of its own code, so both times count.
+    """
+    if isinstance(answer, RolloutFailed) and answer.reason == Fault.CANNOT_CONNECT.value:
+        return None  # the fault is this machine's; the server was not even asked
+    if isinstance(answer, RolloutFailed) and answer.transient and answer.reason == Fault.REFUSED.value:
+        now = monotonic()
+        if server.refusing_since is None:
+            server.refusing_since = now
+        return now if refused_since is None else refused_since
+    server.refusing_since = None
+    return None
+
+
+def _is_forgiven(server: Server, refused_since: float) -> bool:
+    first = refused_since if server.refusing_since is None else min(refused_since, server.refusing_since)
+    return monotonic() - first < REFUSALS_FORGIVEN_S
+
+
+def _start(attempt: Attempt, server: Server) -> StartRollout:
     return StartRollout(
         ticket=0,
         rollout_id=attempt.rollout_id,
         group_id=attempt.group_id,
-        server=server,
+        server=server.index,
         evaluation=attempt.evaluation,
         seed=attempt.seed,
-        problem=data,
+        problem=attempt.problem.data,
         record=attempt.record,
     )

@@ -1,68 +1,67 @@
-"""Throughput over a sliding window, and averages of what rollouts came to since the last report. Pure.
-
-Called by the actor for every rollout and for every metric record. The clock is passed in; waits for nothing.
-"""
+"""Numbers about rollouts: throughput, averages since the last report, and the limit on failures."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from time import monotonic
 
+from pipelinerl.errors import WorkerError
 from pipelinerl.records import RolloutSummary
 
+_FAILURE_WINDOW = 256
+_SHOWN_REASONS = 5
 
-class ThroughputWindow:
-    """Rates over the latest `size` rollouts.
 
-    Args:
-        size: rollouts in the window.
-        clock: seconds, monotonic.
-    """
+class Throughput:
+    """Rates over the latest `size` rollouts."""
 
-    def __init__(self, size: int, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, size: int) -> None:
         self._entries: deque[tuple[float, int, int]] = deque(maxlen=size)
-        self._start = clock()
+        self._start = monotonic()
 
     def restart(self) -> None:
         """Forget everything, so that a pause without rollouts (an evaluation) does not count."""
         self._entries.clear()
-        self._start = self._clock()
+        self._start = monotonic()
 
     def add(self, output_tokens: int, requests: int) -> None:
-        """Note one rollout that ended now."""
+        """Count one rollout that ended now."""
         if len(self._entries) == self._entries.maxlen:
             self._start = self._entries[0][0]
-        self._entries.append((self._clock(), output_tokens, requests))
+        self._entries.append((monotonic(), output_tokens, requests))
 
     def rates(self) -> dict[str, float]:
         """Return tokens, rollouts and requests per second; the window ends now, so rates fall when nothing ends."""
-        seconds = max(self._clock() - self._start, 1e-9)
-        tokens = sum(entry[1] for entry in self._entries)
-        requests = sum(entry[2] for entry in self._entries)
+        seconds = max(monotonic() - self._start, 1e-9)
         return {
-            "actor/output_tokens_per_s": tokens / seconds,
+            "actor/output_tokens_per_s": sum(tokens for _, tokens, _ in self._entries) / seconds,
             "actor/rollouts_per_s": len(self._entries) / seconds,
-            "actor/requests_per_s": requests / seconds,
+            "actor/requests_per_s": sum(requests for *_, requests in self._entries) / seconds,
         }
 
 
 class RolloutAverages:
-    """Means of reward, success and the user's own metrics, in all and by data set."""
+    """Means of reward, success and the user's metrics, over all rollouts and by data set."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}  # name -> [sum, number of values]
 
     def add(self, summary: RolloutSummary, dataset_name: str) -> None:
-        """Note one rollout that came to an end."""
-        self._add("actor/reward_mean", summary.reward)
-        self._add("actor/success_rate", float(summary.success))
-        self._add("actor/latency_s", summary.latency_s)
-        self._add("actor/samples_per_rollout", summary.num_samples)
-        self._add("actor/output_tokens_per_rollout", summary.output_tokens)
-        for name, value in {"reward": summary.reward, "success": float(summary.success), **summary.metrics}.items():
-            self._add(f"actor/{dataset_name}/{name}", value)
+        """Add one rollout. Values that are not finite are skipped."""
+        own = {"reward": summary.reward, "success": float(summary.success), **summary.metrics}
+        values = {
+            "actor/reward_mean": summary.reward,
+            "actor/success_rate": float(summary.success),
+            "actor/latency_s": summary.latency_s,
+            "actor/samples_per_rollout": summary.num_samples,
+            "actor/output_tokens_per_rollout": summary.output_tokens,
+        }
+        for name, value in [*values.items(), *((f"actor/{dataset_name}/{name}", value) for name, value in own.items())]:
+            if math.isfinite(value):
+                entry = self._sums.setdefault(name, [0.0, 0])
+                entry[0] += value
+                entry[1] += 1
 
     def take(self) -> dict[str, float]:
         """Return the means and start again."""
@@ -70,11 +69,37 @@ class RolloutAverages:
         self._sums = {}
         return means
 
-    def _add(self, name: str, value: float) -> None:
-        if math.isfinite(value):
-            entry = self._sums.get(name)
-            if entry is None:
-                self._sums[name] = [value, 1]
-            else:
-                entry[0] += value
-                entry[1] += 1
+
+class FailureLimit:
+    """Ends the run if too many of the latest rollouts failed.
+
+    Args:
+        max_rate: largest share of failed rollouts.
+        min_rollouts: rollouts that must have ended before the rate counts.
+    """
+
+    def __init__(self, max_rate: float, min_rollouts: int) -> None:
+        self._max_rate = max_rate
+        self._min_rollouts = min_rollouts
+        self._latest: deque[bool] = deque(maxlen=max(_FAILURE_WINDOW, min_rollouts))
+        #: Failed rollouts so far, by reason.
+        self.reasons: Counter[str] = Counter()
+
+    def record_success(self) -> None:
+        self._latest.append(False)
+
+    def record_failure(self, reason: str, message: str) -> None:
+        """Count a failed rollout.
+
+        Raises:
+            WorkerError: the rate is above the limit; the message has the counts by reason and the last message.
+        """
+        self.reasons[reason] += 1
+        self._latest.append(True)
+        count, failed = len(self._latest), sum(self._latest)
+        if count >= self._min_rollouts and failed > self._max_rate * count:
+            shown = ", ".join(f"{name}: {number}" for name, number in self.reasons.most_common(_SHOWN_REASONS))
+            raise WorkerError(
+                f"{failed} of the last {count} rollouts failed, more than actor.max_failure_rate={self._max_rate} "
+                f"allows. Reasons so far: {shown}. Last one: {message}"
+            )

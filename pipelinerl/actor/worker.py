@@ -19,13 +19,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import aiohttp
-import msgspec
 
-from pipelinerl.actor.frames import (
+from pipelinerl.actor.worker_messages import (
     CancelRollout,
+    Connection,
     Fatal,
-    FrameReader,
-    FrameWriter,
     FromWorker,
     Ready,
     RolloutEnded,
@@ -87,8 +85,7 @@ class RolloutWorker:
         self._llms = {False: list(training_llms), True: list(evaluation_llms)}
         self._temperature = float(training_llms[0].parameters.get("temperature", 1.0)) if training_llms else None
         self._incarnation = incarnation
-        self._reader = reader
-        self._writer = FrameWriter(writer)
+        self._actor: Connection[ToWorker] = Connection(reader, writer, ToWorker)
         self._block_limit_s = block_limit_s
         self._make_llms = make_llms
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -100,18 +97,16 @@ class RolloutWorker:
         Raises:
             BaseException: whatever went wrong in this class (a rollout's own errors are answers, not errors).
         """
-        frames = FrameReader(self._reader, msgspec.msgpack.Decoder(ToWorker))
         async with open_session() as session:
             self._send(Ready(pid=os.getpid()))
             try:
                 async with asyncio.TaskGroup() as rollouts, _watched_loop(self._block_limit_s):
-                    while (messages := await frames.read()) is not None:
-                        for message in messages:
-                            self._take(message, rollouts, session)
+                    while (message := await self._actor.receive()) is not None:
+                        self._take(message, rollouts, session)
                     for task in self._running.values():
                         task.cancel()
             finally:
-                self._writer.close()
+                self._actor.close()
 
     def _take(self, message: ToWorker, rollouts: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
         match message:
@@ -221,7 +216,7 @@ class RolloutWorker:
         )
 
     def _send(self, message: FromWorker) -> None:
-        self._writer.write(message)
+        self._actor.send(message)
 
 
 @contextlib.asynccontextmanager

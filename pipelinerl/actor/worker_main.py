@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import uvloop
 
-    from pipelinerl.actor.frames import CRASHED_EXIT_CODE, STACKS_SIGNAL
+    from pipelinerl.actor.worker_messages import CRASHED_EXIT_CODE, STACKS_SIGNAL
     from pipelinerl.role import LOG_FORMAT, end_with_launcher
 
     name = f"{arguments.job}/worker_{arguments.index}"
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(root: Path, connection: socket.socket, block_limit_s: float) -> None:
-    from pipelinerl.actor.frames import Fatal, write_frame
     from pipelinerl.actor.worker import RolloutWorker
+    from pipelinerl.actor.worker_messages import Connection, Fatal
     from pipelinerl.config.load import load_config, to_dictconfig
     from pipelinerl.domains.registry import load_rollout_function
     from pipelinerl.llm.tokens import load_tokenizer
@@ -86,8 +86,9 @@ async def _serve(root: Path, connection: socket.socket, block_limit_s: float) ->
         config = load_config(files.config_file)
         function = load_rollout_function(config)
     except DomainError as error:
-        write_frame(writer, Fatal(user_error=True, message=str(error)))
-        await writer.drain()
+        connection_to_actor: Connection[None] = Connection(reader, writer, Fatal)
+        connection_to_actor.send(Fatal(user_error=True, message=str(error)))
+        await connection_to_actor.flush()
         raise
     world = WorldMap.from_json(files.world_file.read_bytes())
     plan_urls = [job.url for job in world.jobs_of("actor_llm") if job.url is not None]

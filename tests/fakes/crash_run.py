@@ -17,12 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.actor.frames import RolloutFailed
-from pipelinerl.actor.groups import FinishedGroup
-from pipelinerl.actor.publish import Publisher
-from pipelinerl.actor.resume import INTERRUPTED, find_started_groups, find_unsettled_groups
-from pipelinerl.actor.trainer_state import TrainerState as ActorView
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.groups import INTERRUPTED, Publisher
+from pipelinerl.actor.lag import lag_policy_of
+from pipelinerl.actor.progress import Changes, TrainingProgress
+from pipelinerl.actor.resume import find_started_groups, find_unsettled_groups
+from pipelinerl.actor.worker_messages import RolloutFailed
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.report import Reporter
@@ -30,7 +30,6 @@ from pipelinerl.finetune.weight_sync import Delivery
 from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (
-    EvaluationResult,
     FateRecord,
     Group,
     MetricRecord,
@@ -180,9 +179,9 @@ class _Actor:
         config, hub, name = context.config, context.streams, "actor_0"
         self.rng = rng
         self.incarnation = context.incarnation
-        self.budget = SampleBudget(config.finetune.samples_per_step, config.max_lag, ATTEMPTS)
+        self.budget = SampleBudget(lag_policy_of(config), ATTEMPTS)
         self.budget.observe_rollout(1)
-        self.view = ActorView(self.budget, self.incarnation)
+        self.view = TrainingProgress(self.budget, self.incarnation, Changes())
         self.messages = hub.reader("trainer", "finetune_0", TrainerMessage)
         self.fates = hub.reader("fates", "preprocessor_0", FateRecord)
         self.publisher = Publisher(
@@ -190,7 +189,6 @@ class _Actor:
             incarnation=self.incarnation,
             groups=hub.loop_writer("actor", name, Group),
             fates=hub.loop_writer("fates", name, FateRecord),
-            evaluations=hub.loop_writer("evaluation", name, EvaluationResult),
             metrics=hub.loop_writer("metrics", name, MetricRecord),
         )
         self.running: dict[str, int] = {}
@@ -210,9 +208,9 @@ class _Actor:
 
     def act(self) -> None:
         self._hear()
-        if len(self.running) < 4 and self.budget.can_admit() and self.rng.random() < 0.6:
+        if len(self.running) < 4 and self.budget.allows_group() and self.rng.random() < 0.6:
             group_id = f"{self.incarnation}-{next(self.numbers)}"
-            self.budget.admit(group_id)
+            self.budget.start_group(group_id)
             _now(self.publisher.start_group(group_id, ATTEMPTS, self.view.current_version))
             self.running[group_id] = self.view.current_version
         elif self.running:
@@ -242,7 +240,7 @@ class _Actor:
         )
         for index in range(ATTEMPTS):
             self.budget.end_rollout(group_id, int(index < len(samples)))
-        _now(self.publisher.write_failures(FinishedGroup(record, failed), last))
+        _now(self.publisher.write_failures(record, failed, last))
         self.budget.publish(group_id, [sample.id for sample in samples])
         if samples:
             _now(self.publisher.publish_group(record, last))

@@ -7,17 +7,15 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from fakes.actor_run import TASK, ActorRun
 from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
-import pipelinerl.actor.pool as pool_module
-from pipelinerl.actor.frames import STACKS_SIGNAL, RolloutEnded, RolloutFailed, Servers, StartRollout
-from pipelinerl.actor.pool import WorkerPool, _end_with_stacks, _Worker, worker_command
+import pipelinerl.actor.workers as pool_module
+from pipelinerl.actor.worker_messages import STACKS_SIGNAL, RolloutEnded, RolloutFailed, Servers, StartRollout
+from pipelinerl.actor.workers import WorkerPool, _end_with_stacks, worker_command
 from pipelinerl.errors import WorkerError
 
 BLOCKING = TASK.replace(
@@ -132,7 +130,7 @@ async def test_a_worker_that_is_replaced_while_it_ends_is_replaced_once(monkeypa
     async with asyncio.timeout(PROCESS_LIMIT_S), asyncio.TaskGroup() as tasks:
         await pool.start(tasks)
         (worker,) = pool._workers
-        while not worker.reader.at_eof():  # noqa: ASYNC110 - it has one reader, the follower
+        while not worker.connection._reader.at_eof():  # noqa: ASYNC110 - it has one reader, the follower
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)  # now its follower waits for the process
         await pool._replace(worker)
@@ -148,7 +146,7 @@ async def test_a_stuck_worker_does_not_outlive_an_actor_that_ends_meanwhile() ->
         sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None and await process.stdout.readline()
-    ending = asyncio.create_task(_end_with_stacks(cast(_Worker, SimpleNamespace(process=process))))
+    ending = asyncio.create_task(_end_with_stacks(process))
     await asyncio.sleep(0)
     ending.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 from fakes.short_sample import short_sample
 
-from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.actor.loop import _report
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.lag import MaxLag
+from pipelinerl.actor.main import Actor
+from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
-from pipelinerl.actor.trainer_state import TrainerState
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.records import (
     EvaluationResult,
@@ -146,7 +148,7 @@ def updated(version: int, incarnation: int) -> WeightUpdateSuccess:
 
 
 def test_only_updates_of_this_incarnation_count() -> None:
-    state = TrainerState(SampleBudget(8, 0, 2), incarnation=1)
+    state = TrainingProgress(SampleBudget(MaxLag(8, 0), 2), 1, Changes())
     state.apply_message(updated(7, incarnation=0))
     state.apply_message(TrainingDone(version=7, time=0, samples_processed=1, incarnation=0))
     assert state.version is None and not state.done
@@ -157,12 +159,12 @@ def test_only_updates_of_this_incarnation_count() -> None:
 
 
 async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
-    budget = SampleBudget(2, 0, 2)
-    state = TrainerState(budget, incarnation=0)
+    budget = SampleBudget(MaxLag(2, 0), 2)
+    state = TrainingProgress(budget, 0, Changes())
     budget.observe_rollout(1)
     budget.publish("0-1", ["0-1/r0/s0", "0-1/r1/s0"])
     budget.publish("0-4", ["0-4/r0/s0"])
-    waiter = asyncio.create_task(state.wait_for(lambda: budget.charged_samples == 0))
+    waiter = asyncio.create_task(state.changes.wait_for(lambda: budget.charged_samples == 0))
     await asyncio.sleep(0)
     state.apply_fate(fate(["0-4/r0/s0"], "stale"))
     await asyncio.sleep(0)
@@ -171,42 +173,18 @@ async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
     await asyncio.wait_for(waiter, 60)
 
 
-class WatchedState(TrainerState):
-    """Sets `looked` when the loop of reports has asked for the version a few times."""
-
-    def __init__(self, budget: SampleBudget, incarnation: int) -> None:
-        self.looked = asyncio.Event()
-        self._looks, self._version = 0, None
-        super().__init__(budget, incarnation)
-
-    @property
-    def version(self) -> int | None:
-        self._looks += 1
-        if self._looks == 10:
-            self.looked.set()
-        return self._version
-
-    @version.setter
-    def version(self, value: int | None) -> None:
-        self._version = value
-
-
-def test_nothing_is_reported_before_the_servers_have_a_version() -> None:
+async def test_nothing_is_reported_before_the_servers_have_a_version() -> None:
     """A resumed actor would report it as of version 0."""
+    progress, reports = TrainingProgress(SampleBudget(MaxLag(4, 0), 2), 1, Changes()), asyncio.Queue[int]()
 
-    async def reported_versions() -> list[int]:
-        state, versions = WatchedState(SampleBudget(4, 0, 2), incarnation=1), asyncio.Queue[int]()
+    async def report() -> None:
+        reports.put_nowait(progress.current_version)
 
-        async def report() -> None:
-            versions.put_nowait(state.current_version)
-
-        # The part of an actor that the loop of reports needs.
-        parts: Any = SimpleNamespace(trainer=state, report=report, report_interval_s=0.001)
-        reports = asyncio.create_task(_report(parts))
-        await asyncio.wait_for(state.looked.wait(), 60)
-        state.serve(7)
-        found = [await asyncio.wait_for(versions.get(), 60) for _ in range(2)]
-        reports.cancel()
-        return found
-
-    assert asyncio.run(reported_versions()) == [7, 7]
+    config = SimpleNamespace(actor=SimpleNamespace(log_each_n_secs=0.001))
+    actor: Any = SimpleNamespace(config=config, progress=progress, changes=progress.changes, _report=report)
+    reporting = asyncio.create_task(Actor._report_regularly(actor))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reports.get(), 0.05)
+    progress.apply_message(updated(7, incarnation=1))
+    assert [await asyncio.wait_for(reports.get(), 60) for _ in range(2)] == [7, 7]
+    reporting.cancel()

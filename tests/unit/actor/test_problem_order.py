@@ -1,8 +1,12 @@
-"""Order of problems and seeds of rollouts: the same seed gives the same (O3)."""
+"""Order of problems, mixes of domains, passes, and seeds of rollouts: the same seed gives the same (O3)."""
 
 from __future__ import annotations
 
-from pipelinerl.actor.problems import ProblemOrder, evaluation_problems, rollout_seed
+from collections import Counter
+
+import pytest
+
+from pipelinerl.actor.problem_order import DomainMix, EpochCounter, ProblemOrder, evaluation_problems, rollout_seed
 from pipelinerl.domains.problem_sets import Problem
 
 PROBLEMS = [Problem(id=str(index), dataset_name="train", data={}) for index in range(5)]
@@ -25,7 +29,7 @@ def test_o3_the_order_follows_from_the_seed() -> None:
     assert ids("1") != ids("2")
 
 
-def test_o3_the_order_goes_on_from_any_place() -> None:
+def test_o3_the_order_continues_at_any_place() -> None:
     order = ProblemOrder(PROBLEMS, "1")
     assert [order[number].id for number in (13, 2, 14)] == [ids("1")[number] for number in (13, 2, 14)]
 
@@ -46,3 +50,61 @@ def test_o3_rollout_seeds_differ_by_every_part() -> None:
     assert len(seeds) == 8
     assert rollout_seed(1, "train", "0-1", 0) == rollout_seed(1, "train", "0-1", 0)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+MIX = [
+    *(Problem(f"a{i}", "a", {}, "a", 0.5) for i in range(3)),
+    *(Problem(f"b{i}", "b", {}, "b", 0.3) for i in range(500)),
+    *(Problem(f"c{i}", "c", {}, "c", 0.2) for i in range(40)),
+]
+
+
+def test_a_mix_by_hand() -> None:
+    mix = DomainMix({"a": 2, "b": 1})
+    assert [mix[number] for number in range(6)] == [("a", 0), ("b", 0), ("a", 1), ("a", 2), ("b", 1), ("a", 3)]
+    assert mix[2] == ("a", 1)
+
+
+def test_the_share_of_each_domain_is_within_two_percent() -> None:
+    order = ProblemOrder(MIX, "7")
+    counts: Counter[str] = Counter()
+    for number in range(2560):
+        counts[order[number].domain] += 1
+        if number > 100:
+            for domain, share in (("a", 0.5), ("b", 0.3), ("c", 0.2)):
+                assert abs(counts[domain] / (number + 1) - share) < 0.02
+    assert counts == {"a": 1280, "b": 768, "c": 512}
+
+
+def test_each_domain_passes_over_its_own_problems() -> None:
+    order = ProblemOrder(MIX, "7")
+    drawn = [order[number].id for number in range(200) if order[number].domain == "c"]
+    assert len(drawn) == 40 and len(set(drawn)) == 40
+
+
+def test_o3_a_restart_finds_the_same_problems() -> None:
+    first, second = ProblemOrder(MIX, "7"), ProblemOrder(MIX, "7")
+    assert [first[number].id for number in range(300)][250:] == [second[number].id for number in range(250, 300)]
+
+
+def test_without_shares_problems_count_by_their_number() -> None:
+    order = ProblemOrder([Problem(str(i), "x", {}, "a" if i else "b") for i in range(10)], "1")
+    assert sorted(order[number].id for number in range(10)) == [str(i) for i in range(10)]
+
+
+def test_leading_places_count() -> None:
+    epochs, seen = EpochCounter(4), []
+    for number in (1, 0, 3, 4, 2):
+        epochs.end(number)
+        seen.append(epochs.epochs_done)
+    assert seen == [0.0, 0.5, 0.5, 0.5, 1.25]
+
+
+@pytest.mark.parametrize(("due", "after", "done"), [([], 6, 1.5), ([1, 4], 6, 0.25), ([0, 1, 2, 3], 4, 0.0)])
+def test_a_restart_continues_the_count(due: list[int], after: int, done: float) -> None:
+    epochs = EpochCounter(4)
+    epochs.resume(due, after)
+    assert epochs.epochs_done == done
+    for number in due:
+        epochs.end(number)
+    assert epochs.epochs_done == after / 4

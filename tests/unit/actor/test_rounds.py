@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 from fakes.short_sample import short_sample
 
-from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.actor.round_budget import RoundBudget
-from pipelinerl.actor.trainer_state import TrainerState
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.lag import OneRound
+from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, next_update, pauses_rollouts, rounds_of, update_interval
 from pipelinerl.preprocess.batcher import Batcher, Groups, num_samples
@@ -88,8 +88,8 @@ def test_a_restart_in_the_middle_of_a_round_counts_the_batches_that_are_written(
     assert [sizes(batcher.close_step(step)) for step in (2, 3)] == [[3], [3]]
 
 
-def known(rounds: Rounds, attempts: int) -> RoundBudget:
-    budget = RoundBudget(rounds, attempts)
+def known(rounds: Rounds, attempts: int) -> SampleBudget:
+    budget = SampleBudget(OneRound(rounds), attempts)
     budget.observe_rollout(1)
     return budget
 
@@ -100,9 +100,9 @@ def publish(budget: SampleBudget, group_id: str, count: int) -> None:
 
 def admit_all(budget: SampleBudget, first: int = 0) -> list[str]:
     names = []
-    while budget.can_admit():
+    while budget.allows_group():
         names.append(f"g{first + len(names)}")
-        budget.admit(names[-1])
+        budget.start_group(names[-1])
     return names
 
 
@@ -112,9 +112,9 @@ def test_nothing_is_admitted_before_the_round_is_trained() -> None:
     assert len(names) == 4
     for name in names:
         publish(budget, name, 2)
-    trainer = TrainerState(budget, 0)
+    trainer = TrainingProgress(budget, 0, Changes())
     trainer.apply_message(StepDone(step=1, time=0, group_ids=names[:2], num_samples=4, samples_processed=4))
-    assert budget.charged_samples == 4 and not budget.can_admit()
+    assert budget.charged_samples == 4 and not budget.allows_group()
     trainer.apply_message(StepDone(step=2, time=0, group_ids=names[2:], num_samples=4, samples_processed=8))
     assert len(admit_all(budget, first=4)) == 4
 
@@ -130,10 +130,10 @@ def test_a_filtered_group_is_replaced_in_the_same_round() -> None:
 
 def test_the_last_round_is_as_short_as_training_is() -> None:
     budget = known(Rounds(4, 4, 6), attempts=2)
-    budget.stand_at(4)
+    budget.policy.trainer_at(4)
     assert len(admit_all(budget)) == 4
-    budget.stand_at(6)
-    assert not budget.can_admit()
+    budget.policy.trainer_at(6)
+    assert not budget.allows_group()
 
 
 @dataclass
@@ -157,11 +157,11 @@ class Simulation:
     def start(self, steps_done: int) -> None:
         """A (re)start of everything from a training state behind `steps_done`, as each process does it."""
         self.steps_done = self.version = steps_done
-        self.budget = RoundBudget(self.rounds, self.attempts)
+        self.budget = SampleBudget(OneRound(self.rounds), self.attempts)
         self.budget.observe_rollout(self.largest_rollout)
-        self.trainer = TrainerState(self.budget, self.incarnation)
+        self.trainer = TrainingProgress(self.budget, self.incarnation, Changes())
         for step, closed in self.batches.items():
-            self.budget.note_trained(step, num_samples(closed))
+            self.budget.policy.step_trained(step, num_samples(closed))
         self.trainer.apply_message(TrainerStarted(step=steps_done, data_offset=0, time=0, incarnation=self.incarnation))
         batched = {group.record.id for closed in self.batches.values() for group in closed}
         trained = {g.record.id for step, c in self.batches.items() if step <= steps_done for g in c}
@@ -178,7 +178,7 @@ class Simulation:
 
     def moves(self) -> list[str]:
         moves = []
-        if self.budget.can_admit():
+        if self.budget.allows_group():
             moves.append("admit")
         if self.running:
             moves.append("end")
@@ -199,7 +199,7 @@ class Simulation:
     def admit(self) -> None:
         name = f"g{self.started}"
         self.started += 1
-        self.budget.admit(name)
+        self.budget.start_group(name)
         self.running.append(name)
 
     def end(self) -> None:

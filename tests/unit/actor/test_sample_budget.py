@@ -1,4 +1,4 @@
-"""The lag bound in samples: admission, charges, settling (D8, L6)."""
+"""The lag bound in samples: policies, charges, settling (D8, L6)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import random
 
 import pytest
 
-from pipelinerl.actor.admission import SampleBudget
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.lag import LagPolicy, MaxLag
 
 
-def known(samples_per_step: int, max_lag: int | None, attempts: int, per_rollout: int = 1) -> SampleBudget:
-    budget = SampleBudget(samples_per_step, max_lag, attempts)
+def known(samples_per_step: int, max_lag: int, attempts: int, per_rollout: int = 1) -> SampleBudget:
+    budget = SampleBudget(MaxLag(samples_per_step, max_lag), attempts)
     budget.observe_rollout(per_rollout)
     return budget
 
 
 def admit_all(budget: SampleBudget, first: int = 0) -> int:
     count = 0
-    while budget.can_admit():
-        budget.admit(f"g{first + count}")
+    while budget.allows_group():
+        budget.start_group(f"g{first + count}")
         count += 1
     return count
 
@@ -32,7 +33,7 @@ def test_on_policy_admits_one_batch_and_waits_for_the_step() -> None:
     assert admit_all(budget) == 4
     for index in range(4):
         publish(budget, f"g{index}", 2)
-    assert budget.charged_samples == 8 and not budget.can_admit()
+    assert budget.charged_samples == 8 and not budget.allows_group()
     for index in range(3):
         budget.settle_group(f"g{index}")
     assert budget.charged_samples == 2
@@ -46,10 +47,10 @@ def test_max_lag_is_what_may_be_in_flight_beyond_the_batch() -> None:
 
 
 def test_without_a_bound_everything_is_admitted() -> None:
-    budget = SampleBudget(samples_per_step=8, max_lag=None, attempts=2)
+    budget = SampleBudget(LagPolicy(), attempts=2)
     for index in range(100):
-        assert budget.can_admit()
-        budget.admit(f"g{index}")
+        assert budget.allows_group()
+        budget.start_group(f"g{index}")
 
 
 def test_running_rollouts_are_charged_at_the_most_seen_and_then_at_what_they_had() -> None:
@@ -61,25 +62,25 @@ def test_running_rollouts_are_charged_at_the_most_seen_and_then_at_what_they_had
     budget.end_rollout("g0", 0)
     publish(budget, "g0", 1)
     # 1 + 8 charged, another group of at most 8 would make 17.
-    assert budget.charged_samples == 9 and not budget.can_admit()
+    assert budget.charged_samples == 9 and not budget.allows_group()
     budget.end_rollout("g1", 2)
     # 1 + 2 + 4, and 8 more make 15.
-    assert budget.can_admit()
+    assert budget.allows_group()
 
 
 def test_a_group_that_does_not_fit_is_admitted_alone_when_the_batch_cannot_fill() -> None:
     budget = known(samples_per_step=4, max_lag=0, attempts=2, per_rollout=3)
     assert admit_all(budget) == 1
     publish(budget, "g0", 3)
-    assert budget.can_admit()
-    budget.admit("g1")
-    assert not budget.can_admit()
+    assert budget.allows_group()
+    budget.start_group("g1")
+    assert not budget.allows_group()
     publish(budget, "g1", 6)
-    assert not budget.can_admit()
+    assert not budget.allows_group()
 
 
 def test_nothing_is_known_at_first_so_one_group_finds_out() -> None:
-    budget = SampleBudget(samples_per_step=8, max_lag=100, attempts=2)
+    budget = SampleBudget(MaxLag(8, 100), attempts=2)
     assert admit_all(budget) == 1
     budget.end_rollout("g0", 5)
     assert budget.samples_per_rollout == 5
@@ -87,12 +88,12 @@ def test_nothing_is_known_at_first_so_one_group_finds_out() -> None:
 
 
 def test_leftovers_of_an_earlier_start_do_not_starve_the_first_batch() -> None:
-    budget = SampleBudget(samples_per_step=8, max_lag=0, attempts=2)
+    budget = SampleBudget(MaxLag(8, 0), attempts=2)
     publish(budget, "old", 3)
     assert admit_all(budget) == 1
-    assert SampleBudget(samples_per_step=2, max_lag=0, attempts=2).can_admit()
-    publish(full := SampleBudget(samples_per_step=2, max_lag=0, attempts=2), "old", 3)
-    assert not full.can_admit()
+    assert SampleBudget(MaxLag(2, 0), attempts=2).allows_group()
+    publish(full := SampleBudget(MaxLag(2, 0), attempts=2), "old", 3)
+    assert not full.allows_group()
 
 
 def test_filtered_and_failed_samples_give_their_budget_back() -> None:
@@ -103,8 +104,8 @@ def test_filtered_and_failed_samples_give_their_budget_back() -> None:
     budget.settle_samples("g0", ["g0/s1", "other"])
     assert budget.charged_samples == 2
     budget.settle_samples("g0", ["g0/s2", "g0/s3"])
-    assert budget.charged_samples == 0 and budget.can_admit()
-    budget.admit("g1")
+    assert budget.charged_samples == 0 and budget.allows_group()
+    budget.start_group("g1")
     publish(budget, "g1", 0)
     assert budget.charged_samples == 0
     budget.settle_group("unknown")
@@ -122,8 +123,8 @@ def test_l6_random_runs_neither_starve_nor_overrun(seed: int, samples_per_step: 
     published: list[tuple[str, int]] = []
     number = steps = 0
     while steps < 30:
-        while budget.can_admit():
-            budget.admit(f"g{number}")
+        while budget.allows_group():
+            budget.start_group(f"g{number}")
             running.append(f"g{number}")
             number += 1
         batch, total = 0, 0

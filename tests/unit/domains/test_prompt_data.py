@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.actor.problems import ProblemOrder
+from pipelinerl.actor.problem_order import ProblemOrder
 from pipelinerl.config.compose import compose
 from pipelinerl.domains.problem_sets import load_problem_sets
 from pipelinerl.domains.prompt_data import load_prompts

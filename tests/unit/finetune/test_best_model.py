@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipelinerl.actor.evaluation import EvaluationFrame, summarize_evaluation
-from pipelinerl.actor.frames import RolloutEnded, RolloutFailed
+from pipelinerl.actor.evaluator import summarize
+from pipelinerl.actor.worker_messages import RolloutEnded, RolloutFailed
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.finetune import best_model
 from pipelinerl.finetune.best_model import BestModel, EvaluatedVersion, note_text
@@ -291,10 +291,7 @@ def test_a_failed_rollout_that_did_not_name_its_data_set_does_not_make_values_in
             answers.append(RolloutEnded(n, [], summary, "math", version, version, 1, 0))
         if failing:
             answers[0] = RolloutFailed(0, "exception_ValueError", "")
-        frame = EvaluationFrame(
-            due_version=version, versions=(version, version), is_final=False, seconds=1, incarnation=0
-        )
-        results = summarize_evaluation(problems, answers, frame)
+        results = summarize(problems, answers, result(version, max_version=version))
         assert results[0].dataset_name == ("all" if failing else "math")
         export(tmp_path, version)
         best.fold(results)

@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 from preprocess_groups import context, group, sample
 
-from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.actor.trainer_state import TrainerState
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.lag import MaxLag
+from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.preprocess.main import main, reference_scorer
 from pipelinerl.records import (
     FateRecord,
@@ -113,16 +114,16 @@ def test_fates_of_what_is_not_trained(tmp_path):
 def test_dynamic_sampling_refills_the_batch_and_gives_the_budget_back(tmp_path):
     """On-policy, where the budget is one batch: each filtered group admits exactly one other, until it is full."""
     run = Run(tmp_path, max_lag=0, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
-    budget = SampleBudget(samples_per_step=4, max_lag=0, attempts=2)
+    budget = SampleBudget(MaxLag(4, 0), attempts=2)
     budget.observe_rollout(1)
-    trainer = TrainerState(budget, incarnation=0)
+    trainer = TrainingProgress(budget, 0, Changes())
     fates = run.context.streams.reader("fates", "preprocessor_0", FateRecord)
     # Equal rewards: nothing to learn from 0-0, 0-2 and 0-3.
     rewards = [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0)]
     for number, pair in enumerate(rewards):
-        assert budget.can_admit()
+        assert budget.allows_group()
         group_id = f"0-{number}"
-        budget.admit(group_id)
+        budget.start_group(group_id)
         made = group(group_id, rewards=pair)
         for _ in pair:
             budget.end_rollout(group_id, 1)
@@ -135,9 +136,9 @@ def test_dynamic_sampling_refills_the_batch_and_gives_the_budget_back(tmp_path):
             trainer.apply_fate(entry.record)
     batch = run.next_batch()
     assert batch.group_ids == ["0-1", "0-4"] and len(batch.samples) == 4
-    assert budget.charged_samples == 4 and not budget.can_admit()
+    assert budget.charged_samples == 4 and not budget.allows_group()
     trainer.apply_message(StepDone(step=1, time=0, group_ids=batch.group_ids, num_samples=4, samples_processed=4))
-    assert budget.charged_samples == 0 and budget.can_admit()
+    assert budget.charged_samples == 0 and budget.allows_group()
     run.finish()
 
 

@@ -1,4 +1,4 @@
-"""Failure limit, throughput window, averages, frames."""
+"""Failure limit, throughput, averages, and the messages between actor and workers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from pipelinerl.actor.failures import FailureLimit
-from pipelinerl.actor.frames import CancelRollout, FrameReader, FrameWriter, StartRollout, ToWorker
-from pipelinerl.actor.stats import RolloutAverages, ThroughputWindow
+from pipelinerl.actor import stats
+from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
+from pipelinerl.actor.worker_messages import CancelRollout, Connection, StartRollout, ToWorker
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import RolloutSummary
 
@@ -21,7 +21,7 @@ def test_the_run_ends_when_too_many_of_the_latest_rollouts_fail() -> None:
         limit.record_failure("http_400", "no")
     with pytest.raises(WorkerError, match=r"4 of the last 4 rollouts failed.*http_400: 3, timeout: 1.*Last one: slow"):
         limit.record_failure("timeout", "slow")
-    assert limit.total == 4
+    assert limit.reasons.total() == 4
 
 
 def test_exactly_the_allowed_rate_goes_on_and_old_failures_are_forgotten() -> None:
@@ -36,9 +36,10 @@ def test_exactly_the_allowed_rate_goes_on_and_old_failures_are_forgotten() -> No
         limit.record_failure("x", "")
 
 
-def test_throughput_over_a_window() -> None:
+def test_throughput_over_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    window = ThroughputWindow(size=2, clock=lambda: now[0])
+    monkeypatch.setattr(stats, "monotonic", lambda: now[0])
+    window = Throughput(size=2)
     assert window.rates()["actor/rollouts_per_s"] == 0
     for second in (1.0, 2.0):
         now[0] = second
@@ -78,58 +79,33 @@ def test_averages_by_data_set_start_again_after_each_report() -> None:
     assert averages.take() == {}
 
 
-def frame(message: msgspec.Struct) -> bytes:
+def encoded(message: msgspec.Struct) -> bytes:
     payload = msgspec.msgpack.encode(message)
     return len(payload).to_bytes(4, "big") + payload
 
 
-async def test_frames_survive_being_cut_and_a_lost_end_is_an_end() -> None:
+def receiving(content: bytes) -> Connection[ToWorker]:
+    reader = asyncio.StreamReader()
+    reader.feed_data(content)
+    reader.feed_eof()
+    return Connection(reader, SimpleNamespace(), ToWorker)  # type: ignore[arg-type]
+
+
+async def test_messages_arrive_and_a_lost_end_is_an_end() -> None:
     start = StartRollout(1, "g/r0", "g", 0, False, 2**62, {"text": "ü", "data": b"\x00", "list": [1, None, 0.5]})
-    content = frame(start) + frame(CancelRollout(1)) + frame(start)[:-1]
-    reader = asyncio.StreamReader()
-    frames = FrameReader(reader, msgspec.msgpack.Decoder(ToWorker))
-
-    async def feed() -> None:
-        for index in range(0, len(content), 7):
-            reader.feed_data(content[index : index + 7])
-            await asyncio.sleep(0)
-        reader.feed_eof()
-
-    feeding = asyncio.create_task(feed())
-    assert await frames.read() == [start]
-    assert await frames.read() == [CancelRollout(1)]
-    assert await frames.read() is None
-    await feeding
+    connection = receiving(encoded(start) + encoded(CancelRollout(1)) + encoded(start)[:-1])
+    assert [await connection.receive() for _ in range(3)] == [start, CancelRollout(1), None]
 
 
-async def test_unknown_messages_are_errors() -> None:
-    reader = asyncio.StreamReader()
-    reader.feed_data(b"\x00\x00\x00\x01\x05")
+async def test_what_is_no_message_is_an_error() -> None:
     with pytest.raises(msgspec.MsgspecError):
-        await FrameReader(reader, msgspec.msgpack.Decoder(ToWorker)).read()
-    reader.feed_data(b"\xff\xff\xff\xff")
+        await receiving(b"\x00\x00\x00\x01\x05").receive()
     with pytest.raises(ValueError, match="4294967295 bytes"):
-        await FrameReader(reader, msgspec.msgpack.Decoder(ToWorker)).read()
+        await receiving(b"\xff\xff\xff\xff").receive()
 
 
-async def test_messages_that_are_there_come_at_once() -> None:
-    reader = asyncio.StreamReader()
-    reader.feed_data(frame(CancelRollout(1)) + frame(CancelRollout(2)) + frame(CancelRollout(3))[:3])
-    frames = FrameReader(reader, msgspec.msgpack.Decoder(ToWorker))
-    assert await frames.read() == [CancelRollout(1), CancelRollout(2)]
-    reader.feed_data(frame(CancelRollout(3))[3:])
-    assert await frames.read() == [CancelRollout(3)]
-
-
-async def test_messages_of_one_turn_go_out_together_and_none_is_lost_at_the_end() -> None:
+async def test_messages_are_sent_with_their_length() -> None:
     written: list[bytes] = []
-    writer = SimpleNamespace(write=written.append, close=lambda: written.append(b"closed"))
-    frames = FrameWriter(writer)  # type: ignore[arg-type]
-    frames.write(CancelRollout(1))
-    frames.write(CancelRollout(2))
-    assert written == []
-    await asyncio.sleep(0)
-    assert written == [frame(CancelRollout(1)) + frame(CancelRollout(2))]
-    frames.write(CancelRollout(3))
-    frames.close()
-    assert written[1:] == [frame(CancelRollout(3)), b"closed"]
+    connection: Connection[None] = Connection(asyncio.StreamReader(), SimpleNamespace(write=written.append), ToWorker)  # type: ignore[arg-type]
+    connection.send(CancelRollout(1))
+    assert written == [encoded(CancelRollout(1))]

@@ -1,4 +1,4 @@
-"""What is recorded of evaluations: which rollouts, what of them, and that nothing about it can end a run."""
+"""Evaluations: when they are due, what they report, what is recorded, and that none of it can end a run (O2)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from fakes.made_up_rollouts import PROBLEM, InstantRollouts, ended
 from msgspec.structs import replace
 
-from pipelinerl.actor.evaluation import Evaluator
-from pipelinerl.actor.evaluation_record import EvaluationRecorder, rollout_record
-from pipelinerl.actor.frames import RolloutEnded, RolloutFailed, StartRollout, sendable
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.evaluator import EvaluationRecorder, Evaluator, as_final, rollout_record, summarize
+from pipelinerl.actor.lag import LagPolicy
+from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
-from pipelinerl.actor.slots import ServerSlots
 from pipelinerl.actor.worker import RolloutWorker
+from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed, StartRollout, sendable
 from pipelinerl.config.resources import FileStreams
+from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.llm.sample_builder import recorded_samples
-from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
+from pipelinerl.records import EvaluationResult, EvaluationRollout, RolloutSummary, VersionSpan
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import TrainingText
 from pipelinerl.rundir.layout import RunDir
@@ -79,7 +83,7 @@ def test_whatever_metadata_holds_can_be_written(packed: bool) -> None:
 
 
 def recorder_of(limit: int | None, open_writer: Any = None) -> EvaluationRecorder:
-    return EvaluationRecorder(open_writer or (lambda: pytest.fail("nothing is to be written")), limit, incarnation=1)
+    return EvaluationRecorder(open_writer or (lambda: pytest.fail("nothing is to be written")), limit)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_the_recorded_ones_are_spread_over_all(limit: int | None, count: int, pl
     assert recorder_of(limit).places(count) == places
 
 
-def ended(start: StartRollout) -> RolloutEnded | RolloutFailed:
+def answer_to(start: StartRollout) -> Answer:
     if start.problem["n"] == 0:
         return RolloutFailed(0, "exception_ValueError", "x" * 9000 + "the end")
     summary = RolloutSummary(
@@ -106,13 +110,14 @@ def test_what_cannot_be_recorded_never_costs_the_rollout(caplog: pytest.LogCaptu
     start = StartRollout(
         ticket=1, rollout_id="e/r1", group_id="e", problem={"n": 1}, server=0, seed=0, evaluation=True, record=True
     )
-    answer = ended(start)
+    answer = answer_to(start)
     assert isinstance(answer, RolloutEnded) and sendable(answer) is answer
     odd = recorded(text(version_spans=[("v3", 0, 1)]))
     bare = sendable(replace(answer, recorded=odd))
-    assert bare == replace(answer, recorded=[]) and "e/r1 said is not recorded" in caplog.text
-    with pytest.raises(RolloutError, match="cannot be recorded"):
+    assert bare == replace(answer, recorded=[]) and "e/r1" in caplog.text
+    with pytest.raises(RolloutError) as refused:
         sendable(replace(answer, recorded=odd, dataset_name="\ud800"))
+    assert refused.value.reason == "bad_value"
 
 
 class Odd(RolloutError):
@@ -138,21 +143,32 @@ def test_o2_an_exception_of_the_users_without_a_text_costs_its_rollout(
     assert worker._failed(start, llm, error) == RolloutFailed(4, reason, message, requests=2, retries=1)
 
 
-class Runner:
-    def __init__(self) -> None:
-        self.starts: list[StartRollout] = []
+async def evaluate(recorder: EvaluationRecorder, is_final: bool = False) -> tuple[InstantRollouts, list[Any]]:
+    runner, changes, written = InstantRollouts(answer_to), Changes(), list[Any]()
 
-    async def run(self, start: StartRollout, timeout_s: float) -> RolloutEnded | RolloutFailed:
-        self.starts.append(start)
-        return ended(start)
+    async def write(record: Any) -> None:
+        written.append(record)
 
+    async def flush() -> None:
+        """Nothing is kept back."""
 
-async def evaluate(recorder: EvaluationRecorder, is_final: bool = False) -> tuple[Runner, list[Any]]:
-    runner = Runner()
-    scheduler = Scheduler(ServerSlots(1, 4, lambda: None), runner, timeout_s=10, max_retries=0)
-    problems = [Problem(id=f"p{n}", dataset_name="test", data={"n": n}) for n in range(4)]
-    evaluator = Evaluator(scheduler, problems, 3, 1, on_answer=lambda answer: None, recorder=recorder)
-    return runner, await evaluator.run(4, lambda: 4, is_final, concurrency=2)
+    progress = TrainingProgress(SampleBudget(LagPolicy(), 2), 1, changes)
+    progress.version = 4
+    evaluator = Evaluator(
+        problems=[Problem(id=f"p{n}", dataset_name="test", data={"n": n}) for n in range(4)],
+        seed=3,
+        incarnation=1,
+        scheduler=Scheduler(1, 4, runner, 10, 0, changes),
+        progress=progress,
+        results=SimpleNamespace(write=write, flush=flush),  # type: ignore[arg-type]
+        recorder=recorder,
+        heartbeat=SimpleNamespace(progress=lambda: None),  # type: ignore[arg-type]
+        schedule=EvaluationSchedule(1),
+        concurrency=2,
+    )
+    results = await evaluator.evaluate(4, is_final=is_final)
+    assert written == results
+    return runner, results
 
 
 @pytest.mark.parametrize("is_final", [False, True])
@@ -194,8 +210,7 @@ async def test_o2_a_stream_that_cannot_be_written_is_one_warning(caplog: pytest.
         await recorder.close()
     assert results[0].num_rollouts == 4 and recorder.unrecorded == 4
     warning, total = caplog.messages
-    assert "actor.recorded_test_samples=0" in warning and "No space left" in warning
-    assert total == "4 rollouts of evaluations were not recorded in this start of the run"
+    assert "actor.recorded_test_samples=0" in warning and "No space left" in warning and "4" in total
 
 
 @pytest.mark.parametrize("fails_at", ["open", "write", "flush"])
@@ -238,7 +253,6 @@ async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
     assert len(reader.read(timeout_s=0)) == 8 - lost and recorder.unrecorded == lost
     (warning,) = caplog.messages
     assert "No space left" in warning and "actor/unrecorded_test_samples" in warning
-    assert ("it counts in their averages" in warning) == (fails_at != "flush")
 
 
 def test_a_problem_of_any_size_and_kind_is_recorded() -> None:
@@ -249,3 +263,83 @@ def test_a_problem_of_any_size_and_kind_is_recorded() -> None:
     long = problem_of({"tests": "y" * 10_000})
     assert long.startswith('{"tests": "yyy') and long.endswith("(6013 characters cut)") and len(long) < 4100
     assert problem_of({("a", 1): 2}) == "{('a', 1): 2}"
+
+
+def test_o2_evaluations_are_due_once_also_when_versions_jump() -> None:
+    schedule = EvaluationSchedule(every_n_versions=10)
+    due = [schedule.take_due(version) for version in (0, 9, 10, 11, 35, 36, 40)]
+    assert due == [None, None, 10, None, 30, None, 40]
+    assert EvaluationSchedule(0).take_due(100) is None
+    schedule = EvaluationSchedule(10)
+    schedule.start_at(25)
+    assert (schedule.take_due(29), schedule.take_due(30)) == (None, 30)
+    # The final evaluation measures the last version.
+    schedule = EvaluationSchedule(10, last_version=30)
+    assert [schedule.take_due(version) for version in (10, 21, 30)] == [10, 20, None]
+
+
+TEMPLATE = EvaluationResult(
+    due_version=4,
+    min_version=4,
+    max_version=6,
+    is_final=False,
+    dataset_name="",
+    num_rollouts=0,
+    num_failed=0,
+    success_rate=None,
+    mean_reward=None,
+    metrics={},
+    seconds=2.0,
+    time=0.0,
+)
+
+
+def test_an_evaluation_averages_what_came_to_an_end() -> None:
+    problems = [PROBLEM] * 3
+    (result,) = summarize(
+        problems, [ended(reward=1.0, versions=(4, 5), n=1), RolloutFailed(0, "x", ""), ended(reward=0.0, n=2)], TEMPLATE
+    )
+    assert (result.num_rollouts, result.num_failed, result.success_rate, result.mean_reward) == (3, 1, 0.5, 0.5)
+    assert (result.due_version, result.min_version, result.max_version) == (4, 3, 5)
+    assert result.metrics == {"n": 1.5} and result.dataset_name == "train"
+
+
+@pytest.mark.parametrize(
+    ("due", "spans", "is_final"),
+    [(6, (6, 6), True), (6, (6, 7), False), (6, (5, 6), False), (5, (5, 5), False), (5, (6, 6), False)],
+)
+def test_o2_an_evaluation_of_the_last_version_is_the_final_one(
+    due: int, spans: tuple[int, int], is_final: bool
+) -> None:
+    template = replace(TEMPLATE, due_version=due)
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    made = summarize(problems, [ended(versions=spans), ended(versions=spans)], template)
+    final = as_final(made, 6)
+    assert bool(final) is is_final
+    assert all(result.is_final and result.success_rate == 1.0 for result in final)
+    assert as_final([], 6) == []
+
+
+def test_several_data_sets_come_after_the_result_for_all() -> None:
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    results = summarize(problems, [ended(versions=None), ended(reward=0.0, versions=None)], TEMPLATE)
+    assert [(r.dataset_name, r.success_rate) for r in results] == [("all", 0.5), ("b", 0.0), ("train", 1.0)]
+    assert (results[0].min_version, results[0].max_version) == (4, 6)
+
+
+def test_an_evaluation_in_which_everything_failed_is_over_and_has_no_averages() -> None:
+    failed = RolloutFailed(0, "x", "")
+    (result,) = summarize([PROBLEM], [failed], TEMPLATE)
+    assert (result.due_version, result.num_rollouts, result.num_failed, result.dataset_name) == (4, 1, 1, "train")
+    assert result.success_rate is None and result.mean_reward is None and result.metrics == {}
+    assert msgspec.json.decode(msgspec.json.encode(result), type=EvaluationResult) == result
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    (of_two,) = summarize(problems, [failed, failed], TEMPLATE)
+    assert (of_two.dataset_name, of_two.num_failed, of_two.success_rate) == ("all", 2, None)
+    assert as_final(summarize([PROBLEM], [failed], replace(TEMPLATE, max_version=4)), 4) == []
+
+
+def test_a_data_set_in_which_everything_failed_has_no_result_beside_one_that_has() -> None:
+    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
+    results = summarize(problems, [ended(), RolloutFailed(0, "x", "")], TEMPLATE)
+    assert [(r.dataset_name, r.success_rate, r.num_failed) for r in results] == [("all", 1.0, 1), ("train", 1.0, 0)]

@@ -17,24 +17,15 @@ from typing import Any
 
 import pytest
 from fakes.crash_run import made_up_sample
+from fakes.made_up_rollouts import InstantRollouts, ended
+from msgspec.structs import replace
 
-from pipelinerl.actor.admission import SampleBudget
-from pipelinerl.actor.drain_requests import DrainAnswers, follow_drain_requests
-from pipelinerl.actor.failures import FailureLimit
-from pipelinerl.actor.frames import RolloutEnded, StartRollout
-from pipelinerl.actor.gate import RolloutGate
-from pipelinerl.actor.passes import Passes
-from pipelinerl.actor.problems import ProblemOrder
-from pipelinerl.actor.publish import Publisher
-from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.slots import ServerSlots
-from pipelinerl.actor.trainer_state import TrainerState as ActorView
-from pipelinerl.actor.trainer_state import follow_trainer
-from pipelinerl.actor.training import TrainingRollouts
+from pipelinerl.actor.main import Actor
+from pipelinerl.actor.worker_messages import RolloutEnded, StartRollout
 from pipelinerl.analysis.ledger import build_ledger, read_records
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import RedisStreams
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.problem_sets import Problem, ProblemSets
 from pipelinerl.errors import NoRoom
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause
@@ -43,13 +34,11 @@ from pipelinerl.finetune.weight_sync import Delivery
 from pipelinerl.preprocess.main import PreprocessLoop
 from pipelinerl.preprocess.recovery import find_resume_point
 from pipelinerl.records import (
-    EvaluationResult,
     FateRecord,
     Group,
     MetricRecord,
     PauseRequest,
     RolloutsPaused,
-    RolloutSummary,
     TrainerMessage,
     TrainingBatch,
 )
@@ -85,6 +74,7 @@ def config(root: Path) -> RunConfig:
             "output_dir": str(root),
             "schedule": "concurrent",
             "attempts": ATTEMPTS,
+            "actor": {"llm_max_rollouts": SLOTS},
             "max_lag": None,
             "pop_old_data": False,
             "preprocess": {"ring_buffer_size": 1},
@@ -94,53 +84,23 @@ def config(root: Path) -> RunConfig:
     )
 
 
-class InstantRollouts:
-    """Every rollout ends at once, with one sample."""
+class RunningActor:
+    """The real actor without worker processes: every rollout ends at once, with one sample."""
 
-    def __init__(self, version: Callable[[], int]) -> None:
-        self.version = version
-
-    async def run(self, start: StartRollout, timeout_s: float) -> RolloutEnded:
-        await asyncio.sleep(0)
-        version, index = self.version(), int(start.rollout_id.rpartition("r")[2])
-        sample = made_up_sample(start.group_id, index, version, version, float(index))
-        summary = RolloutSummary(
-            rollout_id=start.rollout_id, reward=1, success=True, num_samples=1, output_tokens=4, latency_s=1
-        )
-        return RolloutEnded(0, [sample], summary, None, version, version, requests=1, retries=0)
-
-
-class Actor:
-    """The actor's rollouts, gate and writers on the running event loop."""
-
-    def __init__(self, hub: StreamHub) -> None:
-        self.budget = SampleBudget(BATCH, None, ATTEMPTS)
-        self.answers = DrainAnswers(hub.loop_writer("turns", "actor_0", RolloutsPaused), 0)
-        self.gate = RolloutGate(self.answers.put)
-        self.trainer = ActorView(self.budget, 0, self.gate)
-        slots = ServerSlots(1, SLOTS, self.trainer.notify)
-        self.publisher = Publisher(
-            source="actor_0",
+    def __init__(self, hub: StreamHub, root: Path) -> None:
+        context: Any = SimpleNamespace(
+            config=config(root),
+            world=SimpleNamespace(jobs_of=lambda kind: [SimpleNamespace(name="actor_llm_0", url="http://none")]),
+            job=SimpleNamespace(name="actor_0"),
             incarnation=0,
-            groups=hub.loop_writer("actor", "actor_0", Group),
-            fates=hub.loop_writer("fates", "actor_0", FateRecord),
-            evaluations=hub.loop_writer("evaluation", "actor_0", EvaluationResult),
-            metrics=hub.loop_writer("metrics", "actor_0", MetricRecord),
+            token="",
+            heartbeat=Heartbeat(root / "actor.json", 60),
+            streams=hub,
         )
-        self.training = TrainingRollouts(
-            problems=ProblemOrder([Problem(id="p", dataset_name="d", data={})], "seed"),
-            passes=Passes(1),
-            attempts=ATTEMPTS,
-            seed=0,
-            incarnation=0,
-            scheduler=Scheduler(slots, InstantRollouts(lambda: self.trainer.current_version), LIMIT_S, 0, self.gate),
-            slots=slots,
-            budget=self.budget,
-            failures=FailureLimit(1.0, 100),
-            trainer=self.trainer,
-            publisher=self.publisher,
-            on_answer=lambda answer, problem: None,
-        )
+        pool: Any = InstantRollouts(self.answer)
+        problems = ProblemSets([Problem(id="p", dataset_name="d", data={})], [])
+        self.actor = Actor(context, problems, pool)
+        self.groups, self.publisher, self.progress = self.actor.groups, self.actor.publisher, self.actor.progress
         # Set while the writer of groups waits for the preprocessor.
         self.waits = threading.Event()
         client: Any = self.publisher.groups._writer._client  # type: ignore[attr-defined]
@@ -155,14 +115,21 @@ class Actor:
 
         client.xread = noticed
 
+    def answer(self, start: StartRollout) -> RolloutEnded:
+        version, index = self.progress.current_version, int(start.rollout_id.rpartition("r")[2])
+        sample = made_up_sample(start.group_id, index, version, version, float(index))
+        return replace(ended(start.rollout_id), samples=[sample])
+
     def rests(self) -> bool:
         """Whether nothing runs, and as much is held as may be."""
-        held = self.training._unwritten_groups
-        return self.training.running_groups == 0 and held * ATTEMPTS >= SLOTS
+        held = self.groups._unwritten_groups
+        return self.groups.running_groups == 0 and held * ATTEMPTS >= SLOTS
 
     async def close(self) -> None:
         await self.publisher.close()
-        await self.answers.close()
+        await self.actor.evaluator.results.close()
+        assert self.actor.pause_answers is not None
+        await self.actor.pause_answers.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -190,18 +157,18 @@ def _all(hub: StreamHub, topic: str, record_type: Any) -> list[Any]:
         return records
 
 
-async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub) -> None:
-    actor = Actor(hub)
-    rollouts = asyncio.create_task(actor.training.run())
+async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub, tmp_path: Path) -> None:
+    actor = RunningActor(hub, tmp_path)
+    rollouts = asyncio.create_task(actor.groups.run())
     await until(actor.waits.is_set)
     # What runs comes to its end, and nothing more is started: a bounded number of groups is held.
     await until(actor.rests)
-    held = actor.training._unwritten_groups
+    held = actor.groups._unwritten_groups
     assert held <= 2 * SLOTS // ATTEMPTS
     # Everything else goes on: other streams are written, the gate answers.
     async with asyncio.timeout(LIMIT_S):
         await actor.publisher.publish_metrics({"a": 1.0}, 0)
-    assert actor.rests() and actor.training._unwritten_groups == held
+    assert actor.rests() and actor.groups._unwritten_groups == held
     # A reader that comes gets everything in order, and more groups are started.
     reader = hub.reader("actor", "actor_0", Group, consumer=PREPROCESSOR_CONSUMER)
     groups: list[str] = []
@@ -210,8 +177,9 @@ async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub
     assert sorted(groups, key=lambda group_id: int(group_id[2:]))[:100] == [f"0-{number}" for number in range(100)]
     # Training ends while the stream is full again: what has no room is given up, with a fate, and nobody waits.
     await until(lambda: actor.waits.is_set() and actor.rests())
-    held = actor.training._unwritten_groups
-    actor.trainer.finish()
+    held = actor.groups._unwritten_groups
+    actor.progress.done = True
+    actor.progress.changes.notify()
     await asyncio.wait_for(rollouts, LIMIT_S)
     await actor.close()
     started, ended = started_and_ended(hub)
@@ -220,9 +188,9 @@ async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub
     assert len(given_up) >= held and {fate.reason for fate in given_up} == {"training_done"}
 
 
-async def test_an_ended_run_leaves_a_full_stream_at_once(hub: StreamHub) -> None:
-    actor = Actor(hub)
-    rollouts = asyncio.create_task(actor.training.run())
+async def test_an_ended_run_leaves_a_full_stream_at_once(hub: StreamHub, tmp_path: Path) -> None:
+    actor = RunningActor(hub, tmp_path)
+    rollouts = asyncio.create_task(actor.groups.run())
     await until(actor.waits.is_set)
     rollouts.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -268,12 +236,13 @@ async def test_a_writer_that_waits_no_more_says_what_was_not_written(hub: Stream
 
 
 class Trainer(threading.Thread):
-    """Trains by counting. Asks for a drain behind every step, when the actor's stream is full as well."""
+    """Trains by counting. Pauses rollouts after every step, while the actor's stream is full as well."""
 
-    def __init__(self, hub: StreamHub, steps: int, actor: Actor, queue_is_full: Callable[[], bool]) -> None:
+    def __init__(self, hub: StreamHub, steps: int, actor: RunningActor, queue_is_full: Callable[[], bool]) -> None:
         super().__init__(daemon=True)
+        self.heartbeat = actor.actor.context.heartbeat
         self.hub, self.steps, self.actor, self.queue_is_full = hub, steps, actor, queue_is_full
-        self.drained: list[int] = []
+        self.paused: list[int] = []
         self.failure: BaseException | None = None
 
     def run(self) -> None:
@@ -283,9 +252,9 @@ class Trainer(threading.Thread):
             self.failure = error
 
     def _train(self) -> None:
-        hub, state, heartbeat = self.hub, TrainerState(), Heartbeat(self.hub._root.parent / "beat.json", 60)
+        hub, state, heartbeat = self.hub, TrainerState(), self.heartbeat
         batches = hub.reader("training_data", "preprocessor_0", TrainingBatch, consumer=TRAINER_CONSUMER)
-        drain = RolloutPause(
+        pause = RolloutPause(
             hub.writer("turns", "finetune_0", PauseRequest),
             hub.reader("turns", "actor_0", RolloutsPaused),
             0,
@@ -305,8 +274,8 @@ class Trainer(threading.Thread):
             # The preprocessor waits for this step, the actor for the preprocessor, and the trainer for the actor.
             while not (self.queue_is_full() and self.actor.waits.wait(0.001)):
                 pass
-            assert drain.wait(state.step)
-            self.drained.append(state.step)
+            assert pause.wait(state.step)
+            self.paused.append(state.step)
             reporter.weights_delivered(Delivery(state.step, {}, 1, None, 0.0))
             reporter.step_done(entry.record, state)
         reporter.training_done(state)
@@ -333,10 +302,9 @@ def test_l8_a_preprocessor_that_has_no_room_ends_with_the_training(hub: StreamHu
         groups.write(Group(id=f"0-{number}", problem_id="p", dataset_name="d", samples=samples, rollouts=[]))
     preprocessor = preprocess_loop(hub, tmp_path)
     writer: Any = preprocessor._outputs._batches
-    writer._mover.budget = writer._mover.budget._replace(limit_bytes=1)
-    waits = threading.Event()
-    mark = writer._mover._mark
-    writer._mover._mark = lambda: (waits.set(), mark())[1]
+    writer._limit_bytes = 1
+    waits, wait_for_notice = threading.Event(), writer._client.xread
+    writer._client.xread = lambda *args, **options: (waits.set(), wait_for_notice(*args, **options))[1]
     batching = threading.Thread(target=preprocessor.run, daemon=True)
     batching.start()
     messages = hub.writer("trainer", "finetune_0", TrainerMessage)
@@ -351,29 +319,34 @@ def test_l8_a_preprocessor_that_has_no_room_ends_with_the_training(hub: StreamHu
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
-async def test_l7_full_streams_and_a_drain_never_wait_in_a_circle(hub: StreamHub, tmp_path: Path) -> None:
+async def test_l7_full_streams_and_a_pause_never_wait_in_a_circle(hub: StreamHub, tmp_path: Path) -> None:
     steps = 6
     preprocessor = preprocess_loop(hub, tmp_path)
     batching = threading.Thread(target=preprocessor.run, daemon=True)
-    actor = Actor(hub)
+    actor = RunningActor(hub, tmp_path)
     trainer = Trainer(hub, steps, actor, lambda: preprocessor._batcher.is_full)
-    failures: list[BaseException] = []
-    with (
-        follow_trainer(hub, actor.trainer, lambda: None, failures.append),
-        follow_drain_requests(hub, actor.gate, 0, failures.append),
-    ):
-        answering = asyncio.create_task(actor.answers.write())
+    parts = actor.actor
+    assert parts.pause_answers is not None
+    async with asyncio.timeout(3 * LIMIT_S), asyncio.TaskGroup() as tasks:
+        helpers = [
+            tasks.create_task(parts._follow("trainer", "finetune_0", TrainerMessage, parts._on_trainer_message)),
+            tasks.create_task(parts._follow("fates", "preprocessor_0", FateRecord, parts._on_fate)),
+            tasks.create_task(parts._follow("turns", "finetune_0", PauseRequest, parts._on_pause_request)),
+            tasks.create_task(parts._answer_pauses(parts.pause_answers)),
+        ]
         batching.start()
         trainer.start()
-        async with asyncio.timeout(3 * LIMIT_S):
-            await actor.trainer.wait_for(lambda: actor.trainer.version is not None)
-            await actor.training.run()
-        answering.cancel()
-        await actor.close()
+        running = tasks.create_task(actor.groups.run())
+        while not running.done():
+            assert trainer.failure is None, repr(trainer.failure)
+            await asyncio.sleep(0.05)
+        for helper in helpers:
+            helper.cancel()
+    await actor.close()
     await asyncio.to_thread(trainer.join, LIMIT_S)
     await asyncio.to_thread(batching.join, LIMIT_S)
     assert not trainer.is_alive() and not batching.is_alive()
     preprocessor.close()
-    assert (trainer.failure, failures, trainer.drained) == (None, [], list(range(1, steps + 1)))
+    assert (trainer.failure, trainer.paused) == (None, list(range(1, steps + 1)))
     ledger = build_ledger(read_records(hub))
     assert ledger.faults == [] and ledger.lineage.last_step == steps

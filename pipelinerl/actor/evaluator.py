@@ -1,0 +1,334 @@
+"""Evaluations on the held-out problems: when they run, what they ask, what they report and what is recorded of them.
+
+The first and the last evaluation of a run hold training back; the others run next to it. Each waits for its rollouts,
+which have deadlines; a failed rollout is counted and does not end training. With shared devices an evaluation also
+waits for a weight update in progress, and updates wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import monotonic
+
+from msgspec.structs import replace
+
+from pipelinerl.actor.problem_order import rollout_seed
+from pipelinerl.actor.progress import TrainingProgress
+from pipelinerl.actor.scheduler import Attempt, Scheduler
+from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed
+from pipelinerl.config.schedule import EvaluationSchedule
+from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.errors import StreamError
+from pipelinerl.records import EvaluationResult, EvaluationRollout
+from pipelinerl.rundir.heartbeat import Heartbeat
+from pipelinerl.streams.hub import LoopWriter
+
+logger = logging.getLogger(__name__)
+
+ALL_DATASETS = "all"
+#: The metric that counts rollouts that could not be recorded.
+UNRECORDED = "actor/unrecorded_test_samples"
+MAX_CHARS = 4000
+_RECORDED_KEY = "actor.recorded_test_samples"
+
+
+class EvaluationRecorder:
+    """Writes what the model said in evaluations to the stream `evaluation_rollouts`, for people to read.
+
+    A record that cannot be written is counted, with one warning; it ends neither the run nor the recording of others.
+
+    Args:
+        open_writer: opens the stream; called when there is something to write.
+        limit: recorded rollouts per evaluation; None: all, 0: none.
+    """
+
+    def __init__(self, open_writer: Callable[[], LoopWriter[EvaluationRollout]], limit: int | None) -> None:
+        self._open_writer = open_writer
+        self._limit = limit
+        self._writer: LoopWriter[EvaluationRollout] | None = None
+        self._has_warned = False
+        #: Rollouts of this start that could not be recorded.
+        self.unrecorded = 0
+
+    def places(self, count: int) -> frozenset[int]:
+        """Return which of `count` rollouts are recorded: the same in every evaluation, spread evenly."""
+        if self._limit is None or self._limit >= count:
+            return frozenset(range(count))
+        return frozenset(place * count // self._limit for place in range(self._limit))
+
+    async def record(self, rollout: EvaluationRollout) -> None:
+        """Write one rollout."""
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+            await self._writer.write(rollout)
+        except StreamError as error:
+            # The next one is tried again: a disk gets space again, and a bad value belongs to one rollout.
+            self.unrecorded += 1
+            self._warn_once(f"rollout {rollout.id} is not recorded; it still counts in the averages", error)
+
+    async def flush(self) -> None:
+        """Make the records as durable as `streams.fsync` asks for."""
+        await self._finish(LoopWriter.flush)
+
+    async def close(self) -> None:
+        """Release the stream, and log how many rollouts are missing in it."""
+        if self.unrecorded > 1:
+            logger.warning("%d rollouts of evaluations were not recorded in this start of the run", self.unrecorded)
+        await self._finish(LoopWriter.close)
+
+    async def _finish(self, call: Callable[[LoopWriter[EvaluationRollout]], Awaitable[None]]) -> None:
+        if self._writer is None:
+            return
+        try:
+            await call(self._writer)
+        except StreamError as error:
+            self._warn_once("recorded rollouts may not survive a crash of the machine", error)
+
+    def _warn_once(self, what: str, error: StreamError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "evaluations: %s. Further failures are only counted (%s); %s=0 turns recording off. Reason: %s",
+                what,
+                UNRECORDED,
+                _RECORDED_KEY,
+                error,
+            )
+
+
+@dataclass
+class Evaluator:
+    """The evaluations of one run: one rollout for each of `problems`.
+
+    Attributes:
+        results: stream `evaluation`.
+        concurrency: most rollouts at a time of an evaluation next to training.
+        holds_updates: weight updates wait for evaluations, because servers and trainer share devices.
+    """
+
+    problems: list[Problem]
+    seed: int
+    incarnation: int
+    scheduler: Scheduler
+    progress: TrainingProgress
+    results: LoopWriter[EvaluationResult]
+    recorder: EvaluationRecorder
+    heartbeat: Heartbeat
+    schedule: EvaluationSchedule
+    concurrency: int
+    holds_updates: bool = False
+
+    async def run_when_due(self) -> list[EvaluationResult]:
+        """Evaluate next to training until training is done, and return the results of the last evaluation.
+
+        An evaluation that still runs at the end of training is finished.
+        """
+        progress, results = self.progress, list[EvaluationResult]()
+        due: int | None = None
+
+        def is_due() -> bool:
+            nonlocal due
+            due = self.schedule.take_due(progress.current_version)
+            return progress.done or due is not None
+
+        while not progress.done:
+            await progress.changes.wait_for(is_due)
+            if due is not None and not progress.done:
+                results = await self.evaluate(due, concurrency=self.concurrency)
+        return results
+
+    async def run_final(self, newest: Sequence[EvaluationResult]) -> None:
+        """Evaluate the last version, unless `newest`, the last evaluation next to training, has already done so."""
+        version = self.progress.current_version
+        if final := as_final(newest, version):
+            logger.info("training is done at version %d, which was just evaluated", version)
+            await self._write(final)
+        else:
+            logger.info("training is done at version %d; final evaluation", version)
+            await self.evaluate(version, is_final=True)
+
+    async def evaluate(
+        self, due_version: int, *, is_final: bool = False, concurrency: int | None = None
+    ) -> list[EvaluationResult]:
+        """Run one evaluation, write its results and return them: see `summarize`. Empty without problems.
+
+        `concurrency` limits the rollouts at a time; None: all slots.
+        """
+        if not self.problems:
+            return []
+        async with self.scheduler.hold_updates() if self.holds_updates else nullcontext():
+            results = await self._run(due_version, is_final, concurrency or self.scheduler.total_slots)
+        await self._write(results)
+        for result in results:
+            if result.success_rate is None:
+                logger.error("the evaluation of version %d failed: all rollouts failed", due_version)
+                continue
+            logger.info(
+                "evaluation of version %d, %s: success %.3f, reward %.3f, %d rollouts (%d failed), %.1f s",
+                due_version,
+                result.dataset_name,
+                result.success_rate,
+                result.mean_reward,
+                result.num_rollouts,
+                result.num_failed,
+                result.seconds,
+            )
+        return results
+
+    async def _run(self, due_version: int, is_final: bool, concurrency: int) -> list[EvaluationResult]:
+        started, first_version = monotonic(), self.progress.current_version
+        places = asyncio.Semaphore(concurrency)
+        recorded = self.recorder.places(len(self.problems))
+        # If passes end training, one may already have been due at the version of the final evaluation.
+        group_id = f"evaluation-{self.incarnation}-{due_version}{'-final' if is_final else ''}"
+
+        async def run_attempt(index: int, problem: Problem) -> Answer:
+            attempt = Attempt(
+                rollout_id=f"{group_id}/r{index}",
+                group_id=group_id,
+                problem=problem,
+                # The same seeds every time: two evaluations differ by the weights only.
+                seed=rollout_seed(self.seed, "evaluation", index),
+                evaluation=True,
+                record=index in recorded,
+            )
+            async with places:
+                answer = await self.scheduler.run(attempt)
+            self.heartbeat.progress()
+            if isinstance(answer, RolloutEnded):
+                self.progress.budget.observe_rollout(answer.summary.num_samples)
+            if attempt.record:
+                await self.recorder.record(rollout_record(attempt, answer, due_version, is_final, self.incarnation))
+            return answer
+
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(run_attempt(index, problem)) for index, problem in enumerate(self.problems)]
+        await self.recorder.flush()
+        template = EvaluationResult(
+            due_version=due_version,
+            min_version=first_version,
+            max_version=self.progress.current_version,
+            is_final=is_final,
+            dataset_name=ALL_DATASETS,
+            num_rollouts=0,
+            num_failed=0,
+            success_rate=None,
+            mean_reward=None,
+            metrics={},
+            seconds=monotonic() - started,
+            time=time.time(),
+            incarnation=self.incarnation,
+        )
+        return summarize(self.problems, [task.result() for task in tasks], template)
+
+    async def _write(self, results: Sequence[EvaluationResult]) -> None:
+        for result in results:
+            await self.results.write(result)
+        await self.results.flush()
+
+
+def as_final(newest: Sequence[EvaluationResult], version: int) -> list[EvaluationResult]:
+    """Return the newest evaluation as the final one; empty if another one must be made.
+
+    If passes over the problems end training, the last version is not known in advance and may just have been evaluated.
+    The final evaluation would ask the same problems with the same seeds again.
+
+    Args:
+        newest: results of the newest evaluation next to training, if there was one.
+        version: the last one of the run.
+    """
+    if any(not result.due_version == result.min_version == result.max_version == version for result in newest):
+        return []
+    if any(result.success_rate is None for result in newest):
+        return []
+    return [replace(result, is_final=True) for result in newest]
+
+
+def summarize(
+    problems: Sequence[Problem], answers: Sequence[Answer], template: EvaluationResult
+) -> list[EvaluationResult]:
+    """Return one result for all data sets together, followed by one for each if there are several.
+
+    Failed rollouts are counted and do not enter the averages. Data sets in which all failed are left out. If all failed
+    everywhere there is one result without averages, so that whoever waits for it knows that the evaluation is over.
+
+    Args:
+        template: everything that is the same for all results. Its versions apply if no rollout says its own.
+    """
+    by_name: dict[str, list[Answer]] = defaultdict(list)
+    for problem, answer in zip(problems, answers, strict=True):
+        own_name = answer.dataset_name if isinstance(answer, RolloutEnded) else None
+        by_name[own_name or problem.dataset_name].append(answer)
+    results = [_summarize_one(ALL_DATASETS, answers, template)] if len(by_name) > 1 else []
+    results += [_summarize_one(name, own, template) for name, own in sorted(by_name.items())]
+    return [result for result in results if result.success_rate is not None] or results[:1]
+
+
+def _summarize_one(dataset_name: str, answers: Sequence[Answer], template: EvaluationResult) -> EvaluationResult:
+    ended = [answer for answer in answers if isinstance(answer, RolloutEnded)]
+    versions = [version for answer in ended for version in (answer.min_version, answer.max_version)]
+    known = [version for version in versions if version is not None] or [template.min_version, template.max_version]
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for answer in ended:
+        for name, value in answer.summary.metrics.items():
+            metrics[name].append(value)
+    return replace(
+        template,
+        min_version=min(known),
+        max_version=max(known),
+        dataset_name=dataset_name,
+        num_rollouts=len(answers),
+        num_failed=len(answers) - len(ended),
+        success_rate=_mean([answer.summary.success for answer in ended]),
+        mean_reward=_mean([answer.summary.reward for answer in ended]),
+        metrics={name: math.fsum(values) / len(values) for name, values in sorted(metrics.items())},
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def rollout_record(
+    attempt: Attempt, answer: Answer, due_version: int, is_final: bool, incarnation: int
+) -> EvaluationRollout:
+    """Return the record of `attempt`, which ended with `answer`. Long problems and error messages are cut."""
+    problem = attempt.problem
+    ended = answer if isinstance(answer, RolloutEnded) else None
+    failed = answer if isinstance(answer, RolloutFailed) else None
+    return EvaluationRollout(
+        id=attempt.rollout_id,
+        group_id=attempt.group_id,
+        problem_id=problem.id,
+        dataset_name=(ended.dataset_name if ended else None) or problem.dataset_name,
+        problem=_problem_text(problem),
+        due_version=due_version,
+        is_final=is_final,
+        samples=ended.recorded if ended else [],
+        summary=ended.summary if ended else None,
+        min_version=ended.min_version if ended else None,
+        max_version=ended.max_version if ended else None,
+        failure=failed.reason if failed else "",
+        # The end of a traceback says what went wrong.
+        message=failed.message[-MAX_CHARS:] if failed else "",
+        incarnation=incarnation,
+    )
+
+
+def _problem_text(problem: Problem) -> str:
+    try:
+        text = json.dumps(problem.data, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(problem.data)  # its keys are not strings
+    if len(text) <= MAX_CHARS:
+        return text
+    return f"{text[:MAX_CHARS]}...({len(text) - MAX_CHARS} characters cut)"

@@ -1,0 +1,119 @@
+"""What the actor knows about training: policy version, finished steps, end of training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.config import RunConfig
+from pipelinerl.records import (
+    FateRecord,
+    StepDone,
+    TrainerMessage,
+    TrainerStarted,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Changes:
+    """Lets coroutines of one event loop wait until something holds."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Make everyone who waits check again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Return once `predicate` holds; it is checked now and after every `notify`."""
+        while not predicate():
+            await self._changed.wait()
+
+
+class TrainingProgress:
+    """The state of training in this incarnation, from the streams `trainer` and `fates`.
+
+    Args:
+        budget: samples are settled in it.
+        incarnation: updates of other incarnations say nothing about the current servers.
+        changes: notified after every change.
+    """
+
+    def __init__(self, budget: SampleBudget, incarnation: int, changes: Changes) -> None:
+        self.budget = budget
+        self.changes = changes
+        self._incarnation = incarnation
+        self.version: int | None = None
+        self.steps_done = 0
+        self.done = False
+
+    @property
+    def current_version(self) -> int:
+        """The version that the servers sample with; 0 before the first update."""
+        return self.version or 0
+
+    def apply_message(self, message: TrainerMessage) -> None:
+        """Apply one message of the trainer."""
+        match message:
+            case WeightUpdateSuccess() if message.incarnation == self._incarnation:
+                self.version = message.version
+            case TrainerStarted() if message.incarnation == self._incarnation:
+                self._trainer_at(message.step)
+            case StepDone():
+                self.budget.policy.step_trained(message.step, message.num_samples)
+                if message.incarnation == self._incarnation:
+                    self._trainer_at(message.step)
+                for group_id in message.group_ids:
+                    self.budget.settle_group(group_id)
+            case TrainingDone() if message.incarnation == self._incarnation:
+                self.version = message.version
+                self.done = True
+        self.changes.notify()
+
+    def apply_fate(self, fate: FateRecord) -> None:
+        """Apply one fate that the preprocessor decided."""
+        self.budget.settle_samples(fate.group_id, fate.sample_ids)
+        self.changes.notify()
+
+    def published(self, group_id: str, num_samples: int, epochs_done: float) -> None:
+        """Note that a group is in the stream. The trainer's messages settle it."""
+
+    def _trainer_at(self, step: int) -> None:
+        self.steps_done = step
+        self.budget.policy.trainer_at(step)
+
+
+class ProgressWithoutTrainer(TrainingProgress):
+    """`debug.mode=actor`: published samples are settled at once.
+
+    Done once the samples of `finetune.max_train_steps` steps are published, or `finetune.max_epochs` passes are over.
+    """
+
+    def __init__(self, config: RunConfig, budget: SampleBudget, incarnation: int, changes: Changes) -> None:
+        super().__init__(budget, incarnation, changes)
+        self._max_epochs = config.finetune.max_epochs
+        self._wanted_samples = config.finetune.last_step * config.finetune.samples_per_step
+        self._samples = 0
+
+    def serve_initial_weights(self) -> None:
+        """Note that the servers sample with the weights that they loaded: version 0."""
+        self.version = 0
+        self.changes.notify()
+
+    def published(self, group_id: str, num_samples: int, epochs_done: float) -> None:
+        self._samples += num_samples
+        self.budget.settle_group(group_id)
+        if self._samples >= self._wanted_samples:
+            logger.info("done: %d samples are published, as many as training would use", self._samples)
+            self.done = True
+        elif self._max_epochs is not None and epochs_done >= self._max_epochs:
+            logger.info("done: %g passes over the problems are complete", self._max_epochs)
+            self.done = True
+        self.changes.notify()
