@@ -1,0 +1,1 @@
+"""The actor: problems become groups of rollouts, within the lag that the schedule allows."""
