@@ -9,7 +9,6 @@ start settles or removes.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import msgspec
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult
-from pipelinerl.rundir.durable import point_link, remove_folder, sync_path
+from pipelinerl.rundir.durable import point_link, remove_folder, replace_file
 from pipelinerl.rundir.layout import RunDir
 
 logger = logging.getLogger(__name__)
@@ -229,11 +228,7 @@ def note_text(note: EvaluatedVersion) -> bytes:
 
 def write_note(folder: Path, note: EvaluatedVersion) -> None:
     """Replace `evaluation.json` in one step. Raises OSError if the disk does not take it."""
-    draft = folder / f".{NOTE}"
-    draft.write_bytes(note_text(note))
-    sync_path(draft)
-    os.replace(draft, folder / NOTE)
-    sync_path(folder)
+    replace_file(folder / NOTE, note_text(note), durable=True)
 
 
 def _read(folder: Path) -> EvaluatedVersion | None:

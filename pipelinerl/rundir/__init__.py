@@ -1,1 +1,1 @@
-"""Runs over several nodes: the launchers of a run find each other, share one plan and end together."""
+"""The directory of one run: its layout and identity, durable writes, and heartbeats. Knows no role."""

@@ -1,8 +1,7 @@
-"""The sign of life of one process: what it waits for, since when, and how far it has come.
+"""Heartbeat files: what a process waits for, since when, and how far it has come.
 
-`Heartbeat` runs in every role (the role context starts it); `read_heartbeat` is called by the supervisor and by the
-`status` command. The thread waits for its interval or for `stop`. A beat alone says that the process exists; whether
-it is stuck is judged by the deadline of what it waits for and by the time of its last progress.
+A recent beat only says that the process exists. Whether it is stuck follows from the deadline of what it waits for and
+from the time of its last progress.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+
+from pipelinerl.rundir.durable import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +61,16 @@ class Heartbeat:
     Args:
         file: where the state goes; its folder is created.
         interval_s: time between two beats.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, file: Path, interval_s: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, file: Path, interval_s: float) -> None:
         self._file = file
         self._interval_s = interval_s
-        self._clock = clock
         self._lock = threading.Lock()
         self._waits: dict[int, _Wait] = {}
         self._next_wait = 0
         self._progress = 0
-        self._progress_time = clock()
+        self._progress_time = time.time()
         self._stopped = threading.Event()
         self._warned = False
         self._thread: threading.Thread | None = None
@@ -101,7 +100,7 @@ class Heartbeat:
         """Count `n` finished units of work."""
         with self._lock:
             self._progress += n
-            self._progress_time = self._clock()
+            self._progress_time = time.time()
 
     @contextmanager
     def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
@@ -111,7 +110,7 @@ class Heartbeat:
         """
         with self._lock:
             key, self._next_wait = self._next_wait, self._next_wait + 1
-            self._waits[key] = _Wait(what, self._clock(), deadline_s)
+            self._waits[key] = _Wait(what, time.time(), deadline_s)
         try:
             yield
         finally:
@@ -124,7 +123,7 @@ class Heartbeat:
             wait = min(self._waits.values(), key=lambda wait: (wait.ends, wait.since), default=None)
             return HeartbeatState(
                 pid=os.getpid(),
-                time=self._clock(),
+                time=time.time(),
                 progress=self._progress,
                 progress_time=self._progress_time,
                 waiting_for=wait.what if wait else None,
@@ -134,11 +133,8 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Write the state now."""
-        draft = self._file.with_name(f"{self._file.name}.{os.getpid()}.tmp")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(self.state()))
-            os.replace(draft, self._file)
+            replace_file(self._file, msgspec.json.encode(self.state()))
         except OSError as error:
             if not self._warned:
                 self._warned = True

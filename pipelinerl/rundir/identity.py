@@ -1,13 +1,13 @@
-"""`RunIdentity`: what makes a run directory one run. Written by the launcher, read by every process of the run."""
+"""`RunIdentity`: what makes a run directory one run."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.rundir.durable import replace_file
 
 _MAX_NAMED = 3
 
@@ -48,7 +48,4 @@ def _runs_in(folder: Path) -> str:
 
 def write_identity(file: Path, identity: RunIdentity) -> None:
     """Write `conf/run.json` atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_bytes(msgspec.json.encode(identity) + b"\n")
-    draft.replace(file)
+    replace_file(file, msgspec.json.encode(identity) + b"\n")

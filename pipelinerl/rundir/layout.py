@@ -1,4 +1,4 @@
-"""Every file name inside a run directory, in one place. Used by the launcher and all roles."""
+"""Every file name inside a run directory."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from pipelinerl.rundir.durable import replace_file
 from pipelinerl.tracking.state import RunState
 
 Status = Literal["completed", "failed", "interrupted"]
@@ -44,10 +44,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
         OSError: the disk refuses.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-    os.replace(draft, path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
 
 def _rate(amount: float, seconds: float) -> float:

@@ -10,25 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.rundir import heartbeat as heartbeat_module
 from pipelinerl.rundir.heartbeat import Heartbeat, HeartbeatState, read_heartbeat
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_file_holds_the_state(tmp_path: Path) -> None:
-    clock = Clock()
-    heartbeat = Heartbeat(tmp_path / "job" / "heartbeat.json", 60, clock)
-    clock.now = 101.0
-    heartbeat.progress(3)
-    clock.now = 102.0
-    with heartbeat.waiting("training data", deadline_s=30):
-        clock.now = 104.0
-        heartbeat.beat()
+def test_the_file_holds_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([100.0, 101.0, 102.0, 104.0])
+    with monkeypatch.context() as clock:
+        clock.setattr(heartbeat_module.time, "time", lambda: next(moments))
+        heartbeat = Heartbeat(tmp_path / "job" / "heartbeat.json", 60)
+        heartbeat.progress(3)
+        with heartbeat.waiting("training data", deadline_s=30):
+            heartbeat.beat()
     assert json.loads((tmp_path / "job" / "heartbeat.json").read_text()) == {
         "pid": os.getpid(),
         "time": 104.0,
@@ -43,8 +36,7 @@ def test_the_file_holds_the_state(tmp_path: Path) -> None:
 
 
 def test_the_wait_with_the_first_deadline_is_shown() -> None:
-    clock = Clock()
-    heartbeat = Heartbeat(Path("unused"), 60, clock)
+    heartbeat = Heartbeat(Path("unused"), 60)
     with heartbeat.waiting("for ever"):
         assert heartbeat.state().waiting_for == "for ever"
         with heartbeat.waiting("long", deadline_s=100), heartbeat.waiting("short", deadline_s=10):
