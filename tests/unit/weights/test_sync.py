@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -92,39 +92,6 @@ def assert_recovers(servers, model, route: str, fault: Fault, timeout_s: float) 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
 def test_l1_a_server_with_one_fault_recovers(servers, model, route, fault) -> None:
     assert_recovers(servers, model, route, fault, LIMIT_S)
-
-
-def test_l1_a_server_that_hangs_recovers_and_the_other_one_is_not_held_up(model) -> None:
-    """On every route: one pair of servers for each, all at the same time."""
-
-    def hang(route: str) -> None:
-        with FakeServer(SHAPES) as first, FakeServer(SHAPES) as second:
-            assert_recovers((first, second), model, route, Fault("hang"), HANG_S)
-
-    with ThreadPoolExecutor(len(ROUTES)) as pool:
-        for ended in [pool.submit(hang, route) for route in ROUTES]:
-            ended.result()
-
-
-def test_a_server_that_takes_no_more_buffers_leaves_time_for_the_others(servers, model) -> None:
-    """All get the same buffers in turn, and there are more of them than may wait for one server."""
-    with FakeServer(SHAPES) as third:
-        three = (*servers, third)
-        # The two that hang take a part of the time, one after the other.
-        with WeightPublisher(third.token, timeout_s=2 * HANG_S, chunk_bytes=1) as publisher:
-            addresses = [ServerAddress(f"server_{index}", server.url) for index, server in enumerate(three)]
-            publisher.connect(addresses, start_timeout_s=LIMIT_S)
-            for server in servers:
-                server.inject("/update_weights", Fault("hang"))
-            # Three buffers and the end of them are one more than may wait or be on the way.
-            report = publisher.publish(1, ModuleSource(model))
-            assert report.failed == {}
-            recovered = {update.name: update.recovered_from for update in report.updated}
-            assert recovered["server_0"]
-            assert recovered["server_1"]
-            assert recovered["server_2"] is None
-            for server in three:
-                assert_has(server, model)
 
 
 def test_a_server_that_fails_twice_is_reported_and_left_paused(servers, model) -> None:

@@ -1,0 +1,56 @@
+"""Our options as vLLM's own argument parser reads them."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pipelinerl.inference import vllm_options
+from pipelinerl.inference.arguments import ServerSettings, check_names, server_arguments
+from pipelinerl.inference.server import parser_of_vllm
+
+
+def options(**kwargs: object) -> list[str]:
+    settings = {"model": "/m", "host": "127.0.0.1", "port": 8000, "transport": "gloo", **kwargs}
+    return server_arguments(ServerSettings(**settings))[0]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return parser_of_vllm()
+
+
+def test_vllm_reads_the_flag_for_code_of_the_model(parser: argparse.ArgumentParser) -> None:
+    assert parser.parse_args(options(trust_remote_code=True)).trust_remote_code is True
+    assert parser.parse_args(options()).trust_remote_code is False
+    refused = options(trust_remote_code=True, vllm_kwargs={"trust_remote_code": False})
+    assert parser.parse_args(refused).trust_remote_code is False
+
+
+def test_the_known_options_are_those_of_vllms_parser(parser: argparse.ArgumentParser) -> None:
+    """After a change of vLLM's version: see `vllm_options`."""
+    assert vllm_options.options_of_parser() == vllm_options.NAMES
+    real = {text[2:] for action in parser._actions for text in action.option_strings if text.startswith("--")}
+    check_names(real)
+
+
+@pytest.mark.parametrize("spelling", ["compilation-config", "compilation_config", "--compilation_config"])
+def test_fields_of_an_option_keep_their_underscores(spelling: str, parser: argparse.ArgumentParser) -> None:
+    """vLLM takes dashes for underscores in the name of the option alone."""
+    argv = options(vllm_kwargs={f"{spelling}.cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert argv[argv.index("--compilation-config.cudagraph_mode") + 1] == "FULL_DECODE_ONLY"
+    parsed = parser.parse_args(argv).compilation_config
+    assert str(parsed.cudagraph_mode) == "FULL_DECODE_ONLY"
+
+
+@pytest.mark.parametrize("name", ["compilation", "logprobs-m", "weight-transfer", "middlewar"])
+def test_shortened_names_do_not_get_past_the_checks(
+    name: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = options(vllm_kwargs={name: "3"})
+    with pytest.raises(SystemExit):
+        parser.parse_args(argv)
+    assert f"unrecognized arguments: --{name}" in capsys.readouterr().err

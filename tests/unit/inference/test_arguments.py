@@ -1,0 +1,321 @@
+"""From the configuration of a run to the settings and the command line of a server. Without vLLM."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK, LoraConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.inference import arguments
+from pipelinerl.inference import main as llm
+from pipelinerl.inference.arguments import (
+    ADAPTER_VARIABLE,
+    ROOM_RANKS,
+    AdapterRoom,
+    ServerSettings,
+    check_adapter_options,
+    check_names,
+    layers_of,
+    server_arguments,
+    serves_adapter,
+)
+from pipelinerl.inference.main import adapter_room, settings_of_job
+from pipelinerl.inference.server import prepare_environment
+from pipelinerl.world import Job, WorldMap
+
+
+def settings(**kwargs: object) -> ServerSettings:
+    return ServerSettings(**{"model": "/m", "host": "127.0.0.1", "port": 8000, "transport": "gloo", **kwargs})
+
+
+def options(**kwargs: object) -> list[str]:
+    return server_arguments(settings(**kwargs))[0]
+
+
+def value_of(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_the_protocol_options_are_always_there() -> None:
+    argv = options()
+    assert value_of(argv, "--model") == "/m"
+    assert value_of(argv, "--host") == "127.0.0.1"
+    assert value_of(argv, "--port") == "8000"
+    assert value_of(argv, "--served-model-name") == "actor"
+    assert value_of(argv, "--logprobs-mode") == "processed_logprobs"
+    assert json.loads(value_of(argv, "--weight-transfer-config")) == {"backend": "pipelinerl"}
+    assert value_of(argv, "--middleware") == "pipelinerl.inference.fast_output.ServerMiddleware"
+    assert "--enable-scale-out" in argv
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max-modellen", r"\bmax-model-len\b"),
+        ("max-num-seq", r"\bmax-num-seqs\b"),
+        ("no-enable-prefix-cache", r"\benable-prefix-caching\b"),
+        ("compilation-confg.mode", r"\bcompilation-config\b"),
+        ("qqq", "qqq"),
+    ],
+)
+def test_a_misspelled_option_is_refused_with_the_nearest_one(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint) as error:
+        check_names(["dtype", "no-enable-prefix-caching", "compilation-config.mode", name])
+    assert error.value.key == f"vllm_config.vllm_kwargs.{name}"
+
+
+@pytest.mark.parametrize("version", [None, "0.33.0"])
+def test_nothing_is_refused_where_another_vllm_is_installed(monkeypatch: pytest.MonkeyPatch, version: object) -> None:
+    monkeypatch.setattr(arguments, "_installed_version", lambda: version)
+    check_names(["qqq"])
+
+
+def test_no_option_is_given_twice() -> None:
+    """vLLM warns of it at every start, also where it takes all values."""
+    changes = dict(dtype="bfloat16", quantization="fp8", fp32_head=True, can_sleep=True, trust_remote_code=True)
+    argv = options(**changes, vllm_kwargs={"dtype": "float16", "seed": 3, "hf_overrides": {"a": 1}})
+    names = [word for word in argv if word.startswith("--")]
+    assert len(names) == len(set(names)) > 10
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"compilation-config": {"mode": 0, "cudagraph_mode": "FULL"}},
+        {"compilation_config": '{"cudagraph_mode": "full"}'},
+        {"compilation-config.cudagraph_mode": "FULL"},
+        {"compilation_config.cudagraph_mode": "full"},
+        {"--compilation-config": {"cudagraph_mode": 2}},
+        {"compilation-config": {"mode": 0}, "compilation-config.cudagraph_mode": "FULL"},
+        {"compilation-config": {"cudagraph_mode": "NONE"}, "compilation-config.cudagraph_mode": "FULL"},
+    ],
+)
+def test_graphs_of_mixed_steps_are_refused(kwargs: dict[str, object]) -> None:
+    """Seen on two H200: half of all log-probs off by a nat from the first step on, NaN from the ninth."""
+    with pytest.raises(ConfigError) as error:
+        options(vllm_kwargs=kwargs)
+    assert error.value.key == "vllm_config.vllm_kwargs.compilation-config.cudagraph_mode"
+
+
+@pytest.mark.parametrize("name", ["weight-transfer-config.backend", "weight_transfer_config.backend", "model"])
+def test_a_field_of_a_reserved_option_is_refused_too(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        options(vllm_kwargs={name: "nccl"})
+    assert error.value.key == f"vllm_config.vllm_kwargs.{name}"
+
+
+def test_a_single_override_of_the_model_is_refused() -> None:
+    """vLLM takes options with a dot last, so that the mapping with our fp32 head would be dropped."""
+    with pytest.raises(ConfigError) as error:
+        options(vllm_kwargs={"hf_overrides.rope_theta": 5})
+    assert error.value.key == "vllm_config.vllm_kwargs.hf_overrides.rope_theta"
+
+
+@pytest.mark.parametrize("value", [{"cudagraph_mode": "FULL_DECODE_ONLY"}, {"mode": 3}, '{"mode": 0}', "not json", 3])
+def test_other_compilation_is_for_vllm_to_judge(value: object) -> None:
+    assert "--compilation-config" in options(vllm_kwargs={"compilation-config": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", ["--some-option"]),
+        (None, ["--some-option"]),
+        (True, ["--some-option"]),
+        (False, ["--no-some-option"]),
+        (4096, ["--some-option", "4096"]),
+        (0.5, ["--some-option", "0.5"]),
+        ("auto", ["--some-option", "auto"]),
+        ({"a": 1}, ["--some-option", '{"a": 1}']),
+        ([1, 2], ["--some-option", "1", "2"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["some-option", "some_option", "--some-option"])
+def test_values_of_every_kind_and_every_spelling(name: str, value: object, expected: list[str]) -> None:
+    argv = options(vllm_kwargs={name: value})
+    assert argv[-len(expected) :] == expected or " ".join(expected) in " ".join(argv)
+    assert argv.count(expected[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num-scheduler-steps", "disable_log_requests", "disable-frontend-multiprocessing", "return-tokens-as-token-ids"],
+)
+def test_options_of_older_versions_are_dropped_with_a_note(name: str) -> None:
+    argv, notes = server_arguments(settings(vllm_kwargs={name: "", "enable-chunked-prefill": ""}))
+    assert "--" + name.replace("_", "-") not in argv
+    assert "--enable-chunked-prefill" in argv
+    assert len(notes) == 1
+    assert name in notes[0]
+
+
+@pytest.mark.parametrize("name", ["port", "api-key", "weight_transfer_config", "scheduler-cls", "middleware", "model"])
+def test_reserved_options_are_refused_with_the_key(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        options(vllm_kwargs={name: "x"})
+    assert error.value.key == f"vllm_config.vllm_kwargs.{name}"
+
+
+def test_two_spellings_of_one_option_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        options(vllm_kwargs={"max-model-len": 1, "max_model_len": 2})
+
+
+def test_raw_logprobs_are_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        options(vllm_kwargs={"logprobs-mode": "raw_logprobs"})
+    assert error.value.key == "vllm_config.vllm_kwargs.logprobs-mode"
+
+
+def test_user_options_win_over_defaults() -> None:
+    argv = options(dtype="float32", vllm_kwargs={"dtype": "bfloat16", "seed": 7})
+    assert value_of(argv, "--dtype") == "bfloat16"
+    assert value_of(argv, "--seed") == "7"
+
+
+@pytest.mark.parametrize("given", [None, {"rope_theta": 5}, '{"rope_theta": 5}'])
+def test_the_fp32_head_joins_other_overrides(given: object) -> None:
+    argv = options(fp32_head=True, vllm_kwargs={} if given is None else {"hf-overrides": given})
+    expected = {"head_dtype": "float32"} | ({} if given is None else {"rope_theta": 5})
+    assert json.loads(value_of(argv, "--hf-overrides")) == expected
+
+
+def test_broken_overrides_are_a_clear_error() -> None:
+    for given in ("{", "xx", "3", "[1]", 5, True):
+        # Whether or not the head is among them: vLLM would refuse them half a minute later.
+        for fp32_head in (True, False):
+            with pytest.raises(ConfigError) as error:
+                options(fp32_head=fp32_head, vllm_kwargs={"hf-overrides": given})
+            assert error.value.key == "vllm_config.vllm_kwargs.hf-overrides"
+
+
+def test_o5_no_option_holds_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINERL_SERVER_TOKEN", "very-secret-token-of-the-run")
+    assert not any("very-secret" in word for word in options())
+
+
+def test_cpu_servers_do_not_cut_prompts_into_chunks() -> None:
+    """A seeded request in chunks ends vLLM's engine on a CPU."""
+    on_cpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, "gloo"))
+    on_gpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, "nccl"))
+    assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in on_gpu
+
+
+def for_adapter(adapter=None, **kwargs):
+    return ServerSettings("model", "127.0.0.1", 1, "gloo", vllm_kwargs=kwargs, adapter=adapter)
+
+
+def words_after(argv, option):
+    rest = argv[argv.index(option) + 1 :]
+    return rest[: next((n for n, word in enumerate(rest) if word.startswith("--")), len(rest))]
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, "1"), (2, "8"), (16, "16"), (17, "32"), (512, "512")])
+def test_the_room_is_the_next_size_that_vllm_has(rank, room) -> None:
+    argv, _ = server_arguments(for_adapter(AdapterRoom(rank, ("q_proj", "v_proj"))))
+    assert words_after(argv, "--max-lora-rank") == [room]
+    assert words_after(argv, "--max-loras") == ["1"]
+    assert words_after(argv, "--lora-target-modules") == ["q_proj", "v_proj"]
+    assert "--enable-lora" in argv
+
+
+def test_a_rank_without_room_is_refused_by_the_rules() -> None:
+    assert ROOM_RANKS[-1] == LARGEST_ADAPTER_RANK
+
+
+@pytest.mark.parametrize("rank", [0, -4, 513])
+def test_a_rank_without_room_is_refused_by_a_server_of_its_own(rank, capsys) -> None:
+    with pytest.raises(ConfigError) as error:
+        server_arguments(for_adapter(AdapterRoom(rank, ("q_proj",))))
+    assert error.value.key == "rank of the adapter"
+    assert llm.main(["--model", "model", "--port", "1", "--adapter-rank", str(rank)]) == 2
+    assert "rank of the adapter" in capsys.readouterr().err
+
+
+def test_servers_of_merged_weights_have_none() -> None:
+    argv, _ = server_arguments(for_adapter())
+    assert not any("lora" in word for word in argv)
+    # A variable that was left in the shell does not make a server of another kind.
+    environ = {ADAPTER_VARIABLE: "1"}
+    prepare_environment(environ, for_adapter(), 1.0)
+    assert not serves_adapter(environ)
+    prepare_environment(environ, for_adapter(AdapterRoom(4)), 1.0)
+    assert serves_adapter(environ)
+
+
+@pytest.mark.parametrize("option", ["enable-lora", "no-enable-lora", "max-loras", "lora-modules", "lora-dtype"])
+def test_options_about_other_adapters_are_refused(option) -> None:
+    for refuse in (
+        lambda: check_adapter_options({option: True}),
+        lambda: server_arguments(for_adapter(AdapterRoom(4), **{option: True})),
+    ):
+        with pytest.raises(ConfigError) as error:
+            refuse()
+        assert error.value.key == f"vllm_config.vllm_kwargs.{option}"
+
+
+def test_options_that_leave_the_adapter_alone_are_free() -> None:
+    check_adapter_options({"fully-sharded-loras": "", "max-model-len": 9, "exploration": 1})
+
+
+def test_layers_are_the_matrices_without_the_embeddings() -> None:
+    tensors = {
+        "model.embed_tokens.weight": (200, 64),
+        # vLLM does not start with a target that it cannot wrap (OPT).
+        "model.decoder.embed_positions.weight": (130, 64),
+        "model.layers.0.self_attn.q_proj.weight": (64, 64),
+        "model.layers.0.self_attn.q_proj.bias": (64,),
+        "model.layers.0.input_layernorm.weight": (64,),
+        "model.layers.0.mlp.up_proj.weight": (128, 64),
+        "model.layers.1.mlp.up_proj.weight": (128, 64),
+        "lm_head.weight": (200, 64),
+    }
+    assert layers_of(tensors) == ("q_proj", "up_proj")
+
+
+def test_the_room_follows_from_the_configuration() -> None:
+    assert adapter_room(LoraConfig(enabled=True)) is None
+    assert adapter_room(LoraConfig(sync="adapter")) is None
+    lora = LoraConfig(enabled=True, sync="adapter", r=4, target_modules=["self_attn.q_proj", "up_proj"])
+    assert adapter_room(lora) == AdapterRoom(4, ("q_proj", "up_proj"))
+
+
+def context(device: str, port: int | None = 8081, kind: str = "actor_llm", **config: Any) -> Any:
+    run = RunConfig(output_dir="/run", model_path="/model", seed=10, **config)
+    gpus, rank_gpus = [["1"], ["1" if run.world.placement == "colocated" else "0"]] if device == "cuda" else [[], []]
+    job = Job(kind, f"{kind}_1", 1, 0, 0, "127.0.0.1", gpus, port, None, None, 1)
+    rank = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", rank_gpus, None, None, None, 1)
+    world = WorldMap([job, rank], device, 1, 0, 1, "127.0.0.1", 1)  # type: ignore[arg-type]
+    return SimpleNamespace(config=run, job=job, world=world)
+
+
+def test_a_cpu_server_is_fp32_over_gloo() -> None:
+    settings = settings_of_job(context("cpu", vllm_config={"vllm_kwargs": {"max_model_len": 512}}))
+    assert (settings.transport, settings.dtype) == ("gloo", "float32")
+    assert (settings.model, settings.host, settings.port, settings.seed) == ("/model", "127.0.0.1", 8081, 11)
+    assert settings.vllm_kwargs == {"max_model_len": 512}
+    assert settings.fp32_head
+
+
+@pytest.mark.parametrize(("placement", "transport"), [("disaggregated", "nccl"), ("colocated", "ipc")])
+def test_a_gpu_server_takes_the_transport_of_its_placement(placement: str, transport: str) -> None:
+    settings = settings_of_job(context("cuda", world={"placement": placement}))
+    assert (settings.transport, settings.dtype) == (transport, None)
+    assert settings.can_sleep == (placement == "colocated")
+    assert ("--enable-sleep-mode" in server_arguments(settings)[0]) == settings.can_sleep
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_the_model_is_trusted_by_servers_as_by_the_trainer(trusted: bool) -> None:
+    settings = settings_of_job(context("cpu", finetune={"trust_remote_code": trusted}))
+    assert ("--trust-remote-code" in server_arguments(settings)[0]) == trusted
+
+
+def test_a_job_without_port_is_an_error_of_the_plan() -> None:
+    with pytest.raises(ValueError, match="actor_llm_1: got no port"):
+        settings_of_job(context("cpu", port=None))
