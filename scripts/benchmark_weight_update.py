@@ -35,7 +35,6 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import PHASES, WeightPublisher
-from pipelinerl.weights.transport import TransportName
 from pipelinerl.weights.verify import ProbeSequence
 
 
@@ -149,7 +148,7 @@ def measure(server: Server, folder: str, args: argparse.Namespace) -> dict[str, 
     return result | {"floor_s": floor_s(num_bytes, args.sender_gpu, args.server_gpu)}
 
 
-def transport_of(args: argparse.Namespace) -> TransportName:
+def transport_of(args: argparse.Namespace) -> str:
     """Two processes on one GPU share memory."""
     if args.device == "cpu":
         return "gloo"

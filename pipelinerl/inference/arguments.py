@@ -10,12 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Literal
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference import vllm_options
-
-Transport = Literal["gloo", "nccl", "ipc"]
 
 #: Name of our transfer engine inside the server (`inference.transfer`).
 ENGINE_NAME = "pipelinerl"
@@ -107,7 +103,7 @@ class ServerSettings:
         model: Hugging Face folder or name.
         host: address to bind; loopback unless the world has several nodes.
         port: TCP port.
-        transport: how weights reach this server.
+        on_cpu: it runs without a GPU.
         vllm_kwargs: options of vLLM's command line, names with dashes or underscores; `""`, `None` and `True` mean a
             bare flag, `False` its negation, a dict becomes JSON.
         seed: seed of the server's own randomness; requests carry seeds of their own.
@@ -122,7 +118,7 @@ class ServerSettings:
     model: str
     host: str
     port: int
-    transport: Transport
+    on_cpu: bool = False
     vllm_kwargs: Mapping[str, object] = field(default_factory=dict)
     seed: int = 0
     dtype: str | None = None
@@ -183,13 +179,13 @@ def check_names(options: Iterable[str]) -> None:
     Raises:
         ConfigError: names the nearest option.
     """
-    if _installed_version() != vllm_options.VERSION:
+    if _installed_version() != _VLLM_VERSION:
         return
     for name in options:
         option = name.partition(".")[0]
-        if option in vllm_options.NAMES or option.removeprefix("no-") in vllm_options.NAMES:
+        if option in VLLM_OPTIONS or option.removeprefix("no-") in VLLM_OPTIONS:
             continue
-        near = get_close_matches(option, sorted(vllm_options.NAMES), n=1)
+        near = get_close_matches(option, sorted(VLLM_OPTIONS), n=1)
         hint = f"Did you mean {near[0]}?" if near else "Remove it."
         raise _error(name, name, "an option of vLLM's server (`vllm serve --help=all`)", hint)
 
@@ -300,7 +296,7 @@ def _defaults(settings: ServerSettings) -> dict[str, object]:
         # Sampling parameters come with the request; a model folder's own defaults would bias the policy silently.
         "generation-config": "vllm",
     }
-    if settings.transport == "gloo":
+    if settings.on_cpu:
         # A seeded request whose prompt is cut into chunks ends vLLM's engine on a CPU: CPU generators have no offset.
         defaults["enable-chunked-prefill"] = False
     if settings.can_sleep:
@@ -346,3 +342,71 @@ def _option(name: str, value: object) -> list[str]:
 
 def _error(name: str, got: object, expected: str, next_step: str) -> ConfigError:
     return ConfigError(f"vllm_config.vllm_kwargs.{name}", got, expected, next_step)
+
+
+#: The version of vLLM that has the options below.
+_VLLM_VERSION = "0.32.0"
+_VLLM_OPTION_TEXT = """
+additional-config aggregate-engine-logging all2all-backend allow-credentials allow-deprecated-quantization
+allowed-headers allowed-local-media-path allowed-media-domains allowed-methods allowed-origins
+anthropic-disabled-thinking-effort api-key api-server-count async-scheduling attention-backend attention-config
+aux-output-config block-size chat-template chat-template-content-format code-revision cohere-format
+cohere-is-reasoning-model collect-detailed-traces compilation-config config config-format convert
+cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-gb cpu-offload-params cudagraph-capture-sizes
+cudagraph-metrics custom-histogram-buckets data-parallel-address data-parallel-backend data-parallel-external-lb
+data-parallel-hybrid-lb data-parallel-multi-port-external-lb data-parallel-rank data-parallel-rpc-port
+data-parallel-size data-parallel-size-local data-parallel-start-rank data-parallel-supervisor-port
+dbo-decode-token-threshold dbo-prefill-token-threshold dcp-comm-backend dcp-kv-cache-interleave-size dcp-q-replicate
+decode-context-parallel-size default-chat-template-kwargs default-mm-loras device-ids device-memory-utilization
+diffusion-config disable-access-log-for-endpoints disable-cascade-attn disable-chunked-mm-input
+disable-custom-all-reduce disable-fastapi-docs disable-hybrid-kv-cache-manager disable-log-stats
+disable-nccl-for-dp-synchronization disable-sliding-window disable-uvicorn-access-log distributed-executor-backend
+distributed-timeout-seconds download-dir dp-supervisor-probe-failure-threshold dp-supervisor-probe-interval-s
+dp-supervisor-probe-timeout-s dp-sync-interval dtype ec-manager-config ec-transfer-config elastic-ep-max-dp-size
+enable-auto-tool-choice enable-batch-sharded-sampling enable-chunked-prefill enable-cumem-allocator enable-dbo
+enable-elastic-ep enable-ep-weight-filter enable-eplb enable-expert-parallel enable-fault-tolerance
+enable-flash-late-interaction enable-flashinfer-autotune enable-force-include-usage enable-hc-sp
+enable-layerwise-nvtx-tracing enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details
+enable-lora enable-mamba-cache-stochastic-rounding enable-mamba-shared-prefix-checkpoint enable-mfu-metrics
+enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-nccl-comm-suspend enable-offline-docs
+enable-per-request-metrics enable-prefix-caching enable-prompt-embeds enable-prompt-tokens-details
+enable-request-id-headers enable-return-routed-experts enable-scale-out enable-server-load-tracking
+enable-shm-tensor-arena enable-sleep-mode enable-ssl-refresh enable-tokenizer-info-endpoint enable-tower-connector-lora
+enable-trace-replay enforce-eager engram-config eplb-config exclude-tools-when-tool-choice-none
+expert-placement-strategy fail-on-environ-validation fault-tolerance-config fingerprint-mode fingerprint-value
+fully-sharded-loras gdn-prefill-backend generation-config gpu-memory-utilization grpc grpc-port h11-max-header-count
+h11-max-incomplete-event-size headless help hf-config-path hf-overrides hf-token host ignore-patterns
+interleave-mm-strings io-processor-plugin ir-op-priority jit-monitor-mode jit-monitor-verbose kda-decode-backend
+kda-prefill-backend kernel-config kv-cache-dtype kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics
+kv-cache-metrics-sample kv-events-config kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill
+kv-transfer-config language-model-only limit-mm-per-prompt linear-backend load-format log-config-file log-error-stack
+log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold
+long-prefill-token-threshold-adaptive lora-dtype lora-modules lora-target-modules mamba-backend mamba-block-size
+mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr
+master-port max-cpu-loras max-cudagraph-capture-size max-log-len max-logprobs max-lora-cls-labels max-lora-rank
+max-loras max-model-len max-num-active-seqs max-num-batched-tokens max-num-queued-reqs max-num-queued-tokens
+max-num-scheduled-tokens max-num-seqs max-parallel-loading-workers media-io-kwargs middleware mm-device-do-normalize
+mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path mm-encoder-fp8-scale-save-margin
+mm-encoder-fp8-scale-save-path mm-encoder-only mm-encoder-tp-mode mm-hasher-algorithm mm-ipc-gpu-memory-gb
+mm-processor-cache-gb mm-processor-cache-type mm-processor-device mm-processor-kwargs mm-shm-cache-max-object-size-mb
+mm-tensor-ipc model model-class-overrides model-impl model-loader-extra-config moe-backend nnodes node-rank
+num-gpu-blocks-override numa-bind numa-bind-cpus numa-bind-nodes offload-backend offload-group-size offload-num-in-group
+offload-params offload-prefetch-step optimization-level otlp-traces-endpoint override-generation-config
+per-request-spec-decode-metrics performance-mode pipeline-parallel-size pooler-config port prefill-context-parallel-size
+prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit profiler-config
+pt-load-map-location quantization quantization-config ray-workers-use-nsight reasoning-config reasoning-parser
+reasoning-parser-plugin renderer-num-workers replayssm-buffer-len response-role return-sampling-mask
+return-tokens-as-token-ids revision root-path runner safetensors-load-strategy safetensors-prefetch-block-size
+safetensors-prefetch-num-threads scheduler-cls scheduler-reserve-full-isl scheduling-policy seed served-model-name
+show-hidden-metrics-for-version shutdown-timeout skip-mm-profiling skip-tokenizer-init sleep-mode-offload-cudagraph
+sleep-preserve-parameter-names sparse-indexer-topk-backend spec-method spec-model spec-tokens specialize-active-lora
+speculative-config sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers ssl-keyfile
+stream-interval structured-outputs-config swa-bounded-replay tensor-parallel-size tokenizer tokenizer-mode
+tokenizer-revision tokens-only tool-call-parser tool-parser-plugin tool-server tool-strict-level trust-remote-code
+trust-request-chat-template trust-request-mm-kwargs ubatch-size uds use-fp64-gumbel use-replayssm use-tqdm-on-load
+uvicorn-log-level video-pruning-method video-pruning-rate watermark watermark-config weight-transfer-config worker-cls
+worker-extension-cls
+"""
+#: Options of vLLM's server, without dashes in front and without the `no-` forms of flags, for processes that must not
+#: import vLLM. They come from vLLM's own parser (`server.option_names`); a test compares the two.
+VLLM_OPTIONS = frozenset(_VLLM_OPTION_TEXT.split())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipelinerl.errors import EXIT_USER_ERROR, UserError
-from pipelinerl.inference.arguments import AdapterRoom, ServerSettings, Transport
+from pipelinerl.inference.arguments import AdapterRoom, ServerSettings
 
 if TYPE_CHECKING:
     from pipelinerl.config.finetune import LoraConfig
@@ -42,12 +42,11 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
     if job.port is None:
         raise ValueError(f"{job.name}: got no port in the world plan, expected one for a server")
     on_cpu = context.world.device == "cpu"
-    transport: Transport = context.world.transport_to(job)
     return ServerSettings(
         model=config.model_path,
         host=job.host,
         port=job.port,
-        transport=transport,
+        on_cpu=on_cpu,
         vllm_kwargs=config.vllm_config.vllm_kwargs,
         seed=config.seed + job.idx,
         dtype="float32" if on_cpu else None,
@@ -75,7 +74,8 @@ def _main_standalone(arguments: list[str]) -> int:
     parser.add_argument("--model", required=True, help="Hugging Face folder or name")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--transport", choices=("gloo", "nccl", "ipc"), default="gloo")
+    transports = ("gloo", "nccl", "ipc")
+    parser.add_argument("--transport", choices=transports, default="gloo", help="gloo means a server without a GPU")
     parser.add_argument("--dtype", default=None, help="float32 with --transport gloo, else vLLM's choice")
     parser.add_argument("--fp32-head", action="store_true")
     parser.add_argument("--cpu-kv-cache-gib", type=float, default=1.0)
@@ -86,7 +86,7 @@ def _main_standalone(arguments: list[str]) -> int:
         model=args.model,
         host=args.host,
         port=args.port,
-        transport=args.transport,
+        on_cpu=args.transport == "gloo",
         vllm_kwargs=args.vllm_kwargs,
         dtype=args.dtype or ("float32" if args.transport == "gloo" else None),
         fp32_head=args.fp32_head,

@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 
 from pipelinerl.inference.arguments import serves_adapter
 from pipelinerl.inference.fast_output import DEFAULT_HELD_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
+from pipelinerl.inference.lora import adapter_request
 
 # Below the name of vLLM, whose configuration of logging is the one that the engine's processes have.
 logger = init_logger(f"vllm.{__name__}")
@@ -131,8 +132,6 @@ def create_scheduler(**kwargs: Any) -> Scheduler:
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     scheduler = (EpochAsyncScheduler if is_async else EpochScheduler)(**kwargs)
     if serves_adapter(os.environ):
-        from pipelinerl.inference.lora import adapter_request
-
         scheduler.adapter = adapter_request()
     return scheduler
 

@@ -40,7 +40,7 @@ def prepare_environment(environ: MutableMapping[str, str], settings: ServerSetti
     environ.pop(ADAPTER_VARIABLE, None)
     if settings.adapter is not None:
         environ[ADAPTER_VARIABLE] = "1"
-    if settings.transport == "gloo":
+    if settings.on_cpu:
         # vLLM takes whole GiB only.
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))
         # Pinned threads of several servers and the trainer would share one core of a small machine.
@@ -96,6 +96,12 @@ def parser_of_vllm() -> argparse.ArgumentParser:
     bare = FlexibleArgumentParser(prog="pipelinerl.inference.main", allow_abbrev=False)  # type: ignore[no-untyped-call]
     parser: argparse.ArgumentParser = make_arg_parser(bare)  # type: ignore[no-untyped-call]
     return parser
+
+
+def option_names() -> set[str]:
+    """The options of the installed vLLM, without dashes in front and without the `no-` forms of flags."""
+    texts = {text.removeprefix("--") for action in parser_of_vllm()._actions for text in action.option_strings}
+    return {name for name in texts if name[0] != "-" and (not name.startswith("no-") or name[3:] not in texts)}
 
 
 def _run_vllm(argv: list[str]) -> None:

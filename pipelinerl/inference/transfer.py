@@ -38,6 +38,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
 from pipelinerl.inference.arguments import serves_adapter
+from pipelinerl.inference.lora import AdapterLoading
 from pipelinerl.weights.buffers import NamedTensors, metas_of, receive_buffers
 from pipelinerl.weights.manifest import Shape, coverage_problems, local_folder, read_manifest
 from pipelinerl.weights.transport import Receiver, open_receiver
@@ -156,8 +157,6 @@ class PackedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 def _loading_of(model: torch.nn.Module, model_config: Any) -> Loading:
     checkpoint = checkpoint_tensors(model_config)
     if serves_adapter(os.environ):
-        from pipelinerl.inference.lora import AdapterLoading
-
         return AdapterLoading(model, checkpoint)
     # Without a list of its tensors only the layers can tell whether an update is complete.
     if checkpoint is not None and os.environ.get(IN_PLACE_VARIABLE) != "0" and can_load_in_place(model):

@@ -10,17 +10,16 @@ import os
 from typing import Any
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.worker_manager import WorkerLoRAManager
 
 from pipelinerl.inference.arguments import ENGINE_NAME, serves_adapter
+from pipelinerl.inference.lora import adapter_request, load_what_was_sent
+from pipelinerl.inference.transfer import PackedTransferEngine, checkpoint_tensors, is_tied
 from pipelinerl.weights.manifest import ServerModel, folder_checksum, local_folder
 
 if ENGINE_NAME not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(ENGINE_NAME, "pipelinerl.inference.transfer", "PackedTransferEngine")
+    WeightTransferEngineFactory.register_engine(ENGINE_NAME, PackedTransferEngine)
 if serves_adapter(os.environ):
-    from vllm.lora.worker_manager import WorkerLoRAManager
-
-    from pipelinerl.inference.lora import adapter_request, load_what_was_sent
-
     load_what_was_sent(WorkerLoRAManager)
 
 
@@ -48,8 +47,6 @@ class WeightUpdateExtension:
 
     def pipelinerl_model_info(self) -> dict[str, Any]:
         """What an update has to cover: the fields of `ServerModel`."""
-        from pipelinerl.inference.transfer import checkpoint_tensors, is_tied
-
         config = self.vllm_config.model_config
         adapter = serves_adapter(os.environ)
         model = ServerModel(

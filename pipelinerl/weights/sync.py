@@ -26,7 +26,7 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, packed_buffers, update_info_of
 from pipelinerl.weights.link import ControlClient, KVCache, ServerAddress, ServerLink, ServerUpdate, control_session
 from pipelinerl.weights.source import TensorMeta, WeightSource
-from pipelinerl.weights.transport import Sender, SenderOptions, TransportName, local_address, open_sender
+from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
 
 logger = logging.getLogger(__name__)
@@ -96,16 +96,16 @@ class WeightPublisher:
     def __init__(
         self,
         token: str,
-        transport: TransportName = "gloo",
+        transport: str = "gloo",
         timeout_s: float = 120.0,
         kv_cache: KVCache = "keep",
         master_address: str = "127.0.0.1",
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        transports: Mapping[str, TransportName] | None = None,
+        transports: Mapping[str, str] | None = None,
         base_checksum: str | None = None,
     ) -> None:
         self._token = token
-        self._transport: TransportName = transport
+        self._transport = transport
         self._timeout_s = timeout_s
         self._kv_cache: KVCache = kv_cache
         self._master_address = master_address
@@ -113,8 +113,8 @@ class WeightPublisher:
         self._transports = dict(transports or {})
         self._base_checksum = base_checksum
         # Senders are made in the event loop's thread, where another GPU is current than here.
-        on_gpu = not {transport, *self._transports.values()}.isdisjoint(("nccl", "ipc")) and torch.cuda.is_available()
-        self._device_index = torch.cuda.current_device() if on_gpu else None
+        on_cpu = {transport, *self._transports.values()} == {"gloo"} or not torch.cuda.is_available()
+        self._device_index = None if on_cpu else torch.cuda.current_device()
         # Servers come and go in the thread that follows the pool, and their links are made on the event loop.
         self._lock = threading.Lock()
         self._links: dict[str, ServerLink] = {}

@@ -13,14 +13,14 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 
-TransportName = Literal["gloo", "nccl", "ipc"]
+#: A transport is a module and a line here.
 MODULES: Mapping[str, str] = {
     "gloo": "pipelinerl.weights.gloo",
     "nccl": "pipelinerl.weights.nccl",
@@ -80,7 +80,7 @@ class SenderOptions:
     device_index: int | None = None
 
 
-def open_sender(name: TransportName, options: SenderOptions) -> Sender:
+def open_sender(name: str, options: SenderOptions) -> Sender:
     """The trainer's end: `gloo` for servers on CPUs, `nccl` on other GPUs, `ipc` on the trainer's device.
 
     Raises:
@@ -129,7 +129,7 @@ class GroupSender:
     """
 
     def __init__(
-        self, name: TransportName, options: SenderOptions, lead: Callable[[TCPStore, int], Group], device: torch.device
+        self, name: str, options: SenderOptions, lead: Callable[[TCPStore, int], Group], device: torch.device
     ) -> None:
         self._name = name
         self._options = options

@@ -62,7 +62,7 @@ class WorldMap(msgspec.Struct, frozen=True):
                 return job
         raise KeyError(f"no job {name!r} in this world; there are {', '.join(job.name for job in self.jobs)}")
 
-    def transport_to(self, server: Job) -> Literal["gloo", "nccl", "ipc"]:
+    def transport_to(self, server: Job) -> str:
         """How trainer rank 0 sends weights to `server`. Two processes on one GPU share memory: NCCL refuses them."""
         if self.device == "cpu":
             return "gloo"

@@ -8,13 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pipelinerl.inference import vllm_options
-from pipelinerl.inference.arguments import ServerSettings, check_names, server_arguments
-from pipelinerl.inference.server import parser_of_vllm
+from pipelinerl.inference.arguments import VLLM_OPTIONS, ServerSettings, check_names, server_arguments
+from pipelinerl.inference.server import option_names, parser_of_vllm
 
 
 def options(**kwargs: object) -> list[str]:
-    settings = {"model": "/m", "host": "127.0.0.1", "port": 8000, "transport": "gloo", **kwargs}
+    settings = {"model": "/m", "host": "127.0.0.1", "port": 8000, "on_cpu": True, **kwargs}
     return server_arguments(ServerSettings(**settings))[0]  # type: ignore[arg-type]
 
 
@@ -31,8 +30,8 @@ def test_vllm_reads_the_flag_for_code_of_the_model(parser: argparse.ArgumentPars
 
 
 def test_the_known_options_are_those_of_vllms_parser(parser: argparse.ArgumentParser) -> None:
-    """After a change of vLLM's version: see `vllm_options`."""
-    assert vllm_options.options_of_parser() == vllm_options.NAMES
+    """After a change of vLLM's version: print `server.option_names()` and put it into `arguments`."""
+    assert option_names() == VLLM_OPTIONS
     real = {text[2:] for action in parser._actions for text in action.option_strings if text.startswith("--")}
     check_names(real)
 

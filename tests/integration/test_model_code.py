@@ -36,7 +36,7 @@ def save_model_with_code(folder: Path) -> Path:
 
 def test_a_server_runs_code_of_the_model_if_it_is_trusted(tmp_path: Path) -> None:
     model = save_model_with_code(tmp_path / "model")
-    settings = ServerSettings(str(model), "127.0.0.1", 1, "gloo", trust_remote_code=True)
+    settings = ServerSettings(str(model), "127.0.0.1", 1, on_cpu=True, trust_remote_code=True)
     assert "--trust-remote-code" in server_arguments(settings)[0]
     environ = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     with (

@@ -16,14 +16,14 @@ from pipelinerl.weights.ipc import HandleSender
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import Bucket, ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.transport import GroupSender, TransportName
+from pipelinerl.weights.transport import GroupSender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 SMALL_BUFFERS = 10_000
 #: How weights come, and whether the server loads them in place, as one on a GPU does.
-KINDS: dict[str, tuple[TransportName, bool]] = {
+KINDS: dict[str, tuple[str, bool]] = {
     "gloo": ("gloo", False),
     "ipc": ("ipc", False),
     "ipc, in place": ("ipc", True),
@@ -51,7 +51,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield server
 
 
-def connect(server: VLLMProcess, transport: TransportName, **settings: Any) -> WeightPublisher:
+def connect(server: VLLMProcess, transport: str, **settings: Any) -> WeightPublisher:
     publisher = WeightPublisher(
         server.token, timeout_s=120, transports={"tiny": transport}, **{"chunk_bytes": SMALL_BUFFERS, **settings}
     )
@@ -65,13 +65,13 @@ def probe(publisher: WeightPublisher, model: torch.nn.Module) -> ProbeResult:
 
 
 @pytest.fixture
-def transport(server: VLLMProcess, request: pytest.FixtureRequest) -> TransportName:
+def transport(server: VLLMProcess, request: pytest.FixtureRequest) -> str:
     return KINDS[request.node.callspec.params["server"]][0]
 
 
 @pytest.mark.parametrize("chunk_bytes", [SMALL_BUFFERS, 2**28])
 def test_w1_both_workers_compute_what_the_trainer_does(
-    server: VLLMProcess, transport: TransportName, chunk_bytes: int
+    server: VLLMProcess, transport: str, chunk_bytes: int
 ) -> None:
     model = random_model(tied=False, seed=5)
     with connect(server, transport, chunk_bytes=chunk_bytes) as publisher:
@@ -86,7 +86,7 @@ def test_w1_both_workers_compute_what_the_trainer_does(
 
 
 def test_a_damaged_buffer_is_refused_by_both_workers_and_sent_again(
-    server: VLLMProcess, transport: TransportName, monkeypatch: pytest.MonkeyPatch
+    server: VLLMProcess, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(tied=False, seed=7)
     kind: Any = {"gloo": GroupSender, "ipc": HandleSender}[transport]
@@ -116,7 +116,7 @@ class CutShort(ModuleSource):
         raise InterruptedError("trainer died")
 
 
-def test_l2_a_restarted_trainer_repairs_two_half_loaded_workers(server: VLLMProcess, transport: TransportName) -> None:
+def test_l2_a_restarted_trainer_repairs_two_half_loaded_workers(server: VLLMProcess, transport: str) -> None:
     old, half, new = (random_model(tied=False, seed=seed) for seed in (10, 11, 12))
     with connect(server, transport) as publisher:
         publisher.publish(30, ModuleSource(old))
@@ -127,7 +127,7 @@ def test_l2_a_restarted_trainer_repairs_two_half_loaded_workers(server: VLLMProc
         assert probe(publisher, new).max_abs_diff < TOLERANCE
 
 
-def test_weights_that_leave_a_matrix_out_are_refused(server: VLLMProcess, transport: TransportName) -> None:
+def test_weights_that_leave_a_matrix_out_are_refused(server: VLLMProcess, transport: str) -> None:
     model = random_model(tied=False, seed=13)
 
     class Incomplete(ModuleSource):

@@ -30,7 +30,7 @@ from pipelinerl.world import Job, WorldMap
 
 
 def settings(**kwargs: object) -> ServerSettings:
-    return ServerSettings(**{"model": "/m", "host": "127.0.0.1", "port": 8000, "transport": "gloo", **kwargs})
+    return ServerSettings(**{"model": "/m", "host": "127.0.0.1", "port": 8000, "on_cpu": True, **kwargs})
 
 
 def options(**kwargs: object) -> list[str]:
@@ -201,13 +201,13 @@ def test_o5_no_option_holds_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cpu_servers_do_not_cut_prompts_into_chunks() -> None:
     """A seeded request in chunks ends vLLM's engine on a CPU."""
-    on_cpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, "gloo"))
-    on_gpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, "nccl"))
+    on_cpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1, on_cpu=True))
+    on_gpu, _ = server_arguments(ServerSettings("m", "127.0.0.1", 1))
     assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in on_gpu
 
 
 def for_adapter(adapter=None, **kwargs):
-    return ServerSettings("model", "127.0.0.1", 1, "gloo", vllm_kwargs=kwargs, adapter=adapter)
+    return ServerSettings("model", "127.0.0.1", 1, on_cpu=True, vllm_kwargs=kwargs, adapter=adapter)
 
 
 def words_after(argv, option):
@@ -296,16 +296,16 @@ def context(device: str, port: int | None = 8081, kind: str = "actor_llm", **con
 
 def test_a_cpu_server_is_fp32_over_gloo() -> None:
     settings = settings_of_job(context("cpu", vllm_config={"vllm_kwargs": {"max_model_len": 512}}))
-    assert (settings.transport, settings.dtype) == ("gloo", "float32")
+    assert (settings.on_cpu, settings.dtype) == (True, "float32")
     assert (settings.model, settings.host, settings.port, settings.seed) == ("/model", "127.0.0.1", 8081, 11)
     assert settings.vllm_kwargs == {"max_model_len": 512}
     assert settings.fp32_head
 
 
-@pytest.mark.parametrize(("placement", "transport"), [("disaggregated", "nccl"), ("colocated", "ipc")])
-def test_a_gpu_server_takes_the_transport_of_its_placement(placement: str, transport: str) -> None:
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_a_gpu_server_can_sleep_if_it_shares_its_gpu(placement: str) -> None:
     settings = settings_of_job(context("cuda", world={"placement": placement}))
-    assert (settings.transport, settings.dtype) == (transport, None)
+    assert (settings.on_cpu, settings.dtype) == (False, None)
     assert settings.can_sleep == (placement == "colocated")
     assert ("--enable-sleep-mode" in server_arguments(settings)[0]) == settings.can_sleep
 

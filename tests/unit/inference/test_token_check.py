@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.inference.arguments import ServerSettings, Transport
+from pipelinerl.inference.arguments import ServerSettings
 from pipelinerl.inference.auth import TokenMiddleware, read_token
 from pipelinerl.inference.server import prepare_environment
 
@@ -82,7 +82,7 @@ def test_a_missing_or_short_token_is_refused_without_quoting_it(environ: dict[st
 
 
 def test_environment_opens_control_routes_and_respects_the_users_choices() -> None:
-    settings = ServerSettings("/m", "127.0.0.1", 1, "gloo", vllm_kwargs={"enforce_eager": ""})
+    settings = ServerSettings("/m", "127.0.0.1", 1, on_cpu=True, vllm_kwargs={"enforce_eager": ""})
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_SERVER_DEV_MODE": "0"}
     prepare_environment(environ, settings, cpu_kv_cache_gib=0.25)
     assert environ["VLLM_SERVER_DEV_MODE"] == "1"
@@ -92,21 +92,21 @@ def test_environment_opens_control_routes_and_respects_the_users_choices() -> No
 
 
 @pytest.mark.parametrize(
-    ("transport", "dtype", "kwargs", "given", "expected"),
+    ("on_cpu", "dtype", "kwargs", "given", "expected"),
     [
-        ("nccl", None, {"dtype": "float32"}, None, "ieee"),
-        ("ipc", "float32", {}, None, "ieee"),
-        ("nccl", None, {"dtype": "float32"}, "tf32x3", "tf32x3"),
-        ("nccl", "float32", {"dtype": "bfloat16"}, None, None),
-        ("nccl", None, {}, None, None),
-        ("gloo", "float32", {}, None, None),
+        (False, None, {"dtype": "float32"}, None, "ieee"),
+        (False, "float32", {}, None, "ieee"),
+        (False, None, {"dtype": "float32"}, "tf32x3", "tf32x3"),
+        (False, "float32", {"dtype": "bfloat16"}, None, None),
+        (False, None, {}, None, None),
+        (True, "float32", {}, None, None),
     ],
 )
 def test_fp32_servers_on_gpus_multiply_in_fp32(
-    transport: Transport, dtype: str | None, kwargs: dict[str, object], given: str | None, expected: str | None
+    on_cpu: bool, dtype: str | None, kwargs: dict[str, object], given: str | None, expected: str | None
 ) -> None:
     """In TF32, Triton's default, the log-probs of a float32 server were 0.0024 nats off."""
     environ = {} if given is None else {"TRITON_F32_DEFAULT": given}
-    settings = ServerSettings("/m", "127.0.0.1", 1, transport, vllm_kwargs=kwargs, dtype=dtype)
+    settings = ServerSettings("/m", "127.0.0.1", 1, on_cpu, vllm_kwargs=kwargs, dtype=dtype)
     prepare_environment(environ, settings, cpu_kv_cache_gib=0.25)
     assert environ.get("TRITON_F32_DEFAULT") == expected
