@@ -15,22 +15,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
 
 from pipelinerl.actor.progress import Changes
 from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.workers import WorkerPool
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.llm.client import Fault, retry_delay_s
 
 #: A server may refuse all connections for this long without costing rollouts a try, and so may one rollout be refused.
 #: A server whose engine died refuses connections some seconds before its process ends and the launcher reports it.
 REFUSALS_FORGIVEN_S = 60.0
-
-
-class RolloutRunner(Protocol):
-    """Runs one rollout on a given server: the worker pool, or made-up rollouts in tests."""
-
-    async def run(self, start: StartRollout, timeout_s: float) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +88,7 @@ class Scheduler:
 
     Args:
         num_servers: servers of the plan, all usable at first.
-        runner: the worker pool.
+        pool: runs the rollouts.
         timeout_s: deadline of one try; a rollout that never returns fails with `rollout_timeout`.
         max_retries: tries after the first one for transient failures, on another server if possible.
         changes: notified when a slot is free that nobody waits for, and at the end of a pause.
@@ -104,7 +98,7 @@ class Scheduler:
         self,
         num_servers: int,
         slots_per_server: int,
-        runner: RolloutRunner,
+        pool: WorkerPool,
         timeout_s: float,
         max_retries: int,
         changes: Changes,
@@ -115,7 +109,7 @@ class Scheduler:
         self.requests = 0
         self.retries = 0
         self._slots_per_server = slots_per_server
-        self._runner = runner
+        self._pool = pool
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._changes = changes
@@ -143,7 +137,7 @@ class Scheduler:
         while True:
             server = await self._acquire(attempt.evaluation, avoid=server)
             try:
-                answer = await self._runner.run(_start(attempt, server), self._timeout_s)
+                answer = await self._pool.run(_start(attempt, server), self._timeout_s)
             finally:
                 self._release(server, attempt.evaluation)
             self.requests += answer.requests

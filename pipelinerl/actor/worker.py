@@ -1,26 +1,34 @@
-"""Inside a rollout worker: runs the user's rollouts, many at once on one event loop, and answers the actor.
+"""`python -m pipelinerl.actor.worker ...`: one rollout worker, started by the actor.
 
-Called by `worker_main`; waits for the actor's messages and, inside rollouts, for the servers. A worker
-is a process of its own, so that user code that blocks or dies holds up its own rollouts only.
+It imports the user's rollout function, loads the tokenizer, and then runs rollouts, many at once on one event loop, for
+the actor at the other end of the inherited socket, until the actor closes it. A worker is a process of its own, so that
+user code that blocks or dies affects only the rollouts of its worker. Waits for the actor's messages and, inside
+rollouts, for the servers.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import faulthandler
 import functools
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from pipelinerl.actor.worker_messages import (
+    CRASHED_EXIT_CODE,
+    STACKS_SIGNAL,
     CancelRollout,
     Connection,
     Fatal,
@@ -33,8 +41,17 @@ from pipelinerl.actor.worker_messages import (
     ToWorker,
     sendable,
 )
-from pipelinerl.domains.registry import RolloutFunction
-from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError, UserError, WorkerError
+from pipelinerl.config import RunConfig
+from pipelinerl.config.load import load_config, to_dictconfig
+from pipelinerl.domains.registry import RolloutFunction, load_rollout_function
+from pipelinerl.errors import (
+    EXIT_USER_ERROR,
+    DomainError,
+    EndRunError,
+    RetryableRolloutError,
+    RolloutError,
+    UserError,
+)
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import (
@@ -47,47 +64,53 @@ from pipelinerl.llm.sample_builder import (
     summarize,
     version_range,
 )
+from pipelinerl.llm.tokens import load_tokenizer
+from pipelinerl.llm.trainable import sampling_parameters
 from pipelinerl.records import EvaluationSample
+from pipelinerl.role import LOG_FORMAT, TOKEN_KEY, end_with_launcher
 from pipelinerl.rollouts import RolloutResult
+from pipelinerl.rundir.identity import read_identity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.sandbox.services import open_environments, open_verifier
+from pipelinerl.world import WorldMap
 
 logger = logging.getLogger(__name__)
 
+_MODEL_NAME = "actor"
 _TRACEBACKS_PER_KIND = 3
 
 
 class RolloutWorker:
-    """Runs rollouts for the actor at the other end of `reader` and `writer`.
+    """Runs rollouts for the actor.
 
     Args:
         function: the user's rollout function.
-        cfg: what the function gets as configuration.
-        training_llms: one handle per server, for training rollouts.
-        evaluation_llms: the same servers with the parameters of evaluations.
+        config: of the run; the function gets it as a DictConfig.
+        tokenizer: of the policy.
         incarnation: goes into samples.
-        block_limit_s: if user code holds the event loop for longer, the process says where and ends.
-        make_llms: handles (training, evaluation) of a server that joined in mid run, from its URL.
+        actor: the connection.
+        block_limit_s: if user code holds the event loop for longer, the process writes where and ends.
     """
 
     def __init__(
         self,
         function: RolloutFunction,
-        cfg: Any,
-        training_llms: Sequence[TrainableLLM],
-        evaluation_llms: Sequence[TrainableLLM],
+        config: RunConfig,
+        tokenizer: Any,
         incarnation: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        actor: Connection[ToWorker],
         block_limit_s: float,
-        make_llms: Callable[[str], tuple[TrainableLLM, TrainableLLM]] | None = None,
     ) -> None:
         self._function = function
-        self._cfg = cfg
-        self._llms = {False: list(training_llms), True: list(evaluation_llms)}
-        self._temperature = float(training_llms[0].parameters.get("temperature", 1.0)) if training_llms else None
+        self._config = config
+        self._cfg = to_dictconfig(config)
+        self._tokenizer = tokenizer
+        self._temperature = config.llm.parameters.temperature
         self._incarnation = incarnation
-        self._actor: Connection[ToWorker] = Connection(reader, writer, ToWorker)
+        self._actor = actor
         self._block_limit_s = block_limit_s
-        self._make_llms = make_llms
+        # Handles of the servers, by whether they are for evaluations.
+        self._llms: dict[bool, list[TrainableLLM]] = {False: [], True: []}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seen: Counter[str] = Counter()
 
@@ -95,26 +118,23 @@ class RolloutWorker:
         """Serve until the actor closes the connection, then cancel what still runs.
 
         Raises:
-            BaseException: whatever went wrong in this class (a rollout's own errors are answers, not errors).
+            BaseException: an error of this class. A rollout's own errors are answers.
         """
         async with open_session() as session:
-            self._send(Ready(pid=os.getpid()))
+            self._actor.send(Ready(pid=os.getpid()))
             try:
                 async with asyncio.TaskGroup() as rollouts, _watched_loop(self._block_limit_s):
                     while (message := await self._actor.receive()) is not None:
-                        self._take(message, rollouts, session)
+                        self._handle(message, rollouts, session)
                     for task in self._running.values():
                         task.cancel()
             finally:
                 self._actor.close()
 
-    def _take(self, message: ToWorker, rollouts: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
+    def _handle(self, message: ToWorker, rollouts: asyncio.TaskGroup, session: aiohttp.ClientSession) -> None:
         match message:
             case Servers():
-                self._add_servers(message.urls)
-                for llms in self._llms.values():
-                    for llm, max_model_len in zip(llms, message.max_model_lens, strict=True):
-                        llm.max_model_len = max_model_len
+                self._set_servers(message)
             case StartRollout():
                 task = rollouts.create_task(self._run_rollout(message, session))
                 self._running[message.ticket] = task
@@ -123,22 +143,21 @@ class RolloutWorker:
                 if message.ticket in self._running:
                     self._running[message.ticket].cancel()
                 else:
-                    self._send(RolloutFailed(message.ticket, "cancelled", ""))
+                    self._actor.send(RolloutFailed(message.ticket, "cancelled", ""))
 
-    def _add_servers(self, urls: Sequence[str]) -> None:
-        """Make handles of the servers that are new in `urls`."""
-        for url in urls[len(self._llms[False]) :]:
-            if self._make_llms is None:
-                raise WorkerError(f"a server joined ({url}), and this worker cannot make a handle of it")
-            for llms, llm in zip((self._llms[False], self._llms[True]), self._make_llms(url), strict=True):
-                if llms:
-                    llm.share_renderer(llms[0])
-                llms.append(llm)
+    def _set_servers(self, servers: Servers) -> None:
+        for evaluation, llms in self._llms.items():
+            for url in servers.urls[len(llms) :]:
+                llms.append(make_llm(self._config, url, self._tokenizer, evaluation=evaluation))
+                # One renderer for all: its cache serves every server.
+                llms[-1].share_renderer(llms[0])
+            for llm, max_model_len in zip(llms, servers.max_model_lens, strict=True):
+                llm.max_model_len = max_model_len
 
     def _forget(self, ticket: int, task: asyncio.Task[None]) -> None:
         del self._running[ticket]
         if task.cancelled():
-            self._send(RolloutFailed(ticket, "cancelled", ""))
+            self._actor.send(RolloutFailed(ticket, "cancelled", ""))
 
     async def _run_rollout(self, start: StartRollout, session: aiohttp.ClientSession) -> None:
         llm = self._llms[start.evaluation][start.server].for_rollout(start.seed)
@@ -150,7 +169,7 @@ class RolloutWorker:
             answer = self._failed(start, llm, error)
         if llm.counters.fatal is not None:
             answer = Fatal(user_error=False, message=llm.counters.fatal)
-        self._send(answer)
+        self._actor.send(answer)
 
     def _ended(self, start: StartRollout, llm: TrainableLLM, result: Any) -> RolloutEnded:
         result = check_result(result, self._function)
@@ -215,9 +234,6 @@ class RolloutWorker:
             retries=llm.counters.retries,
         )
 
-    def _send(self, message: FromWorker) -> None:
-        self._actor.send(message)
-
 
 @contextlib.asynccontextmanager
 async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
@@ -237,3 +253,79 @@ async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
     finally:
         watch.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+def make_llm(config: RunConfig, url: str, tokenizer: Any, *, evaluation: bool) -> TrainableLLM:
+    """Return the handle of a server. Evaluations do not train, so they ask for no log-probs, which cost the server."""
+    section = config.test_llm if evaluation else config.llm
+    return TrainableLLM(
+        base_url=url,
+        model_name=_MODEL_NAME,
+        tokenizer=tokenizer,
+        parameters=sampling_parameters(section.parameters),
+        token=os.environ.get(TOKEN_KEY, ""),
+        collect_logprobs=not evaluation,
+        request_timeout_s=config.actor.request_timeout_s,
+        max_retries=config.actor.max_retries,
+        # Without a trainer nobody labels the weights: they are the model's own.
+        unlabelled_version=0 if config.debug.mode == "actor" else None,
+    )
+
+
+async def serve(root: Path, connection: socket.socket, block_limit_s: float) -> None:
+    """Run the worker of the run in folder `root` until the actor closes `connection`.
+
+    Raises:
+        DomainError: the user's rollout function cannot be used; the actor has been told.
+    """
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    actor: Connection[ToWorker] = Connection(reader, writer, ToWorker)
+    files = RunDir(root)
+    try:
+        config = load_config(files.config_file)
+        function = load_rollout_function(config)
+    except DomainError as error:
+        actor.send(Fatal(user_error=True, message=str(error)))
+        await actor.flush()
+        raise
+    tokenizer = load_tokenizer(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
+    incarnation = read_identity(files.identity_file).incarnation
+    worker = RolloutWorker(function, config, tokenizer, incarnation, actor, block_limit_s)
+    world = WorldMap.from_json(files.world_file.read_bytes())
+    urls = {kind: [job.url for job in world.jobs_of(kind) if job.url] for kind in ("verifier", "environment")}
+    token = os.environ.get(TOKEN_KEY, "")
+    async with open_verifier(config.verifier, urls["verifier"], token), open_environments(urls["environment"], token):
+        await worker.run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the actor and return the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--index", required=True, type=int)
+    parser.add_argument("--fd", required=True, type=int, help="inherited socket to the actor")
+    parser.add_argument("--block-limit-s", required=True, type=float, help="longest time user code may hold the loop")
+    arguments = parser.parse_args(argv)
+    name = f"{arguments.job}/worker_{arguments.index}"
+    logging.basicConfig(
+        level=logging.INFO, format=LOG_FORMAT.replace("%(name)s", f"{name} %(name)s"), stream=sys.stderr
+    )
+    end_with_launcher()
+    # `chain`: afterwards the signal has its default effect, which ends the process.
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
+    connection = socket.socket(fileno=arguments.fd)
+    connection.setblocking(False)
+    try:
+        uvloop.run(serve(arguments.run_dir, connection, arguments.block_limit_s))
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    except Exception:  # noqa: BLE001 - the last stop of this process: the whole traceback goes to the log
+        traceback.print_exc()
+        return CRASHED_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,12 +28,11 @@ _MAX_MESSAGE_BYTES = 1 << 31
 class Servers(msgspec.Struct, tag="servers"):
     """To a worker, before the first rollout and whenever a server joined: all servers, in the scheduler's order.
 
-    `max_model_lens` are the longest sequences in tokens (None: unknown). Without `urls` the servers are those of the
-    plan.
+    `max_model_lens` are the longest sequences in tokens (None: unknown).
     """
 
     max_model_lens: list[int | None]
-    urls: list[str] = []
+    urls: list[str]
 
 
 class StartRollout(msgspec.Struct, tag="start"):

@@ -266,7 +266,7 @@ class WorkerPool:
 
 def worker_command(run_dir: str, job: str) -> list[str]:
     """Return the argument vector of a rollout worker of this run."""
-    return [sys.executable, "-m", "pipelinerl.actor.worker_main", "--run-dir", run_dir, "--job", job]
+    return [sys.executable, "-m", "pipelinerl.actor.worker", "--run-dir", run_dir, "--job", job]
 
 
 def _handle(worker: _Worker, message: FromWorker) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.actor.worker_main import make_llms
+from pipelinerl.actor.worker import make_llm
 from pipelinerl.config import RunConfig
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.completions import Completion
@@ -28,7 +28,7 @@ async def completions(config: RunConfig, url: str) -> dict[bool, list[Completion
         pairs = [
             (
                 evaluation,
-                complete(make_llms(config, [url], None, evaluation=evaluation)[0].for_rollout(seed), prompt, session),
+                complete(make_llm(config, url, None, evaluation=evaluation).for_rollout(seed), prompt, session),
             )
             for evaluation in (True, False)
             for seed in SEEDS

@@ -49,7 +49,7 @@ async def test_a_worker_held_by_a_regular_expression_is_replaced(
     pool = make_pool(tmp_path, monkeypatch, BLOCKING)
     async with asyncio.TaskGroup() as tasks:
         await pool.start(tasks)
-        await pool.wait_ready(Servers([None]))
+        await pool.wait_ready(Servers([None], ["http://127.0.0.1:9"]))
         rollouts = [pool.run(start(words), PROCESS_LIMIT_S) for words in ("beside", "spin")]
         beside, held = await asyncio.gather(*rollouts)
         # Whoever ran beside it may be tried again, and then the new worker takes it.
@@ -77,7 +77,7 @@ async def test_a_rollout_has_all_its_time_on_a_worker_that_is_slow_to_start(
     pool = make_pool(tmp_path, monkeypatch, slow + BLOCKING)
     async with asyncio.TaskGroup() as tasks:
         await pool.start(tasks)
-        await pool.wait_ready(Servers([None]))
+        await pool.wait_ready(Servers([None], ["http://127.0.0.1:9"]))
         await pool._replace(pool._workers[0])
         (worker,) = pool._workers
         given_up, kept = (asyncio.create_task(pool.run(start("w4"), 60)) for _ in range(2))
@@ -111,7 +111,7 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Awaitable[No
 async def test_a_replacement_that_never_starts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.2)
     pool = WorkerPool([sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(600)"], 1)
-    pool.set_servers(Servers([]))
+    pool.set_servers(Servers([], []))
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.TaskGroup() as tasks:
             await pool.start(tasks)
@@ -162,6 +162,6 @@ async def test_a_worker_that_cannot_start_is_not_replaced_for_ever(
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.TaskGroup() as tasks:
             await pool.start(tasks)
-            await pool.wait_ready(Servers([]))
+            await pool.wait_ready(Servers([], []))
     (error,) = ended.value.exceptions
     assert isinstance(error, WorkerError) and "ended with exit code 1" in str(error)
