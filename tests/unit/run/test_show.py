@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 def test_a_complete_run(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     print_result(Outcome("completed", None, 0), DONE, run_dir)
     out, err = capsys.readouterr()
-    assert "optimizer steps" in out and "learning curve: " in out and out.endswith("training is complete\n")
+    assert "12" in out and str(run_dir.learning_curve_file) in out
     assert err == ""
 
 
@@ -67,7 +67,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert newest_training_state(run_dir) == max(states, default=None)
     print_result(Outcome("interrupted", "stopped by SIGINT", 130), DONE, run_dir)
     err = capsys.readouterr().err
-    assert err.startswith("the run was interrupted: stopped by SIGINT\n") and words in err
+    assert "stopped by SIGINT" in err and words in err
 
 
 @dataclass

@@ -86,12 +86,12 @@ def test_what_the_user_set_comes_first() -> None:
 
 @pytest.mark.parametrize("tasks", ["16", "3", ""])
 def test_several_tasks_of_a_node_are_refused(tasks: str) -> None:
-    with pytest.raises(ConfigError, match=r"one task for each node.*--ntasks-per-node=1"):
+    with pytest.raises(ConfigError, match=r"--ntasks-per-node=1"):
         cluster({**SECOND_TASK, "SLURM_STEP_NUM_TASKS": tasks})
 
 
 def test_a_step_that_does_not_say_which_node_it_is_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"SLURM_NODEID: got None.*SLURM's variables"):
+    with pytest.raises(ConfigError, match="SLURM_NODEID"):
         cluster({key: value for key, value in SECOND_TASK.items() if key != "SLURM_NODEID"})
 
 
