@@ -18,7 +18,7 @@ Fate = Literal["trained", "filtered", "stale", "failed", "pending"]
 class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_started"):
     """First message of an incarnation: it trains on from `step`, with record `data_offset` of `training_data` next.
 
-    What older incarnations trained behind `step` was rolled back; those batches are trained again as they are.
+    What older incarnations trained after `step` was rolled back; those batches are trained again as they are.
     """
 
     step: int

@@ -117,8 +117,8 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     `plan[rank][micro_batch]` lists indices into `samples`. It was made for `len(plan)` ranks; a trainer with another
     number of ranks plans again with the same function. `step` counts from 1: the step turns version `step - 1` into
-    version `step`. `actor_offset` is the offset in stream `actor` behind which no group is unsettled: a reader that
-    resumes there misses nothing. `epochs_done` is the most that a group of the step says.
+    version `step`. `actor_offset` is where to resume in stream `actor`: every group before it is settled. `epochs_done`
+    is the highest of the step's groups.
     """
 
     id: str

@@ -378,7 +378,7 @@ class FileReader(Generic[T]):
         self._next = first + records
 
     def _check_gap(self) -> None:
-        """A shard that starts behind the next record means that records in between are gone, if they do not show."""
+        """A shard that starts after the next record means that the records in between are gone, if none shows up."""
         later = [first for first in list_shards(self._directory) if first > self._next]
         if later and self._fd >= 0 and not self._fill():
             raise self._error(self._next, f"the record is missing, but the shard of offset {later[0]} exists")

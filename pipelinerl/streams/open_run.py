@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError
-from pipelinerl.records import SCHEMA_VERSION
+from pipelinerl.records import BatchHead
 from pipelinerl.rundir.durable import is_locked
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
@@ -76,13 +74,6 @@ def open_streams(run: StartedRun, environ: Mapping[str, str] | None = None) -> I
         yield StreamHub(streams, run.run_dir, run.identity.run_id, served)
 
 
-class _BatchStep(msgspec.Struct):
-    """The one field of a `TrainingBatch` that is needed here."""
-
-    step: int
-    schema: int = SCHEMA_VERSION
-
-
 def recorded_streams(config: RunConfig) -> StreamHub | None:
     """The streams of another run that `debug.streams_from` names, to read only; None if it names none.
 
@@ -104,7 +95,7 @@ def recorded_streams(config: RunConfig) -> StreamHub | None:
 
 def count_batches(streams: StreamHub) -> int:
     """Number of steps whose batches are in `streams`."""
-    return max((batch.step for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, _BatchStep)), default=0)
+    return max((batch.step for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead)), default=0)
 
 
 def bounded_by_record(config: RunConfig) -> RunConfig:

@@ -196,7 +196,7 @@ class RedisReader(Generic[T]):
                 self._woken.clear()
                 return []
             block_s = max(0.0, min(rest, SLICE_S))
-        if self._is_behind_a_gap() and (entries := self._open_archive(max_records)):
+        if self._is_next_missing() and (entries := self._open_archive(max_records)):
             return entries
         return self._take(max_records)
 
@@ -236,7 +236,7 @@ class RedisReader(Generic[T]):
         except redis.RedisError as error:
             raise self._error(f"the server does not answer: {error}") from error
 
-    def _is_behind_a_gap(self) -> bool:
+    def _is_next_missing(self) -> bool:
         """Whether the next record has left Redis. The log's last entry never leaves, so this always shows."""
         return self._rows[0][0] != b"%d-0" % (self._next + 1)
 
