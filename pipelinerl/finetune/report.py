@@ -33,15 +33,6 @@ if TYPE_CHECKING:
 
 SOURCE = "finetune_0"
 _GIB = 2**30
-_RENAMED = {
-    "rl/loss": "finetune/loss",
-    "rl/ess": "finetune/ess",
-    "rl/ess_clamped": "finetune/ess_after_clamp",
-    "rl/lag_max_versions": "finetune/lag_max_versions",
-    "rl/lag_mean_versions": "finetune/lag_mean_versions",
-    "rl/logprob_abs_diff_mean": "finetune/logprob_abs_diff_mean",
-    "rl/kl_sampler_trainer": "finetune/kl_sampler_trainer",
-}
 
 
 @dataclass(frozen=True)
@@ -136,27 +127,32 @@ class StepTimes:
     step_s: float
 
     def values(self) -> dict[str, float]:
-        """Under their published names; `idle_s` is the part of the step that trained nothing."""
+        """As metrics."""
         return {
-            "finetune/wait_data_s": self.wait_data_s,
+            "finetune/wait_data_s": self.wait_data_s,  #: of these, waiting for the batch
+            #: of these, switching between generation and training: rollouts that finish, devices that change hands
             "finetune/switch_s": self.switch_s,
-            "finetune/train_s": self.train_s,
+            "finetune/train_s": self.train_s,  #: of these, forward, backward and optimizer
+            #: of these, sending the weights to the servers (and waking them)
             "finetune/weight_update_s": self.weight_update_s,
-            "finetune/step_s": self.step_s,
-            "finetune/idle_s": max(self.step_s - self.train_s, 0.0),
+            "finetune/step_s": self.step_s,  #: seconds of the whole step
+            "finetune/idle_s": max(self.step_s - self.train_s, 0.0),  #: `step_s` minus `train_s`
         }
 
 
 def step_metrics(
     batch: TrainingBatch, rl: Mapping[str, float], grad_norm: float, learning_rate: float, times: StepTimes
 ) -> dict[str, float]:
-    """All metrics of a step under their published names. `rl` holds those of loss and diagnostics, over all ranks."""
-    values = {"finetune/grad_norm": grad_norm, "finetune/learning_rate": learning_rate}
+    """All metrics of a step. `rl` holds those of loss and diagnostics, over all ranks."""
+    values = {
+        "finetune/grad_norm": grad_norm,  #: gradient norm over all ranks, before clipping
+        "finetune/learning_rate": learning_rate,  #: learning rate of this step
+    }
     values.update(batch_metrics(batch))
     values.update(times.values())
+    #: samples of the step over its whole time, waiting included
     values["finetune/samples_per_s"] = len(batch.samples) / max(times.step_s, 1e-9)
-    for name, value in rl.items():
-        values[_RENAMED.get(name, name)] = value
+    values.update(rl)
     return values
 
 
@@ -167,20 +163,25 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
     tokens = sum(span.end - span.start for span in spans)
     weighted = sum((batch.step - 1 - span.version) * (span.end - span.start) for span in spans)
     return {
-        "finetune/samples": len(samples),
-        "finetune/tokens": sum(len(sample.input_ids) for sample in samples),
-        "finetune/output_tokens": sum(sample.output_tokens for sample in samples),
-        "finetune/trained_tokens": tokens,
+        "finetune/samples": len(samples),  #: samples of the step
+        "finetune/tokens": sum(len(sample.input_ids) for sample in samples),  #: tokens of the step, prompts included
+        "finetune/output_tokens": sum(sample.output_tokens for sample in samples),  #: tokens sampled by the servers
+        "finetune/trained_tokens": tokens,  #: tokens with a log-prob and a gradient
+        #: mean reward of the trained samples
         "finetune/reward_mean": sum(sample.reward for sample in samples) / max(len(samples), 1),
+        #: mean over trained tokens of the version in training minus the one that sampled the token
         "finetune/lag_mean_versions": weighted / max(tokens, 1),
+        #: largest such lag of the step
         "finetune/lag_max_versions": max((batch.step - 1 - span.version for span in spans), default=0),
+        #: passes over the problems whose rollouts have all ended; `finetune.max_epochs` ends the run
         "finetune/epochs_done": batch.epochs_done,
+        #: samples whose tokens come from more than one version
         "finetune/multi_version_samples": sum(len(sample.version_spans) > 1 for sample in samples),
     }
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """`finetune/gpu_memory_peak_gib` since the last call: memory that PyTorch held for tensors, and reserved for them.
+    """Peak memory since the last call: held for tensors, and reserved by PyTorch.
 
     Empty on a CPU.
     """
@@ -189,6 +190,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {
+        #: peak memory of tensors on the GPU of rank 0 during the step, GiB
         "finetune/gpu_memory_peak_gib": allocated / _GIB,
+        #: the same including memory that PyTorch holds in reserve, GiB
         "finetune/gpu_memory_reserved_peak_gib": reserved / _GIB,
     }

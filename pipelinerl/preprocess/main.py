@@ -236,6 +236,7 @@ class Outputs:
         self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
         self._passes = streams.writer(PASSES_TOPIC, job_name, PassesOver)
         self._counts: Counter[str] = Counter()
+        self._reasons: Counter[tuple[str, str]] = Counter()
 
     def write_fates(self, rejections: Iterable[Rejection], version: int) -> None:
         """Write one record for each (group, fate, reason), before the samples are dropped."""
@@ -258,7 +259,7 @@ class Outputs:
                 )
             )
             self._counts[fate] += len(bundle)
-            self._counts[f"{fate}/{reason}"] += len(bundle)
+            self._reasons[fate, reason] += len(bundle)
         if bundles:
             self._fates.flush()
 
@@ -308,13 +309,15 @@ class Outputs:
     def write_metrics(self, step: int, queue_batches: float, statistics: dict[str, float]) -> None:
         """Write the metrics of one step; counters are totals since this process started."""
         values = {
-            "preprocessor/queue_batches": queue_batches,
-            "preprocessor/filtered_samples": float(self._counts["filtered"]),
-            "preprocessor/stale_samples": float(self._counts["stale"]),
+            "preprocessor/queue_batches": queue_batches,  #: waiting samples, in optimizer steps
+            "preprocessor/filtered_samples": float(self._counts["filtered"]),  #: samples left out by a filter
+            "preprocessor/stale_samples": float(self._counts["stale"]),  #: samples left out because they are too old
+            #: samples left out because their data are invalid
             "preprocessor/failed_samples": float(self._counts["failed"]),
             **statistics,
         }
-        values |= {f"preprocessor/{name}": float(n) for name, n in self._counts.items() if "/" in name}
+        for (fate, reason), count in self._reasons.items():
+            values[f"preprocessor/{fate}/{reason}"] = float(count)  #: the same by reason
         self._metrics.write(MetricRecord(source=self._job_name, step=step, time=time.time(), values=values))
 
     def stop_waiting(self) -> None:

@@ -17,7 +17,9 @@ import torch
 
 from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
 
-ON_POLICY_TOKENS = "rl/on_policy_tokens"
+ON_POLICY_TOKENS = "rl/on_policy_tokens"  #: number of tokens in samples that the weights in training sampled as a whole
+#: mean abs(log pi - log mu) over these tokens: the numerical gap alone. Absent without such tokens; above 0.5 the run
+#: ends, unless `llm.parameters.min_tokens` is set
 ON_POLICY_DIFF = "rl/logprob_abs_diff_on_policy"
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
@@ -91,7 +93,7 @@ class StepDiagnostics:
         return StepDiagnostics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def values(self) -> dict[str, float]:
-        """Metrics of the step (names in docs/metrics.md). Empty if nothing was trained."""
+        """Metrics of the step. Empty if nothing was trained."""
         sums = self.sums.tolist()
         s = dict(zip(_SCALARS, sums, strict=False))
         count = s["tokens"]
@@ -99,26 +101,38 @@ class StepDiagnostics:
             return {}
         ratios, lags = sums[len(_SCALARS) : -(MAX_LAG_BIN + 1)], sums[-(MAX_LAG_BIN + 1) :]
         values = {
-            "rl/ess": s["w"] ** 2 / (count * s["w2"]) if s["w2"] else 0.0,
-            "rl/ess_clamped": s["clamped"] ** 2 / (count * s["clamped2"]) if s["clamped2"] else 0.0,
+            #: effective sample size (sum w)² / (N sum w²) of token weights w = pi / mu, before clamping; 1 if on-policy
+            "finetune/ess": s["w"] ** 2 / (count * s["w2"]) if s["w2"] else 0.0,
+            #: the same after clamping at `finetune.rl.clamp`: what the gradient sees
+            "finetune/ess_after_clamp": s["clamped"] ** 2 / (count * s["clamped2"]) if s["clamped2"] else 0.0,
+            #: mean importance weight pi / mu per token; far from 1 is a fault or a collapse
             "rl/ratio_mean": s["w"] / count,
-            "rl/ratio_max": float(self.maxima[1]),
+            "rl/ratio_max": float(self.maxima[1]),  #: largest importance weight of a token
+            #: share of tokens with a weight above `finetune.rl.clamp`
             "rl/ratio_over_clamp_fraction": s["over"] / count,
-            "rl/kl_sampler_trainer": s["kl"] / count,
-            "rl/logprob_abs_diff_mean": s["abs_diff"] / count,
-            "rl/logprob_abs_diff_max": float(self.maxima[0]),
-            "rl/logprob_abs_diff_p99": _abs_quantile(ratios, 0.99),
+            #: k3 estimate of KL(sampler, trainer) per token; 2e-4 to 1e-3 for dense models in bf16
+            "finetune/kl_sampler_trainer": s["kl"] / count,
+            #: mean abs(log pi - log mu) over trained tokens: lag and numerical gap together
+            "finetune/logprob_abs_diff_mean": s["abs_diff"] / count,
+            "rl/logprob_abs_diff_max": float(self.maxima[0]),  #: largest abs(log pi - log mu)
+            "rl/logprob_abs_diff_p99": _abs_quantile(ratios, 0.99),  #: 99 % quantile of abs(log pi - log mu)
+            #: entropy in nats, estimated from the sampled tokens: sum(-w log pi) / sum(w)
             "rl/entropy_estimate": s["surprise"] / s["w"] if s["w"] else 0.0,
-            "rl/lag_mean_versions": s["lag"] / count,
-            "rl/lag_max_versions": float(self.maxima[2]),
+            "finetune/lag_mean_versions": s["lag"] / count,
+            "finetune/lag_max_versions": float(self.maxima[2]),
+            #: 1 % quantile of log(pi / mu), from a histogram with bins of 0.005
+            "rl/log_ratio_p01": _quantile(ratios, 0.01),
+            "rl/log_ratio_p50": _quantile(ratios, 0.5),  #: median of the same
+            "rl/log_ratio_p99": _quantile(ratios, 0.99),  #: 99 % quantile of the same
+            "rl/lag_share_0": lags[0] / count,  #: share of tokens sampled by the version in training
+            "rl/lag_share_1": lags[1] / count,  #: share of tokens one version old
+            "rl/lag_share_2_3": sum(lags[2:4]) / count,  #: share of tokens two or three versions old
+            "rl/lag_share_4_7": sum(lags[4:8]) / count,  #: share of tokens four to seven versions old
+            "rl/lag_share_8_plus": sum(lags[8:]) / count,  #: share of tokens at least eight versions old
         }
         if s["on_policy"]:
             values[ON_POLICY_TOKENS] = s["on_policy"]
             values[ON_POLICY_DIFF] = s["on_policy_diff"] / s["on_policy"]
-        for q in (0.01, 0.5, 0.99):
-            values[f"rl/log_ratio_p{round(q * 100):02d}"] = _quantile(ratios, q)
-        for name, low, high in (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_plus", 8, MAX_LAG_BIN)):
-            values[f"rl/lag_share_{name}"] = sum(lags[low : high + 1]) / count
         return values
 
 

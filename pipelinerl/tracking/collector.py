@@ -229,31 +229,40 @@ class Collector:
         self._tell(notice)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
-        averages = {"success_rate": result.success_rate, "mean_reward": result.mean_reward}
+        dataset = result.dataset_name
         values = {
-            **{name: value for name, value in averages.items() if value is not None},
-            "num_rollouts": float(result.num_rollouts),
-            "num_failed": float(result.num_failed),
-            "seconds": result.seconds,
-            **result.metrics,
+            #: share of successful rollouts; failed ones are left out
+            f"evaluation/{dataset}/success_rate": result.success_rate,
+            f"evaluation/{dataset}/mean_reward": result.mean_reward,  #: mean reward of the same rollouts
+            f"evaluation/{dataset}/num_rollouts": float(result.num_rollouts),  #: rollouts of the evaluation
+            f"evaluation/{dataset}/num_failed": float(result.num_failed),  #: rollouts that failed
+            f"evaluation/{dataset}/seconds": result.seconds,  #: duration of the evaluation
         }
+        for metric, value in result.metrics.items():
+            values[f"evaluation/{dataset}/{metric}"] = value  #: mean of a field of the domain's own metrics
         with self._lock:
             self._state.fold_evaluation(result)
             if result.time >= self._since:
                 self._show(lambda: self._display.evaluated(self._state, result))
-        self._log(_row("evaluation", result.due_version, result.time, f"evaluation/{result.dataset_name}", values))
+        self._log(_row("evaluation", result.due_version, result.time, values))
 
     def _on_trainer(self, message: TrainerMessage) -> None:
         with self._lock:
             self._state.fold_trainer(message)
         if isinstance(message, WeightUpdateSuccess):
-            values = {f"{phase}_s": seconds for phase, seconds in message.seconds.items()}
-            values["num_servers"] = float(message.num_servers)
-            if message.sent_bytes is not None:
-                values["sent_bytes"] = float(message.sent_bytes)
-            if message.probe_abs_diff is not None:
-                values["logprob_abs_diff_mean"] = message.probe_abs_diff
-            self._log(_row("weight_update", message.version, message.time, "weight_update", values))
+            values: dict[str, float | None] = {
+                #: longest pause of one server, from the request to the end of resume; running steps finish in it
+                "weight_update/paused_s": message.seconds.get("paused"),
+                "weight_update/num_servers": float(message.num_servers),  #: servers that received the update
+                #: bytes sent to each server: the whole model, or the adapter with `finetune.lora.sync=adapter`
+                "weight_update/sent_bytes": message.sent_bytes,
+                #: mean abs(log pi - log mu) of the probe (first and last update, `supervise.probe_every_n_updates`)
+                "weight_update/logprob_abs_diff_mean": message.probe_abs_diff,
+            }
+            for phase, seconds in message.seconds.items():
+                #: seconds of pause, start, transfer, load and resume on the slowest server, and of all (total)
+                values[f"weight_update/{phase}_s"] = seconds
+            self._log(_row("weight_update", message.version, message.time, values))
 
     def _log(self, record: MetricRecord) -> None:
         # Not under the state's lock: a sink may write to the terminal, and whoever redraws that waits for the state.
@@ -304,7 +313,6 @@ def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -
     return Feed(reader, lambda entry: take(entry.record), name)
 
 
-def _row(source: str, step: int, time_s: float, prefix: str, values: Mapping[str, float]) -> MetricRecord:
-    return MetricRecord(
-        source=source, step=step, time=time_s, values={f"{prefix}/{name}": value for name, value in values.items()}
-    )
+def _row(source: str, step: int, time_s: float, values: Mapping[str, float | None]) -> MetricRecord:
+    known = {name: float(value) for name, value in values.items() if value is not None}
+    return MetricRecord(source=source, step=step, time=time_s, values=known)

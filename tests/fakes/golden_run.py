@@ -94,7 +94,7 @@ class GoldenTrainer:
         result = self._steps.run(batch)
         return {
             "step": batch.step,
-            "finetune/loss": result.metrics["rl/loss"],
+            "finetune/loss": result.metrics["finetune/loss"],
             "finetune/grad_norm": result.grad_norm,
         }
 

@@ -98,14 +98,14 @@ def test_t3_the_log_ratio_of_an_unchanged_policy_is_0(tiny_server: VLLMProcess, 
     samples = sampled(tiny_server)
     _, diagnostics = runner.accumulate(batch_of(samples, step=1))
     values = diagnostics.values()
-    assert values["rl/logprob_abs_diff_mean"] < 1e-4
+    assert values["finetune/logprob_abs_diff_mean"] < 1e-4
     assert values["rl/logprob_abs_diff_max"] < 1e-3
-    assert values["rl/ess"] > 1 - 1e-6
+    assert values["finetune/ess"] > 1 - 1e-6
     assert values["rl/lag_share_0"] == 1.0
     # The wrong temperature would show: the test can fail.
     wrong, _ = parts(policy_of(seed=21), publisher)
     wrong._backend.policy.temperature = 1.0
-    assert wrong.accumulate(batch_of(samples, step=1))[1].values()["rl/logprob_abs_diff_mean"] > 0.1
+    assert wrong.accumulate(batch_of(samples, step=1))[1].values()["finetune/logprob_abs_diff_mean"] > 0.1
 
 
 @pytest.mark.parametrize("kind", ["all weights", "lora", "value head"])
@@ -124,10 +124,10 @@ def test_w1_servers_have_the_policy_after_every_step(
         result = runner.run(batch_of(samples, step))
         assert result.grad_norm > 0
         # All tokens come from the version in training: any difference would be one of weights.
-        assert result.metrics["rl/lag_max_versions"] == 0
-        assert result.metrics["rl/logprob_abs_diff_mean"] < 1e-4
+        assert result.metrics["finetune/lag_max_versions"] == 0
+        assert result.metrics["finetune/logprob_abs_diff_mean"] < 1e-4
         moved = runner.accumulate(batch_of(samples, step + 1))[1].values()
         policy.zero_grad()
-        assert moved["rl/logprob_abs_diff_mean"] > 1e-3
+        assert moved["finetune/logprob_abs_diff_mean"] > 1e-3
         probe = feed.send(step, [sample.input_ids for sample in samples]).probe_abs_diff
         assert probe is not None and probe < 1e-4

@@ -65,7 +65,7 @@ def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficient
         metrics |= found
         if term is not None:
             loss = loss + term
-    metrics["rl/loss"] = loss.detach()
+    metrics["finetune/loss"] = loss.detach()  #: the whole loss of the step: policy, KL, entropy and value terms
     return loss, metrics
 
 
@@ -77,7 +77,9 @@ def _policy_term(inputs: LossInputs, config: RLConfig) -> tuple[torch.Tensor, Me
     policy = policy_loss_function(config.policy_loss)(corrected, config.loss)
     per_token = policy.per_token if factor is None else policy.per_token * factor
     loss = weighted_sum(inputs, per_token)
-    return loss, {**metrics, **policy.metrics, "rl/policy_loss": loss.detach()}
+    metrics = {**metrics, **policy.metrics}
+    metrics["rl/policy_loss"] = loss.detach()  #: the policy term alone
+    return loss, metrics
 
 
 def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
@@ -89,6 +91,7 @@ def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
             )
         return None, {}
     kl = token_kl(inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator, config.clamp_log_ratio_ref_new_value)
+    #: KL to the reference model per token, by `kl_estimator` (only with a reference)
     return coefficient * weighted_sum(inputs, kl) if coefficient else None, {"rl/kl_reference": inputs.token_mean(kl)}
 
 

@@ -27,7 +27,9 @@ def decoupled_ppo(inputs: LossInputs, config: DecoupledPpoLoss) -> LossOutputs:
     behavior = torch.where(inputs.mask, proximal - inputs.old_logprobs, 0.0).clamp(-20.0, 20.0).exp()
     weight = behavior.clamp(max=config.clamp)
     metrics = clip_metrics(inputs, ratio, config)
+    #: decoupled PPO: mean weight prox / mu, at most the bound of the loss
     metrics["rl/behavior_weight_mean"] = inputs.token_mean(weight)
+    #: decoupled PPO: share of tokens with such a weight above the bound
     metrics["rl/behavior_clip_fraction"] = inputs.token_mean((behavior > config.clamp).float())
     return LossOutputs(weight * clipped_surrogate(ratio, inputs.advantages, config), metrics)
 

@@ -46,7 +46,8 @@ def correct(inputs: LossInputs, config: Correction) -> tuple[LossInputs, torch.T
     factor = _factor(rho, config)
     changed = (rho > config.importance_high) if config.importance_correction == "truncate" else (factor == 0)
     metrics = {
-        "rl/importance_weight_mean": inputs.token_mean(factor),
+        "rl/importance_weight_mean": inputs.token_mean(factor),  #: mean factor of the importance correction
+        #: share of tokens cut by the importance correction
         "rl/importance_cut_fraction": inputs.token_mean(changed.float()),
     }
     if not isinstance(config, GeometricMaskCorrection):

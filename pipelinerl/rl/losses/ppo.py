@@ -34,6 +34,7 @@ def clip_metrics(inputs: LossInputs, ratio: torch.Tensor, config: PpoLoss) -> Me
     low = (ratio < 1 - config.epsilon_low) & (inputs.advantages < 0)
     high = (ratio > 1 + config.epsilon_high) & (inputs.advantages > 0)
     return {
+        #: share of tokens at the lower bound of the loss (PPO, GSPO: those without gradient)
         "rl/clip_fraction_low": inputs.token_mean(low.float()),
-        "rl/clip_fraction_high": inputs.token_mean(high.float()),
+        "rl/clip_fraction_high": inputs.token_mean(high.float()),  #: share of tokens at the upper bound
     }

@@ -114,7 +114,7 @@ def main(name, folder, device):
         json.dumps(
             {
                 "grad_norms": norms,
-                "loss": reduce_metrics(metrics, ranks)["rl/loss"],
+                "loss": reduce_metrics(metrics, ranks)["finetune/loss"],
                 "probe": deliveries[0].probe_abs_diff,
                 "micro_batches": [len(m.indices) for m in runner.micro_batches(batch(1))],
                 "restored_step": state.step,

@@ -55,4 +55,4 @@ def test_forward_loss_backward_and_diagnostics(kit, policy_loss, rl):
             compute_loss(inputs, config.rl, coefficients)[0].backward()
             diagnostics.add(inputs)
         total = diagnostics.total()
-    assert total.values()["rl/lag_max_versions"] >= 0
+    assert total.values()["finetune/lag_max_versions"] >= 0

@@ -24,8 +24,8 @@ def inputs_for(log_ratios, spans=None, trainer_version=3):
 def test_ess_before_and_after_clamping():
     # w = 1, 1, 1, 9: before (12^2) / (4 * 84) = 0.4286, clamped at 5: (8^2) / (4 * 28) = 0.5714.
     values = StepDiagnostics.of(inputs_for([0, 0, 0, math.log(9)]), clamp=5.0).values()
-    assert values["rl/ess"] == pytest.approx(144 / 336, rel=1e-5)
-    assert values["rl/ess_clamped"] == pytest.approx(64 / 112, rel=1e-5)
+    assert values["finetune/ess"] == pytest.approx(144 / 336, rel=1e-5)
+    assert values["finetune/ess_after_clamp"] == pytest.approx(64 / 112, rel=1e-5)
     assert values["rl/ratio_over_clamp_fraction"] == 0.25
     assert values["rl/ratio_mean"] == pytest.approx(3.0, rel=1e-5)
     assert values["rl/ratio_max"] == pytest.approx(9.0, rel=1e-5)
@@ -33,11 +33,11 @@ def test_ess_before_and_after_clamping():
 
 def test_differences_and_kl():
     values = StepDiagnostics.of(inputs_for([0.5, -0.5]), clamp=5.0).values()
-    assert values["rl/logprob_abs_diff_mean"] == pytest.approx(0.5)
+    assert values["finetune/logprob_abs_diff_mean"] == pytest.approx(0.5)
     assert values["rl/logprob_abs_diff_max"] == pytest.approx(0.5)
     assert values["rl/logprob_abs_diff_p99"] == pytest.approx(0.5, abs=0.0051)
     k3 = (math.exp(0.5) - 0.5 - 1 + math.exp(-0.5) + 0.5 - 1) / 2
-    assert values["rl/kl_sampler_trainer"] == pytest.approx(k3, rel=1e-5)
+    assert values["finetune/kl_sampler_trainer"] == pytest.approx(k3, rel=1e-5)
 
 
 def test_entropy_from_the_sampled_tokens():
@@ -68,8 +68,8 @@ def test_quantiles_within_one_bin():
 def test_lag_by_token_across_an_update():
     # Tokens 0-1 from version 1, token 2 from version 3; the trainer is at 3: lags 2, 2, 0.
     values = StepDiagnostics.of(inputs_for([0, 0, 0], spans=[(1, 0, 2), (3, 2, 3)]), clamp=5.0).values()
-    assert values["rl/lag_mean_versions"] == pytest.approx(4 / 3)
-    assert values["rl/lag_max_versions"] == 2
+    assert values["finetune/lag_mean_versions"] == pytest.approx(4 / 3)
+    assert values["finetune/lag_max_versions"] == 2
     assert values["rl/lag_share_0"] == pytest.approx(1 / 3)
     assert values["rl/lag_share_2_3"] == pytest.approx(2 / 3)
 
@@ -125,6 +125,6 @@ def test_what_is_not_finite_elsewhere_stays_out_of_the_numerical_gap():
         tokens.add(inputs)
     values = tokens.total().values()
     assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.25)
-    assert math.isnan(values["rl/logprob_abs_diff_mean"])
+    assert math.isnan(values["finetune/logprob_abs_diff_mean"])
     broken = StepDiagnostics.of(inputs_for([math.nan], spans=[(3, 0, 1)]), clamp=5.0).values()
     assert math.isnan(broken["rl/logprob_abs_diff_on_policy"])

@@ -13,7 +13,6 @@ from rl_samples import collated, make_sample
 import pipelinerl
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.keys import values_of
-from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.rl.advantages import ADVANTAGES
 from pipelinerl.rl.aggregation import AGGREGATIONS
 from pipelinerl.rl.coefficients import Coefficients
@@ -33,7 +32,7 @@ def test_every_metric_of_loss_and_diagnostics_is_explained():
         rl = RLConfig(policy_loss=name, advantage_estimator="gae", importance_correction="mask")
         names |= set(compute_loss(inputs, rl, Coefficients(0.1, 0.1))[1])
     text = (DOCS / "metrics.md").read_text()
-    assert not [name for name in names if f"`{_RENAMED.get(name, name)}`" not in text]
+    assert not [name for name in names if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))

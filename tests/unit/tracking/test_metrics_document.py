@@ -14,7 +14,6 @@ from fakes.metrics_page import explained_names, pattern_of, unexplained
 import pipelinerl
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.resources import FileStreams
-from pipelinerl.finetune.report import _RENAMED
 from pipelinerl.preprocess.main import Outputs
 from pipelinerl.preprocess.scoring import Rejection
 from pipelinerl.records import EvaluationResult, MetricRecord, Sample, WeightUpdateSuccess
@@ -46,7 +45,7 @@ def names_in_source() -> Iterator[str]:
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
                     text = node.value
                 if NAME.fullmatch(text):
-                    yield _RENAMED.get(text, text)
+                    yield text
 
 
 def diagnostics() -> set[str]:
@@ -63,7 +62,7 @@ def diagnostics() -> set[str]:
         num_segments=1,
         step_tokens=1,
     )
-    return {_RENAMED.get(name, name) for name in StepDiagnostics.of(inputs, 5.0).values()}
+    return set(StepDiagnostics.of(inputs, 5.0).values())
 
 
 def preprocessor_counters(folder: Path) -> set[str]:
