@@ -93,8 +93,10 @@ class StepRunner:
         norm = self._backend.step(factor)
         values = {**reduce_metrics(metrics, self._ranks), **reduce_diagnostics(diagnostics, self._ranks)}
         without_signal = sum(not has_signal(sample.advantage or 0.0, self._config.rl) for sample in batch.samples)
+        #: share of samples with advantage 0 within their group; several steps of 1 in a row print a note
         values["finetune/zero_advantage_fraction"] = without_signal / max(len(batch.samples), 1)
         if control is not None:
+            #: coefficient of the entropy bonus in this step (only with `finetune.rl.target_entropy`)
             values["rl/entropy_bonus"] = control.bonus(self._config.rl)
             control = control.after(self._config.rl, values)
         learning_rate = factor * self._config.learning_rate

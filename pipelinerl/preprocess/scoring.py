@@ -85,8 +85,8 @@ class GroupScorer:
         if not count:
             return {}
         means = {
-            "preprocessor/reward_mean": sum(self._rewards) / count,
-            "preprocessor/success_rate": self._successes / count,
+            "preprocessor/reward_mean": sum(self._rewards) / count,  #: mean reward of all rollouts since the last batch
+            "preprocessor/success_rate": self._successes / count,  #: share of successful ones
         }
         self._rewards, self._successes = [], 0
         return means

@@ -103,12 +103,12 @@ class StepDiagnostics:
         values = {
             #: effective sample size (sum w)² / (N sum w²) of token weights w = pi / mu, before clamping; 1 if on-policy
             "finetune/ess": s["w"] ** 2 / (count * s["w2"]) if s["w2"] else 0.0,
-            #: the same after clamping at `finetune.rl.clamp`: what the gradient sees
+            #: the same after clamping at the bound of the loss: what the gradient sees
             "finetune/ess_after_clamp": s["clamped"] ** 2 / (count * s["clamped2"]) if s["clamped2"] else 0.0,
             #: mean importance weight pi / mu per token; far from 1 is a fault or a collapse
             "rl/ratio_mean": s["w"] / count,
             "rl/ratio_max": float(self.maxima[1]),  #: largest importance weight of a token
-            #: share of tokens with a weight above `finetune.rl.clamp`
+            #: share of tokens with a weight above the bound of the loss
             "rl/ratio_over_clamp_fraction": s["over"] / count,
             #: k3 estimate of KL(sampler, trainer) per token; 2e-4 to 1e-3 for dense models in bf16
             "finetune/kl_sampler_trainer": s["kl"] / count,

@@ -91,8 +91,8 @@ def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
             )
         return None, {}
     kl = token_kl(inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator, config.clamp_log_ratio_ref_new_value)
-    #: KL to the reference model per token, by `kl_estimator` (only with a reference)
-    return coefficient * weighted_sum(inputs, kl) if coefficient else None, {"rl/kl_reference": inputs.token_mean(kl)}
+    metrics = {"rl/kl_reference": inputs.token_mean(kl)}  #: KL to the reference model per token (with a reference)
+    return coefficient * weighted_sum(inputs, kl) if coefficient else None, metrics
 
 
 def _entropy_term(inputs: LossInputs, coefficient: float) -> _Term:
@@ -108,7 +108,10 @@ def _value_term(inputs: LossInputs, returns: torch.Tensor | None, estimator: Sec
     if returns is None or inputs.values is None or not isinstance(estimator, GaeAdvantage):
         return None, {}
     per_token = value_loss(inputs.values, returns)
-    metrics = {"rl/value_loss": inputs.token_mean(per_token), "rl/value_mean": inputs.token_mean(inputs.values)}
+    metrics = {
+        "rl/value_loss": inputs.token_mean(per_token),  #: value head: half the squared error per token
+        "rl/value_mean": inputs.token_mean(inputs.values),  #: value head: mean value
+    }
     return estimator.value_loss_coef * weighted_sum(inputs, per_token), metrics
 
 

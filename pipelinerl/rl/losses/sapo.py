@@ -21,4 +21,5 @@ def sapo(inputs: LossInputs, config: SapoLoss) -> LossOutputs:
     gate = torch.sigmoid(tau * (ratio - 1))
     # What is left of the gradient of the ratio: f'(r), 1 on-policy.
     slope = (4 * gate * (1 - gate)).detach()
-    return LossOutputs(-4 / tau * gate * inputs.advantages, {"rl/soft_gate_mean": inputs.token_mean(slope)})
+    metrics = {"rl/soft_gate_mean": inputs.token_mean(slope)}  #: SAPO: mean share of the gradient that passes the gate
+    return LossOutputs(-4 / tau * gate * inputs.advantages, metrics)
