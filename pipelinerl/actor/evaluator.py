@@ -34,7 +34,7 @@ from pipelinerl.streams.hub import LoopWriter
 logger = logging.getLogger(__name__)
 
 ALL_DATASETS = "all"
-#: The metric that counts rollouts that could not be recorded.
+#: evaluation rollouts so far that could not be recorded (`actor.recorded_test_samples`)
 UNRECORDED = "actor/unrecorded_test_samples"
 MAX_CHARS = 4000
 _RECORDED_KEY = "actor.recorded_test_samples"

@@ -313,12 +313,14 @@ class Actor:
             **self.groups.averages.take(),
             **self.groups.throughput.rates(),
             **self.scheduler.report(),
-            "actor/in_flight_samples": float(self.budget.running_samples),
-            "actor/admitted_samples": float(self.budget.charged_samples),
-            "actor/running_groups": float(self.groups.running_groups),
+            "actor/in_flight_samples": float(self.budget.running_samples),  #: of these, in groups being generated
+            "actor/admitted_samples": float(self.budget.charged_samples),  #: admitted samples without a fate yet
+            "actor/running_groups": float(self.groups.running_groups),  #: groups being generated
+            #: worker processes replaced so far because user code blocked them
             "actor/replaced_workers": float(self.pool.replaced_workers),
             UNRECORDED: float(self.evaluator.recorder.unrecorded),
-            "actor/failed_rollouts": float(failed.total()),
+            "actor/failed_rollouts": float(failed.total()),  #: failed rollouts so far
+            #: the same by reason
             **{f"actor/failed_{reason}": float(count) for reason, count in failed.items()},
         }
         await self.publisher.publish_metrics(values, self.progress.current_version)

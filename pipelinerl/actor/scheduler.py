@@ -66,8 +66,9 @@ class Server:
         self.change_running(0)
         seconds = self.counted_at - self.reported_at
         values = {
-            f"actor/server_busy_{self.index}": float(self.running),
-            f"actor/server_idle_s_{self.index}": self.idle_s,
+            f"actor/server_busy_{self.index}": float(self.running),  #: rollouts running on the server now
+            f"actor/server_idle_s_{self.index}": self.idle_s,  #: seconds without any rollout since the last record
+            #: running rollouts on average since the last record
             f"actor/server_load_{self.index}": self.rollout_s / seconds if seconds > 0 else 0.0,
         }
         self.reported_at, self.idle_s, self.rollout_s = self.counted_at, 0.0, 0.0
@@ -195,7 +196,7 @@ class Scheduler:
 
     def report(self) -> dict[str, float]:
         """Return the metrics of all servers since the last report."""
-        values = {"actor/retries": float(self.retries)}
+        values = {"actor/retries": float(self.retries)}  #: rollouts restarted so far
         for server in self.servers:
             values |= server.report()
         return values

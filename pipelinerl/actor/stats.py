@@ -35,8 +35,11 @@ class Throughput:
         """Return tokens, rollouts and requests per second; the window ends now, so rates fall when nothing ends."""
         seconds = max(monotonic() - self._start, 1e-9)
         return {
+            #: their sampled tokens, same window
             "actor/output_tokens_per_s": sum(tokens for _, tokens, _ in self._entries) / seconds,
+            #: finished rollouts, over a sliding window (`actor.throughput_window_size`)
             "actor/rollouts_per_s": len(self._entries) / seconds,
+            #: their requests to servers, same window
             "actor/requests_per_s": sum(requests for *_, requests in self._entries) / seconds,
         }
 
@@ -51,13 +54,16 @@ class RolloutAverages:
         """Add one rollout. Values that are not finite are skipped."""
         own = {"reward": summary.reward, "success": float(summary.success), **summary.metrics}
         values = {
-            "actor/reward_mean": summary.reward,
-            "actor/success_rate": float(summary.success),
-            "actor/latency_s": summary.latency_s,
-            "actor/samples_per_rollout": summary.num_samples,
-            "actor/output_tokens_per_rollout": summary.output_tokens,
+            "actor/reward_mean": summary.reward,  #: mean reward
+            "actor/success_rate": float(summary.success),  #: share of successful rollouts
+            "actor/latency_s": summary.latency_s,  #: mean duration of a rollout, s
+            "actor/samples_per_rollout": summary.num_samples,  #: mean number of samples per rollout
+            "actor/output_tokens_per_rollout": summary.output_tokens,  #: mean number of sampled tokens per rollout
         }
-        for name, value in [*values.items(), *((f"actor/{dataset_name}/{name}", value) for name, value in own.items())]:
+        for metric, value in own.items():
+            #: mean of `reward`, `success` and every field of the domain's own metrics, by data set
+            values[f"actor/{dataset_name}/{metric}"] = value
+        for name, value in values.items():
             if math.isfinite(value):
                 entry = self._sums.setdefault(name, [0.0, 0])
                 entry[0] += value

@@ -22,7 +22,7 @@ from pipelinerl.config.algorithm import RLConfig
 
 #: entropy of the policy per trained token over the whole vocabulary, nats (only with an entropy bonus or target)
 ENTROPY = "rl/entropy"
-#: A diagnostic that is missing where no token was trained; sums over none are 0 in what the loss reports.
+# A diagnostic that is missing where no token was trained; sums over none are 0 in what the loss reports.
 _TRAINED = "rl/entropy_estimate"
 
 
