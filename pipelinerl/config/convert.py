@@ -1,126 +1,241 @@
-"""What became of PipelineRL's keys that this schema does not have. Pure data and functions on plain mappings."""
+"""`python -m pipelinerl convert OLD.yaml`: translate a configuration file of PipelineRL once.
+
+Prints the new file to stdout and one line to stderr about each key that was changed, dropped or cannot be translated.
+Comments are lost. The exit code is 2 if something cannot be translated.
+"""
 
 from __future__ import annotations
 
-_STREAM_IS_QUEUE = "the stream is the queue"
-_STREAM_NAMES = "the names of the streams are fixed"
-_NO_SHARED_MEMORY = "records travel in streams, not in shared memory"
-_ACTOR_EVALUATES = "the actor evaluates"
-_SERVERS_BATCH = "the servers batch requests themselves"
-_WHOLE_GROUPS = "whole groups are handed out"
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-#: Keys that have no counterpart because nothing here needs them, and why.
-DROPPED: dict[str, str] = {
-    "jobs": "the launcher plans the jobs and writes conf/world.json",
-    "me": "each process is told its job on the command line",
-    "hydra": "a run writes its files and logs to output_dir",
-    "accelerate_config": "the launcher starts the ranks itself",
-    "fp32_layer_prefix": "the output head is found by the structure of the model",
-    "actor.problem_queue_size": "max_lag and llm_max_rollouts bound what is in flight",
-    "actor.result_queue_size": "finished groups go straight to the stream",
-    "actor.shared_memory_entry_size": _NO_SHARED_MEMORY,
-    "actor.chunk_size": _WHOLE_GROUPS,
-    "actor.sampling": "the order of problems follows from seed",
-    "actor.submit_delay": "the servers' slots set the pace",
-    "preprocess.shared_memory_entry_size": _NO_SHARED_MEMORY,
-    "preprocess.n_workers": "one process keeps up: it neither tokenizes nor loads a model",
-    "preprocess.raw_queue_size": _STREAM_IS_QUEUE,
-    "preprocess.queue_size": _STREAM_IS_QUEUE,
-    "preprocess.input_queue_size": _STREAM_IS_QUEUE,
-    "preprocess.output_queue_size": _STREAM_IS_QUEUE,
-    "preprocess.input": _STREAM_NAMES,
-    "preprocess.output": _STREAM_NAMES,
-    "preprocess.log_every_n_samples": "every batch is logged",
-    "preprocess.dataset_buffer_size": "a batch closes as soon as it has its samples",
-    "preprocess.max_ready_samples_per_lead": "all ranks read the same record",
-    "preprocess.chunk_size": _WHOLE_GROUPS,
-    "preprocess.submit_delay": _SERVERS_BATCH,
-    "preprocess.threads_per_llm": _SERVERS_BATCH,
-    "finetune.input": _STREAM_NAMES,
-    "finetune.data": _STREAM_NAMES,
-    "finetune.output_dir": "models and checkpoints are always in output_dir/finetune",
-    "finetune.config_name": "a model's own config is in the folder of model_path",
-    "finetune.fp32_layer_prefix": "the output head is found by the structure of the model",
-    "finetune.cuda_empty_cache": "the allocator's cache is left alone",
-    "finetune.queue_size": _STREAM_IS_QUEUE,
-    "finetune.valid_batch_size": _ACTOR_EVALUATES,
-    "finetune.eval_callback": _ACTOR_EVALUATES,
-    "finetune.max_eval_steps": _ACTOR_EVALUATES,
-    "finetune.auto_device_map": "each rank owns one device",
-    "finetune.resume_dataloader": "data always resume at the checkpoint",
-    "finetune.use_safetensors": "models are always saved as safetensors",
-    "finetune.n_examples": "the number of samples follows from finetune.max_train_steps",
-    "finetune.sft_config_name": "there is no supervised objective",
-    "finetune.lora.task_type": "the model is a causal language model",
-    "finetune.lora.dropout": "dropout is off: the policy ratio must come from the weights alone",
-    "finetune.rl.batch_size": "a step has train_batch_size * gradient_accumulation_passes samples",
-    "vllm_config.use_v1": "vLLM has one engine",
-    "world.preprocessors": "one preprocessor keeps up with all servers",
-    "fsdp.buffer_dtype": "FSDP2 leaves buffers as they are",
-    "debug.place_inference_workers": "debug.mode decides which servers start",
-}
+import yaml
 
-#: Keys with another name here.
-RENAMED: dict[str, str] = {
-    "finetune.attempts": "attempts",
-    "finetune.max_lag": "max_lag",
-    "finetune.pop_old_data": "pop_old_data",
-    "preprocess.pop_old_data": "pop_old_data",
-    "finetune.force_restart": "force_restart",
-    "finetune.fp32_lm_head": "fp32_lm_head",
-    "finetune.seed": "seed",
-    "finetune.rl.temperature": "llm.parameters.temperature",
-    "finetune.rl.algo": "finetune.rl.policy_loss",
-    "actor.threads_per_llm": "actor.llm_max_rollouts",
-    "agent.max_epochs": "finetune.max_epochs",
-    "system_prompt": "actor.system_prompt",
-    "task_template": "actor.task_template",
-    "discount_factor": "actor.discount_factor",
-    "weight_broadcast": "finetune.send_weight_updates",
-    "world.actors": "actor.rollout_workers",
-    **{
-        f"finetune.{name}": f"wandb.{name}"
-        for name in (
-            *("tags", "use_wandb", "wandb_id", "wandb_name", "wandb_entity_name", "wandb_project_name"),
-            *("wandb_resume", "wandb_use_basename", "wandb_workspace_root", "wandb_group", "wandb_dir"),
-        )
-    },
-}
+from pipelinerl.config.faults import nearest_key
+from pipelinerl.config.former_keys import DROPPED, RENAMED, UNSUPPORTED
+from pipelinerl.config.keys import is_known, known_keys
+from pipelinerl.config.paths import conf_dir
+from pipelinerl.config.section import DOTTED
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 
-#: Keys that ask for what is not there: the one value that asks for nothing, and what to do otherwise.
-UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "finetune.seq_parallel": (1, "use gradient checkpointing, or ZeRO-3"),
-    "finetune.lora.base_model_8bit": (False, "the servers sample from unquantized weights"),
-    "finetune.lora.base_model_4bit": (False, "the servers sample from unquantized weights"),
-    "finetune.optim": ("adamw_torch", "AdamW is the only optimizer"),
-    "finetune.objective": ("rl", "reinforcement learning is the only objective"),
-    "finetune.rl.aggregate_loss": ("sum", "finetune.rl.aggregation names the denominator"),
-    "llm.parameters.top_p": (1, "truncated sampling would bias the policy: set test_llm.parameters.top_p"),
-    "llm.parameters.top_k": (-1, "truncated sampling would bias the policy: set test_llm.parameters.top_k"),
-    "llm.chat_template_kwargs": ({}, "put a chat template into the model's folder"),
-    "test_llm.chat_template_kwargs": ({}, "put a chat template into the model's folder"),
-    "world.replicas": (1, "one actor serves all servers: set world.num_actor_llms and actor.rollout_workers"),
-    "debug.use_existing_llms": (False, "a run starts its own servers"),
-    "environments": ([], "a run has one environment: set environment"),
-    "environment_key": (None, "a run has one environment: set environment"),
-    "use_fast_llm": (False, "there is one trainer: set finetune"),
-    "fast_llm": ({}, "there is one trainer: set finetune"),
-    "finetune.rl.epsilon": (None, "set finetune.rl.epsilon_low and finetune.rl.epsilon_high"),
-    "finetune.rl.group_normalization": (None, "set finetune.rl.aggregation=group"),
-    "streams.host": (None, "set streams.url=redis://HOST:PORT/0"),
-    "streams.port": (None, "set streams.url=redis://HOST:PORT/0"),
-}
+_ABSENT = object()
+_RL = "finetune.rl"
 
 
-def fate_of(key: str) -> str | None:
-    """Return one sentence on what became of a key of PipelineRL (or of a key below it); None: it never was one."""
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        name = ".".join(parts[:length])
-        if name in RENAMED:
-            return f"It is {RENAMED[name]} now."
-        if name in DROPPED:
-            return f"It is gone: {DROPPED[name]}."
-        if name in UNSUPPORTED:
-            return f"It is not supported: {UNSUPPORTED[name][1]}."
-    return None
+class Conversion:
+    """One file on its way. `lines` say what happened, `failed` that something has no translation."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.lines: list[str] = []
+        self.failed = False
+        self._included = _included(data.get("defaults"))
+
+    def run(self) -> dict[str, Any]:
+        """The translated data."""
+        for rewrite in (self._backend, self._trainer, self._algorithm, self._streams):
+            rewrite()
+        for key, new in RENAMED.items():
+            self._rename(key, new)
+        for key, reason in DROPPED.items():
+            if self._take(key) is not _ABSENT:
+                self._say("dropped", key, reason)
+        for key, (harmless, reason) in UNSUPPORTED.items():
+            value = self._take(key)
+            if value is _ABSENT:
+                continue
+            if value in (harmless, None):
+                self._say("dropped", key, "it asks for nothing")
+            else:
+                self._fail(key, f"{value!r} is not supported: {reason}")
+        self._drop_foreign_keys()
+        self._drop_unknown_keys()
+        self.data = _with_new_references(self.data)
+        return self.data
+
+    def _backend(self) -> None:
+        deepspeed, config = self._take("use_deepspeed"), self._take("deepspeed_config")
+        fsdp, dtypes = self._take("use_fsdp"), self._take("fsdp")
+        backend: dict[str, Any] = {}
+        if fsdp is True:
+            wanted = dtypes if isinstance(dtypes, dict) else {}
+            backend = {"type": "fsdp", **{key: wanted[key] for key in ("param_dtype", "reduce_dtype") if key in wanted}}
+        elif deepspeed is False:
+            backend = {"type": "plain"}
+        elif deepspeed is True or config is not _ABSENT:
+            backend = {"type": "deepspeed", **({} if config in (_ABSENT, None) else {"config": config})}
+        if backend:
+            self._set("backend", backend)
+            self._say("changed", "use_deepspeed, deepspeed_config, use_fsdp, fsdp", f"now backend: {backend}")
+
+    def _trainer(self) -> None:
+        model_class = self._take("finetune.model_class")
+        if model_class not in (_ABSENT, None):
+            if not str(model_class).startswith("causal-language-modeling"):
+                self._fail("finetune.model_class", f"{model_class!r} is not supported: only causal language models are")
+            else:
+                self._say("dropped", "finetune.model_class", f"{_RL}.advantage_estimator=gae brings the value head")
+        if self._take("finetune.load_as_bf16") is False:
+            self._replace("finetune.load_as_bf16", "finetune.dtype", "fp32")
+        if self._take("finetune.use_flash_attention") is False:
+            self._replace("finetune.use_flash_attention", "finetune.attn_implementation", "segments")
+        self._rename("finetune.critic_learning_rate", f"{_RL}.critic_learning_rate")
+        if self._get("vllm_config.quantization") == "bf16_last_layer_fp32":
+            self._take("vllm_config.quantization")
+            self._replace("vllm_config.quantization=bf16_last_layer_fp32", "fp32_lm_head", True)
+
+    def _algorithm(self) -> None:
+        if self._take(f"{_RL}.use_advantages") is False:
+            self._take(f"{_RL}.advantage_estimator")
+            self._replace(f"{_RL}.use_advantages=false", f"{_RL}.advantage_estimator", "reinforce")
+        epsilon = self._take(f"{_RL}.epsilon")
+        if isinstance(epsilon, int | float):
+            for name in ("epsilon_low", "epsilon_high"):
+                self._replace(f"{_RL}.epsilon", f"{_RL}.{name}", epsilon)
+        if self._take(f"{_RL}.group_normalization") is True:
+            self._replace(f"{_RL}.group_normalization", f"{_RL}.aggregation", "group")
+
+    def _streams(self) -> None:
+        host, port = self._take("streams.host"), self._take("streams.port")
+        if host not in (_ABSENT, None):
+            port = 6379 if port in (_ABSENT, None) else port
+            self._replace("streams.host, streams.port", "streams.url", f"redis://{host}:{port}/0")
+
+    def _drop_foreign_keys(self) -> None:
+        """Keys of a loss, estimator, backend, ... that is not the chosen one had no effect."""
+        for key in known_keys():
+            if not key.chooser or self._get(key.name) is _ABSENT:
+                continue
+            (chooser,) = [each for each in known_keys() if each.name == key.chooser]
+            chosen = self._get(key.chooser)
+            if chosen is _ABSENT:
+                chosen = _value_at(self._included, key.chooser)
+            if chosen is _ABSENT:
+                chosen = chooser.field.get_default()
+            tag = chosen if chosen in (chooser.choice or {}) else DOTTED
+            if tag not in key.owners and self._take(key.name) is not None:
+                self._say("dropped", key.name, f"it has no effect with {key.chooser}={chosen}")
+
+    def _drop_unknown_keys(self) -> None:
+        names = [key.name for key in known_keys()]
+        for key in [key for key in _leaves(self.data) if not is_known(key)]:
+            if key.partition(".")[0] == "defaults":
+                continue
+            self._take(key)
+            near = nearest_key(key, names)
+            self._fail(
+                key, "unknown key" + (f", the nearest is {near}" if near else "; your own settings go to custom")
+            )
+
+    def _rename(self, key: str, new: str) -> None:
+        value = self._take(key)
+        if value is not _ABSENT:
+            self._replace(key, new, value)
+
+    def _replace(self, key: str, new: str, value: Any) -> None:
+        old = self._get(new)
+        if isinstance(value, str) and value.startswith("${") and old is not _ABSENT:
+            self._say("dropped", key, f"it is the same setting as {new}")
+        elif old is _ABSENT or old == value or (isinstance(old, str) and old.startswith("${")):
+            self._set(new, value)
+            self._say("changed", key, f"now {new}: {value}")
+        else:
+            self._fail(key, f"{value!r} contradicts {new}={old!r}, which is the same setting; the latter is kept")
+
+    def _say(self, what: str, key: str, text: str) -> None:
+        self.lines.append(f"{what} {key}: {text}")
+
+    def _fail(self, key: str, text: str) -> None:
+        self.failed = True
+        self._say("cannot", key, text)
+
+    def _get(self, key: str) -> Any:
+        return _value_at(self.data, key)
+
+    def _set(self, key: str, value: Any) -> None:
+        section = self.data
+        *heads, leaf = key.split(".")
+        for head in heads:
+            if not isinstance(section.get(head), dict):
+                section[head] = {}
+            section = section[head]
+        section[leaf] = value
+
+    def _take(self, key: str) -> Any:
+        """Remove a key and return its value; sections that are empty then go too."""
+        value = self._get(key)
+        if value is not _ABSENT:
+            *heads, leaf = key.split(".")
+            sections = [self.data]
+            for head in heads:
+                sections.append(sections[-1][head])
+            del sections[-1][leaf]
+            for section, head in reversed(list(zip(sections[:-1], heads, strict=True))):
+                if not section[head]:
+                    del section[head]
+        return value
+
+
+def _value_at(data: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return _ABSENT
+        data = data[part]
+    return data
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and is_known(name):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name
+
+
+def _included(defaults: Any) -> dict[str, Any]:
+    """What the shipped files of groups that the file includes choose."""
+    groups = {"backend": "deepspeed"} if isinstance(defaults, list) else {}
+    for entry in defaults if isinstance(defaults, list) else []:
+        for group, name in entry.items() if isinstance(entry, dict) else ():
+            groups[str(group).removeprefix("override ").strip("/ ")] = str(name)
+    data: dict[str, Any] = {}
+    for group, name in groups.items():
+        file = conf_dir() / group / f"{name}.yaml"
+        if file.is_file():
+            data[group] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return data
+
+
+def _with_new_references(value: Any) -> Any:
+    """Interpolations of renamed keys name the new ones."""
+    if isinstance(value, dict):
+        return {key: _with_new_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_new_references(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{([\w.]+)\}", lambda found: "${" + RENAMED.get(found[1], found[1]) + "}", value)
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """Translate the file that `argv` names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl convert", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("file", type=Path, help="a configuration file of PipelineRL")
+    file = parser.parse_args(argv).file
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("file", str(file), "a YAML file that can be read", f"{error}.") from error
+    if not isinstance(data, dict):
+        raise ConfigError("file", str(file), "a mapping of keys to values", "Write `key: value` lines.")
+    conversion = Conversion(data)
+    sys.stdout.write(yaml.safe_dump(conversion.run(), sort_keys=False, allow_unicode=True))
+    sys.stderr.write("".join(f"{line}\n" for line in conversion.lines))
+    return EXIT_USER_ERROR if conversion.failed else 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from pipelinerl.config.convert import fate_of
+from pipelinerl.config.former_keys import fate_of
 from pipelinerl.config.keys import known_keys
 from pipelinerl.config.paths import did_you_mean
 from pipelinerl.config.run import RunConfig
