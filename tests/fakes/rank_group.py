@@ -33,6 +33,7 @@ def run_ranks(
             **os.environ,
             **{key: str(value) for key, value in group.items()},
             **({"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.getenv("PYTHONPATH")])]),
             **(environments[rank] if environments else {}),
         }
         with log_of(folder, rank).open("w") as log:

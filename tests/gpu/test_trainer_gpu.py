@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from fakes.finetune_kit import Kit
 from fakes.rank_group import run_ranks
 from fakes.visible_gpus import visible_gpu
 from safetensors.torch import load_file
@@ -23,17 +21,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-FOLDER = Path(__file__).parents[1] / "unit" / "finetune"
-
-
-@pytest.fixture(scope="module")
-def helpers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("finetune_kit", FOLDER / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["finetune_kit"] = module
-    spec.loader.exec_module(module)
-    return module
+FOLDER = Path(__file__).parents[1] / "integration" / "ranks"
 
 
 def gradient(kit, policy, device: torch.device) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
@@ -44,8 +32,8 @@ def gradient(kit, policy, device: torch.device) -> dict[str, torch.Tensor]:  # t
 
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
-def test_bf16_products_give_almost_the_fp32_gradient(helpers: ModuleType, tmp_path: Path, attention: str) -> None:
-    kit = helpers.Kit()
+def test_bf16_products_give_almost_the_fp32_gradient(tmp_path: Path, attention: str) -> None:
+    kit = Kit()
     exact = gradient(kit, kit.policy(), torch.device("cpu"))
     folder = tmp_path / "model"
     kit.model().save_pretrained(folder)
@@ -76,13 +64,13 @@ def test_bf16_products_give_almost_the_fp32_gradient(helpers: ModuleType, tmp_pa
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 @pytest.mark.parametrize("backend", ["plain", "fsdp", "zero2", "zero3"])
-def test_two_gpus_train_as_one_cpu(helpers: ModuleType, tmp_path: Path, backend: str) -> None:
+def test_two_gpus_train_as_one_cpu(tmp_path: Path, backend: str) -> None:
     if backend.startswith("zero"):
         pytest.importorskip("deepspeed")
     # One card is visible to each process; DeepSpeed takes the card by LOCAL_RANK, so its processes see both.
     cards = None if backend.startswith("zero") else [{"CUDA_VISIBLE_DEVICES": visible_gpu(rank)} for rank in range(2)]
     run_ranks(FOLDER / "rank_process.py", [backend, str(tmp_path), "cuda"], tmp_path, environments=cards)
-    kit = helpers.Kit()
+    kit = Kit()
     expected = gradient(kit, kit.policy(), torch.device("cpu"))
     found = load_file(tmp_path / "gradients_1.safetensors")
     for name, tensor in expected.items():
@@ -111,9 +99,9 @@ def test_a_rank_that_fails_waits_for_no_other(tmp_path: Path) -> None:
     assert max(first["seconds"], second["seconds"]) < 20
 
 
-def test_a_micro_batch_never_waits_for_the_gpu(helpers: ModuleType, tmp_path: Path) -> None:
+def test_a_micro_batch_never_waits_for_the_gpu(tmp_path: Path) -> None:
     """PyTorch itself raises where the host would wait: in forward, loss, backward and diagnostics."""
-    kit = helpers.Kit()
+    kit = Kit()
     folder = tmp_path / "model"
     kit.model().save_pretrained(folder)
     kit.tokenizer(folder)

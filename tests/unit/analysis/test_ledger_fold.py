@@ -25,7 +25,6 @@ from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import StartedRun
-from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 from pipelinerl.world import WorldMap
 
 
@@ -154,22 +153,6 @@ def test_lengths_are_compared_by_hand() -> None:
     rng = random.Random(3)
     same = [[rng.randint(1, 50) for _ in range(400)] for _ in range(2)]
     assert abs((compare_lengths(*same).longer_share or 0) - 0.5) < 0.05
-
-
-def test_an_ended_run_on_its_own_redis_server_is_audited(tmp_path: Path) -> None:
-    config = RunConfig.model_validate({"output_dir": str(tmp_path), "streams": {"backend": "redis"}})
-    files = RunDir(tmp_path)
-    with RedisServer(tmp_path / "redis", config.streams) as server:
-        hub = StreamHub(config.streams, files, "run-a", {REDIS_URL_KEY: server.url})
-        writer = hub.writer("trainer", "finetune_0", TrainerMessage)
-        writer.write(started(0))
-        writer.write(done(1))
-        writer.close()
-    identity = RunIdentity(run_id="run-a", incarnation=0)
-    run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, 0, 1, "127.0.0.1", 1))
-    report = audit_run(run)
-    assert report.steps == 1
-    assert report.faults == ["steps [1] were taken without a batch"]
 
 
 def test_d5_a_corrupt_record_is_a_fault_with_file_and_offset_and_a_torn_tail_is_none(tmp_path: Path) -> None:

@@ -11,13 +11,11 @@ from fakes.recorded_run import RecordedRun
 
 from pipelinerl.analysis import select as scan
 from pipelinerl.analysis.select import Chooser, Seen, Wanted, choose, fates_of, load, samples_of_step
-from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
 from pipelinerl.streams import shards
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 GROUPS = 40
 
@@ -227,26 +225,3 @@ def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
         "0-0/r0/s0": "filtered: zero_advantage",
         "0-1/r0/s0": "trained in step 1",
     }, "step 2 was rolled back"
-
-
-@pytest.mark.parametrize("budget", [2**31, 2**16], ids=["in_the_server", "in_the_archive"])
-def test_records_in_redis_are_chosen_alike(tmp_path: Path, budget: int) -> None:
-    config = RedisStreams(backend="redis", byte_budget=budget, shard_bytes=4000)
-    with RedisServer(tmp_path / "redis", config) as server:
-        keys = {"backend": "redis", "byte_budget": budget, "shard_bytes": 4000}
-        run = RecordedRun(tmp_path, {REDIS_URL_KEY: server.url}, streams=keys)
-        run.write(*run.plain_groups(200))
-        streams = run.streams()
-        assert any((run.root / "streams/actor/actor_0/0/archive").glob("*.jsonl")) == (budget == 2**16)
-        places = streams.places(ACTOR_TOPIC, "actor_0")
-        assert places[0] == 0 and places == sorted(set(places))
-        assert names(streams, count=2) == ["0-199/r0", "0-199/r1"]
-        assert names(streams, order="first", count=2) == ["0-0/r0", "0-0/r1"]
-        assert names(streams, order="worst", count=1) == ["0-199/r1"]
-        assert names(streams, version=3) == ["0-3/r0", "0-3/r1"]
-        (sample,) = next(load(streams, choose(streams, Wanted(count=1))[0])).samples
-        assert sample == type(sample)(**_fields(run.plain_groups(1, first=199)[0].samples[1]))
-
-
-def _fields(struct: Any) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}

@@ -17,7 +17,6 @@ from pipelinerl.records import (
     RolloutSummary,
     VersionSpan,
 )
-from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 
 def result(due: int, is_final: bool = False, incarnation: int = 0) -> EvaluationResult:
@@ -257,12 +256,3 @@ def test_a_run_without_any_says_why(
     run = RecordedRun(tmp_path, **keys)
     assert main(["samples", str(run.root), "--evaluation"]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_they_are_read_from_redis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RecordedRun(tmp_path, streams={"backend": "redis"})
-    with RedisServer(run.root / "redis", run.config.streams) as server:
-        run.environ = {REDIS_URL_KEY: server.url}
-        write(run, [rollout(run, 50, index) for index in range(3)], [result(50)])
-    text = shown(run, capsys, "--version", "50")
-    assert names(text) == ["0-50/r0", "0-50/r1", "0-50/r2"] and "  > a50<|end|>" in text

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.config.load import save_config
 from pipelinerl.config.run import RunConfig
 from pipelinerl.domains.check import check_domain
 from pipelinerl.domains.problem_sets import load_problem_sets
@@ -143,24 +140,3 @@ def test_paths_that_lead_nowhere() -> None:
 def test_unknown_loader_parameters(write_task: Any) -> None:
     with pytest.raises(DomainError, match=r"dataset_loader_params \['colour'\].*unexpected keyword argument 'colour'"):
         load_dataset_loader(config(write_task(GOOD), dataset_loader_params={"colour": 1}))
-
-
-def test_the_check_as_a_process(tmp_path: Path) -> None:
-    (tmp_path / "my_task.py").write_text(GOOD, encoding="utf-8")
-    results = []
-    for name, module in (("good", "my_task"), ("bad", "your_task")):
-        file = save_config(config(module), tmp_path / f"{name}.yaml")
-        results.append(
-            subprocess.run(
-                [sys.executable, "-m", "pipelinerl.domains.check", "--run-config", str(file)],
-                env={"PYTHONPATH": str(tmp_path)},
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-        )
-    good, bad = results
-    assert (good.returncode, good.stdout) == (0, "2 training problems, 2 test problems\n")
-    # The rollout function is looked up first: it needs no data.
-    assert bad.returncode == 2 and bad.stderr.startswith("error: actor.rollout_policy: 'your_task.generate_rollout'")
-    assert "Traceback" not in bad.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm.sbatch"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
 for word; do
   [[ $word != *"$PIPELINERL_NODE_SECRET"* ]] || exit 99

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import torch
-from rank_process import CHOICES, full_weights, join, kit_module
+from fakes.finetune_kit import Kit
+from rank_process import CHOICES, full_weights, join
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config import RunConfig
@@ -136,7 +137,7 @@ class Trainer:
 def main(name, folder):
     torch.set_num_threads(1)
     ranks = join("cpu")
-    trainer = Trainer(name, kit_module().Kit(), folder, ranks)
+    trainer = Trainer(name, Kit(), folder, ranks)
     trainer.run()
     write_tensors(folder / f"notes_{ranks.rank}.safetensors", trainer.notes)
     ranks.close()

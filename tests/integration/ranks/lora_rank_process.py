@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
-from rank_process import CHOICES, join, kit_module
+from fakes.finetune_kit import Kit
+from rank_process import CHOICES, join
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
@@ -80,7 +81,7 @@ def train(kit, ranks):
 
 
 def main(name, folder):
-    kit = kit_module().Kit()
+    kit = Kit()
     ranks = join("cpu")
     trainer = Trainer(kit, ranks, name)
     kl = [trainer.step(step) for step in (1, 2)]

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import torch
-from rank_process import CHOICES, gradients, join, kit_module
+from fakes.finetune_kit import Kit
+from rank_process import CHOICES, gradients, join
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
@@ -33,7 +34,7 @@ def plans(lengths, world_size, packed):
 
 def main(name, folder, device):
     torch.set_num_threads(1)
-    kit = kit_module().Kit()
+    kit = Kit()
     ranks = join(device)
     samples = kit.samples(SAMPLES, masked_every=9)
     lengths = [len(sample.input_ids) for sample in samples]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "compare_losses.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_losses.py"
 
 
 def compare(*arguments):

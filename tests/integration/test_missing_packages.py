@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl import __main__, dependencies
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "nvidia-ml-py": "pynvml", "inotify-simple": "inotify_simple"}
 
 

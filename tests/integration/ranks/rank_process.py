@@ -3,13 +3,13 @@
 Usage: `python rank_process.py BACKEND FOLDER DEVICE`, started by `fakes/rank_group.py`.
 """
 
-import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
 
 import torch
+from fakes.finetune_kit import Kit
 from fakes.static_pool import StaticPool
 
 from pipelinerl.config import RunConfig
@@ -37,14 +37,6 @@ CHOICES = {
 }
 
 
-def kit_module():
-    spec = importlib.util.spec_from_file_location("finetune_kit", Path(__file__).with_name("conftest.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["finetune_kit"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def join(device, timeout_s=300):
     return start_ranks(os.environ, device, timeout_s, Path(os.environ["TEST_MEETING_FILE"]))
 
@@ -61,7 +53,7 @@ def gradients(name, backend):
 
 def main(name, folder, device):
     torch.set_num_threads(1)
-    kit = kit_module().Kit()
+    kit = Kit()
     ranks = join(device)
     config = RunConfig(
         output_dir=str(folder),

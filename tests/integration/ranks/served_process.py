@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from fakes.finetune_kit import Kit
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import create_backend
@@ -59,7 +60,7 @@ def all_weights(backend, dtype):
 def main(name, computed, folder):
     torch.set_num_threads(1)
     tools = rank_process()
-    kit = tools.kit_module().Kit()
+    kit = Kit()
     ranks = tools.join("cpu")
     config = RunConfig(
         output_dir=str(folder),
