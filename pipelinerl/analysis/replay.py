@@ -20,7 +20,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.backends.tensor_files import read_tensors
+from pipelinerl.finetune.backends.tensor_files import STATE, read_tensors
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
@@ -125,7 +125,6 @@ def _with_reference(sample: Sample, recorded: Sample | None) -> Sample:
 
 
 _COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")
-_STATE_FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 class TrainingReplay:
@@ -167,21 +166,17 @@ class TrainingReplay:
         return None
 
     def has_state(self, step: int) -> bool:
-        """Whether the run kept its training state behind `step`."""
-        return all((self._states / str(step) / name).is_file() for name in _STATE_FILES)
+        """Whether the run kept its training state after `step`."""
+        return (self._states / str(step) / STATE).is_dir()
 
     def state_difference(self, step: int) -> str | None:
-        """Which tensor differs from the run's training state behind `step`, if one does."""
+        """Name of a tensor that differs from the run's training state after `step`; None if none does."""
         with tempfile.TemporaryDirectory() as folder:
             self._backend.save(Path(folder))
-            for name in _STATE_FILES:
-                mine, theirs = read_tensors(Path(folder) / name), read_tensors(self._states / str(step) / name)
-                if mine.keys() != theirs.keys():
-                    return f"{name} has other tensors"
-                for key, tensor in theirs.items():
-                    if not torch.equal(mine[key], tensor):
-                        return f"{name}: {key}"
-        return None
+            mine, theirs = read_tensors(Path(folder) / STATE), read_tensors(self._states / str(step) / STATE)
+        if different := sorted(mine.keys() ^ theirs.keys()):
+            return f"only one has {different[0]}"
+        return next((name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)), None)
 
 
 def _refuse_what_differs(config: RunConfig, num_ranks: int) -> None:

@@ -224,9 +224,7 @@ def register_own_attention() -> None:
         AttentionInterface.register(name, segmented_attention)
 
 
-def candidate_implementations(
-    wanted: str, device: torch.device, dtype: torch.dtype = torch.float32
-) -> list[str]:
+def candidate_implementations(wanted: str, device: torch.device, dtype: torch.dtype = torch.float32) -> list[str]:
     """Attention implementations to try for products in `dtype`, best first; a wanted one is the only candidate."""
     if wanted != "auto":
         return [SEGMENTED_ATTENTION if wanted == "segments" else wanted]

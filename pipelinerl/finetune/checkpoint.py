@@ -15,6 +15,7 @@ import torch
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import UserError
+from pipelinerl.finetune.backends.tensor_files import read_tensors, write_tensors
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.coefficients import EntropyControl
@@ -30,7 +31,6 @@ from pipelinerl.rundir.durable import (
 logger = logging.getLogger(__name__)
 
 MANIFEST = "state.json"
-WHOLE_MODEL = "model.safetensors"
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,8 +86,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits_any_world_size(self) -> bool:
-        """The plain backend saves the whole model once; the others save a share for each rank."""
-        return WHOLE_MODEL in self.files
+        """DeepSpeed's files are those of one number of ranks; `torch.distributed.checkpoint` reshards."""
+        return not any(name.startswith("deepspeed/") for name in self.files)
 
 
 class Saveable(Protocol):
@@ -229,8 +229,6 @@ def _rng_name(ranks: Ranks) -> str:
 
 
 def _write_rng(file: Path, device: torch.device) -> None:
-    from pipelinerl.finetune.backends.tensor_files import write_tensors
-
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -238,8 +236,6 @@ def _write_rng(file: Path, device: torch.device) -> None:
 
 
 def _read_rng(file: Path, device: torch.device) -> None:
-    from pipelinerl.finetune.backends.tensor_files import read_tensors
-
     states = read_tensors(file)
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:

@@ -73,13 +73,16 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], config: Fi
     return [{**group, "lr": group["base_lr"]} for group in groups.values() if group["params"]]
 
 
-def make_adamw(named: Iterable[tuple[str, torch.nn.Parameter]], config: FinetuneConfig) -> torch.optim.AdamW:
+def make_adamw(
+    named: Iterable[tuple[str, torch.nn.Parameter]], config: FinetuneConfig, fused: bool | None = None
+) -> torch.optim.AdamW:
     """AdamW (arXiv 1711.05101) with the configured betas over `parameter_groups`."""
     return torch.optim.AdamW(
         parameter_groups(named, config),
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
+        fused=fused,
     )
 
 

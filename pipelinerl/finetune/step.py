@@ -88,9 +88,10 @@ class StepRunner:
         """
         start = time.perf_counter()
         control = EntropyControl.at(self._config.rl, entropy_control)
-        metrics, diagnostics = self.accumulate(batch, control)
         factor = self._schedule.factor(batch.step, batch.epochs_done)
-        norm = self._backend.step(factor)
+        self._backend.set_learning_rate(factor)
+        metrics, diagnostics = self.accumulate(batch, control)
+        norm = self._backend.step()
         values = {**reduce_metrics(metrics, self._ranks), **reduce_diagnostics(diagnostics, self._ranks)}
         without_signal = sum(not has_signal(sample.advantage or 0.0, self._config.rl) for sample in batch.samples)
         #: share of samples with advantage 0 within their group; several steps of 1 in a row print a note

@@ -1,73 +1,185 @@
-"""What the trainer needs from a backend. Plain (DDP), DeepSpeed ZeRO and FSDP2 each fill this protocol.
+"""The policy and its optimizer on several ranks, through `accelerate.Accelerator`. `create_backend` picks the kind.
 
 Gradients: `backward` gets this rank's share of the step's loss. Over all micro-batches and ranks the shares SUM to the
-loss, and so do the gradients; a backend whose library averages over ranks multiplies that back.
+loss, and so do the gradients. Accelerate's libraries average over ranks, so the share is multiplied by their number;
+accumulation over micro-batches is a plain sum (`gradient_accumulation_steps` stays 1).
+
+What accelerate does not do is done here:
+- The learning rate comes from our schedule (`optimizer.Schedule`): a wrapped scheduler steps once per process.
+- Training states hold what is trained, as data: `save_state` writes frozen weights too, and random states as pickles.
+- DeepSpeed and FSDP2 on a CPU, which the tests train with (`make_accelerator`).
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import Layout
+from pipelinerl.finetune.backends.tensor_files import STATE, load_tensors, save_tensors, saved_names
+from pipelinerl.finetune.lora import merged_value, scaled, sends_merged, sent_scales
+from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
-from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.ranks import Ranks, ensure_process_group
+from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
+from pipelinerl.finetune.weight_names import BUCKET_BYTES, adapter_name, checkpoint_name, export_name
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.source import WeightSource
+from pipelinerl.weights.source import ModuleSource, WeightSource
+
+Rename = Callable[[str], str | None]
+ValueOf = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-class Backend(Protocol):
-    """One policy with its optimizer, spread over the ranks in some way."""
+class Backend:
+    """One policy with its optimizer. Parameters are fp32; products are in the policy's compute dtype.
 
-    policy: PolicyModel
+    Between steps the parameters have values that servers can have (`served_values.py`); what is saved are the fp32
+    master weights. All ranks call every method at the same place.
+    """
+
+    #: How much of a sharded model is whole at once while it is sent.
+    bucket_bytes = BUCKET_BYTES
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        config: FinetuneConfig,
+        ranks: Ranks,
+        accelerator: Accelerator,
+        fused: bool | None = None,
+    ) -> None:
+        self.policy = policy
+        self.accelerator = accelerator
+        self._ranks = ranks
+        self._max_norm = config.gradient_clipping_threshold
+        self.module: Any
+        self.optimizer: Any
+        self.module, self.optimizer = accelerator.prepare(policy, make_adamw(policy.named_parameters(), config, fused))
+        # After DDP, which gives all ranks the weights of the first, and after sharding.
+        self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+        self._served = ServedValues(self._parameters_to_round(), policy.served_dtype)
+
+    def _parameters_to_round(self) -> list[torch.nn.Parameter]:
+        policy = self.policy
+        return parameters_to_round(
+            policy.language_model, policy.compute_dtype, policy.served_dtype, is_merged=sends_merged(policy)
+        )
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Multiply every group's base learning rate by `factor`. Before the micro-batches of a step."""
+        set_learning_rate(self.optimizer, factor)
 
     def forward(
-        self,
-        batch: MicroBatch,
-        layout: Layout | None,
-        temperature: float | None = None,
-        *,
-        is_last: bool = True,
+        self, batch: MicroBatch, layout: Layout | None, temperature: float | None = None, *, is_last: bool = True
     ) -> PolicyOutputs:
-        """Outputs of one micro-batch on this rank's device. All ranks call it equally often. `is_last` as in
-        `backward`, for libraries that have to know it before."""
-        ...
+        """Outputs of one micro-batch on this rank's device. `is_last` as in `backward`."""
+        outputs: PolicyOutputs = self.module(batch, layout, temperature)
+        return outputs
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add the gradient of `loss`. `is_last` marks the last micro-batch of the step; all ranks agree on it."""
-        ...
+        self.accelerator.backward(loss * self._ranks.world_size)
 
-    def step(self, learning_rate_factor: float) -> float:
+    def step(self) -> float:
         """Clip, update, clear gradients. Returns the gradient norm over all ranks before clipping.
 
-        A step whose norm is not finite changes nothing and the returned norm says so; a backend that cannot undo it
+        A step whose norm is not finite changes nothing, and the returned norm says so; a backend that cannot undo it
         raises FloatingPointError.
         """
-        ...
+        max_norm = math.inf if self._max_norm is None else self._max_norm
+        norm = self.accelerator.clip_grad_norm_([parameter for _, parameter in self._named], max_norm)
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(value):
+            with self._served.masters():
+                self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value
 
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
-        """The whole model in checkpoint names, cast to `dtype`; gathered bucket by bucket if sharded. The value head
-        never goes to servers, but belongs to an exported model."""
-        ...
+        """The whole model in checkpoint names, adapters merged, cast to `dtype`; gathered bucket by bucket if sharded.
+        The value head belongs to an exported model only."""
+        merged, masters = merged_value(self.policy), self._served.values_in(dtype)
+        rename = export_name if with_value_head else checkpoint_name
+        return self._source(rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)))
 
     def adapter_source(self, dtype: torch.dtype) -> WeightSource:
         """A and B of every adapter, alpha / r in B, cast to `dtype`: for servers that hold the frozen model."""
-        ...
+        masters, scales = self._served.values_in(dtype), sent_scales(self.policy)
+        return self._source(
+            adapter_name, dtype, lambda name, parameter: scaled(masters(name, parameter), scales.get(id(parameter)))
+        )
+
+    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
+        return ModuleSource(self.policy, dtype=dtype, rename=rename, value_of=value_of)
 
     def save(self, folder: Path) -> None:
-        """Write this rank's share of weights and optimizer into `folder`."""
-        ...
+        """Write what is trained and the optimizer's state into `folder`, every rank its share: safetensors files of
+        `torch.distributed.checkpoint`, which any number of ranks can load. OSError if the disk refuses them."""
+        with self._served.masters():
+            # A frozen base is in the model folder already.
+            tensors = {f"model/{name}": parameter.detach() for name, parameter in self._named}
+            for name, parameter in self._named:
+                state = self.optimizer.state.get(parameter, {})
+                tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items()}
+            save_tensors(folder / STATE, tensors, self._ranks)
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, bit by bit. ValueError if it does not fit this model or number of ranks."""
-        ...
+        tensors = {f"model/{name}": parameter.detach() for name, parameter in self._named}
+        parameters, states = dict(self._named), []
+        for saved in saved_names(folder / STATE):
+            kind, _, name = saved.partition("/")
+            if kind == "optimizer":
+                name, _, key = name.rpartition("/")
+                if name not in parameters:
+                    raise ValueError(f"{folder}: optimizer state of unknown parameter {name}")
+                tensors[saved] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name]).detach()
+                states.append((parameters[name], key, tensors[saved]))
+        with self._served.masters():
+            load_tensors(folder / STATE, tensors, self._ranks)
+        for parameter, key, value in states:
+            self.optimizer.state[parameter][key] = value
 
 
-BackendFactory = Callable[[PolicyModel, RunConfig, Ranks], Backend]
+def make_accelerator(
+    ranks: Ranks,
+    deepspeed_plugin: DeepSpeedPlugin | None = None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+) -> Accelerator:
+    """An accelerator on this rank's device and in the process group of `ranks`."""
+    on_cpu = ranks.device.type == "cpu"
+    if deepspeed_plugin is not None or fsdp_plugin is not None or "LOCAL_RANK" in os.environ:
+        # Without a group accelerate starts one of its own at MASTER_PORT, which somebody else may have taken.
+        ensure_process_group(ranks)
+        # It insists on an address, though the group exists.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # Accelerate would choose a number of threads; the trainer has.
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    # It would name the device of DDP by the local rank; a rank may see its own card alone, as number 0.
+    os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
+    accelerator = Accelerator(cpu=on_cpu, deepspeed_plugin=deepspeed_plugin, fsdp_plugin=fsdp_plugin)
+    if on_cpu and (deepspeed_plugin is not None or fsdp_plugin is not None):
+        # On a CPU accelerate ignores both plugins. What it calls for them works there too, and the tests train with it.
+        state: Any = accelerator.state
+        if deepspeed_plugin is not None:
+            deepspeed_plugin.select(_from_accelerator_state=True)
+            state.deepspeed_plugins = deepspeed_plugin
+        else:
+            state.fsdp_plugin = fsdp_plugin
+        # The second is copied over the first whenever a state is asked for.
+        kind = DistributedType.DEEPSPEED if deepspeed_plugin is not None else DistributedType.FSDP
+        state.distributed_type = PartialState().distributed_type = kind
+    return accelerator
 
 
 def create_backend(policy: PolicyModel, config: RunConfig, ranks: Ranks) -> Backend:

@@ -1,23 +1,27 @@
-"""Weights and AdamW state as named tensors in safetensors files, bit by bit. Called by the backends' save and load.
-
-No pickle: a checkpoint is data. Sharded tensors are handled as the shard of this rank.
-"""
+"""Named tensors in safetensors files, bit by bit. No pickle: a checkpoint is data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
-NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
-_SEPARATOR = "/"
+from pipelinerl.finetune.ranks import Ranks
+
+#: Folder of a training state that holds weights and optimizer.
+STATE = "state"
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors` to `file`. Raises OSError if the disk does not take them."""
+    """Write `tensors` to `file`. OSError if the disk refuses them."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(contiguous, str(file), metadata)
@@ -26,64 +30,51 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
         raise OSError(f"{file}: {error}") from error
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of `file`, on the CPU."""
-    return load_file(str(file))
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, or of the files in a folder, on the CPU."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return {name: tensor for file in files for name, tensor in load_file(str(file)).items()}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    """Write `tensors`, sharded or the same on all ranks, to `folder`. All ranks take part.
+
+    Raises:
+        OSError: the disk refuses them.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    try:
+        with _single_process_is_fine():
+            save(dict(tensors), storage_writer=writer, process_group=ranks.host_group, no_dist=ranks.world_size == 1)
+    except CheckpointException as error:
+        raise OSError(f"{folder}: {error}") from error
 
 
-def parameter_tensors(named: NamedParameters) -> dict[str, torch.Tensor]:
-    """This rank's part of every parameter, by name."""
-    return {name: local(parameter.detach()) for name, parameter in named}
+def saved_names(folder: Path) -> list[str]:
+    """Names of the tensors in `folder`."""
+    return sorted(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
 
 
-@torch.no_grad()
-def load_parameters(named: NamedParameters, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy `tensors` into the parameters. ValueError if names or shapes differ."""
-    parameters = dict(named)
-    if parameters.keys() != tensors.keys():
-        different = sorted(parameters.keys() ^ tensors.keys())
-        raise ValueError(f"checkpoint: names differ from the model's: {different[:5]}")
-    for name, parameter in parameters.items():
-        target = local(parameter)
-        if target.shape != tensors[name].shape:
-            raise ValueError(
-                f"checkpoint: {name}: got shape {list(tensors[name].shape)}, this rank needs {list(target.shape)}"
-            )
-        target.copy_(tensors[name])
+def load_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    """Fill `tensors` from `folder`, whatever number of ranks wrote it. All ranks take part.
+
+    Raises:
+        ValueError: names or shapes differ.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    saved = reader.read_metadata().state_dict_metadata
+    if different := sorted(saved.keys() ^ tensors.keys()):
+        raise ValueError(f"{folder}: names differ from the model's: {different[:5]}")
+    for name, tensor in tensors.items():
+        if tensor.shape != getattr(saved[name], "size", None):
+            raise ValueError(f"{folder}: {name} has another shape than the model's, {list(tensor.shape)}")
+    with _single_process_is_fine():
+        load(dict(tensors), storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.world_size == 1)
 
 
-def optimizer_tensors(named: NamedParameters, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """State of every parameter (`step`, `exp_avg`, `exp_avg_sq`) under `<parameter>/<key>`."""
-    return {
-        f"{name}{_SEPARATOR}{key}": local(value)
-        for name, parameter in named
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def restore_optimizer(
-    named: NamedParameters, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """The inverse of `optimizer_tensors`. ValueError if a tensor belongs to no parameter."""
-    parameters = dict(named)
-    for full_name, value in tensors.items():
-        name, _, key = full_name.rpartition(_SEPARATOR)
-        if name not in parameters:
-            raise ValueError(f"checkpoint: optimizer state of unknown parameter {name}")
-        optimizer.state[parameters[name]][key] = _like(parameters[name], key, value)
-
-
-def _like(parameter: torch.nn.Parameter, key: str, value: torch.Tensor) -> torch.Tensor:
-    if key == "step":
-        return value
-    value = value.to(local(parameter).device)
-    if isinstance(parameter, DTensor):
-        return DTensor.from_local(
-            value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-        )
-    return value
+@contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    """torch warns without a process group, also if `no_dist` says that there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from fakes.finetune_kit import Kit
-from rank_process import CHOICES, join
+from rank_process import CHOICES, join, make_backend
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
-from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import add_adapters
@@ -46,7 +45,7 @@ class Trainer:
         torch.manual_seed(ranks.rank)
         add_adapters(policy, LoraConfig(enabled=True, r=4, sync="adapter"), "base", one_dtype=name == "fsdp")
         reference = ReferenceModel(policy, ranks.device)
-        self.backend = create_backend(policy, config, ranks)
+        self.backend = make_backend(policy, config, ranks)
         finetune = config.finetune
         self.runner = StepRunner(self.backend, finetune, ranks, schedule_of(finetune), reference=reference)
 

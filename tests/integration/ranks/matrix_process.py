@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from fakes.finetune_kit import Kit
-from rank_process import CHOICES, gradients, join
+from rank_process import CHOICES, gradients, join, make_backend, without_step
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import end_process
@@ -46,9 +45,10 @@ def main(name, folder, device):
         )
         for split, plan in plans(lengths, ranks.world_size, packed).items():
             # A backend of its own for every case: gradients of sharded backends are not meant to be cleared by hand.
-            backend = create_backend(kit.policy().to(ranks.device), config, ranks)
+            backend = make_backend(kit.policy().to(ranks.device), config, ranks)
             runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
-            runner.accumulate(kit.batch(samples, plan=plan))
+            with without_step(backend):
+                runner.accumulate(kit.batch(samples, plan=plan))
             case = f"{'packed' if packed else 'padded'}-{split}"
             write_tensors(folder / f"{case}_{ranks.rank}.safetensors", gradients(name, backend))
     ranks.close()

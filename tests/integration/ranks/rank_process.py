@@ -6,11 +6,14 @@ Usage: `python rank_process.py BACKEND FOLDER DEVICE`, started by `fakes/rank_gr
 import json
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 from fakes.finetune_kit import Kit
 from fakes.static_pool import StaticPool
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule
@@ -51,6 +54,26 @@ def gradients(name, backend):
     return {key: p.grad.full_tensor() if name == "fsdp" else p.grad for key, p in named}
 
 
+def make_backend(policy, config, ranks):
+    """A backend as in a process of its own: accelerate has one state in a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return create_backend(policy, config, ranks)
+
+
+@contextmanager
+def without_step(backend):
+    """DeepSpeed's engine takes no step at the end of the last backward; yields what takes it."""
+    engine = backend.module
+    if not hasattr(engine, "zero_optimization_stage"):
+        yield lambda: None
+        return
+    step, engine.step = engine.step, lambda: None
+    try:
+        yield step
+    finally:
+        engine.step = step
+
+
 def main(name, folder, device):
     torch.set_num_threads(1)
     kit = Kit()
@@ -74,9 +97,19 @@ def main(name, folder, device):
         # Uneven on purpose: the second rank has to fill up with sentinels.
         return kit.batch(samples, step=step, plan=[micro_batches[:-2], micro_batches[-2:]])
 
-    metrics, _ = runner.accumulate(batch(1))
+    reduced = []
+    if name == "plain":
+
+        def count(state, bucket):
+            reduced.append(bucket.buffer().numel())
+            return allreduce_hook(state, bucket)
+
+        backend.module.register_comm_hook(None, count)
+    with without_step(backend) as take_step:
+        metrics, _ = runner.accumulate(batch(1))
     write_tensors(folder / f"gradients_{ranks.rank}.safetensors", gradients(name, backend))
-    norms = [backend.step(1.0)]
+    take_step()
+    norms, once = [backend.step()], sum(reduced)
     deliveries = [feed.send(1, [[1, 2, 3, 4, 5], [9, 8, 7]])]
     store = CheckpointStore(folder / "training_state", ranks)
     store.save(TrainerState(step=1, samples_processed=64), backend)
@@ -110,6 +143,7 @@ def main(name, folder, device):
                 "probe": deliveries[0].probe_abs_diff,
                 "micro_batches": [len(m.indices) for m in runner.micro_batches(batch(1))],
                 "restored_step": state.step,
+                "reduced": once,
             }
         )
     )
@@ -122,7 +156,7 @@ def build(kit, config, ranks, scramble=False):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(0.1)
-    backend = create_backend(policy, config, ranks)
+    backend = make_backend(policy, config, ranks)
     runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
     pool = StaticPool(kit.publisher()) if ranks.is_first else None
     return runner, WeightSync(backend, ranks, pool), backend

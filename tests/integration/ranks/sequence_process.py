@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 from fakes.finetune_kit import Kit
-from rank_process import CHOICES, full_weights, join
+from rank_process import CHOICES, full_weights, join, make_backend
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
-from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import read_tensors, write_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import add_adapters
@@ -83,7 +82,7 @@ class Trainer:
             torch.manual_seed(5)
             add_adapters(policy, LoraConfig(enabled=True, r=4), "base", one_dtype="fsdp" in name)
             reference = ReferenceModel(policy, ranks.device)
-        self.backend = create_backend(policy, config, ranks)
+        self.backend = make_backend(policy, config, ranks)
         finetune = config.finetune
         self._runner = StepRunner(self.backend, finetune, ranks, schedule_of(finetune), reference=reference)
         self._store = CheckpointStore(folder / "training_state", ranks)

@@ -12,7 +12,6 @@ import torch
 from fakes.finetune_kit import Kit
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.base import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import token_batch
@@ -75,7 +74,7 @@ def main(name, computed, folder):
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.add_(0.001)
-        backend = create_backend(policy, config, ranks)
+        backend = tools.make_backend(policy, config, ranks)
         return backend, StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
 
     def train(runner, step):

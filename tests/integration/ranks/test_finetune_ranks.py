@@ -134,6 +134,9 @@ def test_m2_two_ranks_train_as_one(kit, tmp_path, backend):
     # The second rank had two micro-batches; the others are sentinels.
     assert len(first["micro_batches"]) == len(second["micro_batches"]) > 4
     assert [count == 0 for count in second["micro_batches"]] == [False] * 2 + [True] * (len(first["micro_batches"]) - 2)
+    if backend == "plain":
+        # DDP reduces every gradient once a step, not once a micro-batch.
+        assert first["reduced"] == sum(parameter.numel() for parameter in kit.policy().parameters())
     # Resuming from the checkpoint repeats step 2.
     assert first["restored_step"] == 1
     assert first["grad_norms"][1] == first["grad_norms"][2]

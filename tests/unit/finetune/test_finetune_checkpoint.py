@@ -41,12 +41,14 @@ def test_state_comes_back(tmp_path, backend):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "rng_0.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("name", ["state", "state.json", "rng_0.safetensors"])
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
 def test_d2_a_cut_file_sends_us_to_the_state_before(tmp_path, backend, name, part):
     for step in (1, 2):
         store(tmp_path).save(TrainerState(step=step), backend)
     file = tmp_path / "training_state" / "2" / name
+    if file.is_dir():
+        (file,) = file.iterdir()
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * part)])
     assert newest_complete(tmp_path / "training_state").state.step == 1
@@ -103,8 +105,9 @@ def test_d2_a_kill_between_any_two_operations_of_a_save(tmp_path, monkeypatch, o
 
 def test_a_missing_file_is_noticed(tmp_path, backend):
     folder = store(tmp_path).save(TrainerState(step=1), backend)
-    (folder / "optimizer.safetensors").unlink()
-    with pytest.raises(UserError, match=r"optimizer.safetensors: got .* None"):
+    (file,) = (folder / "state").iterdir()
+    file.unlink()
+    with pytest.raises(UserError, match=file.name):
         newest_complete(tmp_path / "training_state")
 
 
@@ -160,11 +163,12 @@ def test_a_whole_model_fits_another_number_of_ranks(tmp_path, backend):
 
 
 def test_shares_of_another_number_of_ranks_are_refused(tmp_path, backend):
-    class Sharded:
+    class DeepSpeed:
         def save(self, folder):
-            (folder / "model_0.safetensors").write_bytes(b"x")
+            (folder / "deepspeed").mkdir()
+            (folder / "deepspeed" / "rank_0.pt").write_bytes(b"x")
 
-    folder = store(tmp_path).save(TrainerState(step=1), Sharded())
+    folder = store(tmp_path).save(TrainerState(step=1), DeepSpeed())
     text = (folder / "state.json").read_text().replace('"world_size": 1', '"world_size": 2')
     (folder / "state.json").write_text(text)
     with pytest.raises(UserError, match="written by 2 trainer ranks, this run has 1"):

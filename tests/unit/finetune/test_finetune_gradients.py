@@ -5,7 +5,7 @@ import torch
 
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import Ranks, ensure_process_group
+from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 
 
@@ -72,38 +72,14 @@ def test_the_loss_is_divided_by_the_samples_of_the_step(kit):
     assert_equal(once, twice)
 
 
-@pytest.mark.parametrize("rl", [{}, {"advantage_estimator": "gae"}])
-def test_a_value_head_that_the_loss_does_not_use_has_a_gradient_of_zero(kit, rl):
+def test_a_value_head_that_the_loss_does_not_use_has_a_gradient_of_zero(kit):
     """Ranks wait in their collectives for a gradient of every parameter."""
     policy = kit.policy(with_values=True)
-    config = kit.config(rl=rl)
+    config = kit.config()
     runner = StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks(), schedule_of(config))
     runner.accumulate(kit.batch(kit.samples(8)))
     for parameter in policy.value_head.parameters():
         assert parameter.grad is not None and not parameter.grad.any()
-
-
-def test_ranks_add_up_their_gradients_once_a_step(kit):
-    """Not behind every micro-batch: that would send the whole gradient as many times."""
-    ensure_process_group(Ranks())
-    try:
-        policy, config = kit.policy(), kit.config()
-        # A group of one process that believes in a second one: its gradients are added up all the same.
-        backend = PlainBackend(policy, config, Ranks(0, 2))
-        sums = []
-
-        def count(state, bucket):
-            sums.append(bucket.buffer().numel())
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        backend._module.register_comm_hook(None, count)
-        runner = StepRunner(backend, config, Ranks(), schedule_of(config))
-        runner.accumulate(kit.batch(kit.samples(16), plan=[[list(range(k, k + 4)) for k in range(0, 16, 4)]]))
-        assert sum(sums) == sum(parameter.numel() for parameter in policy.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_m2_a_fully_masked_batch_gives_exactly_zero(kit):

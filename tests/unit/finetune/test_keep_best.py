@@ -48,8 +48,8 @@ class Evaluated:
         trainer.best.results = self.reader
         deliver = self.publisher.publish
 
-        def publish(version, source):
-            report = deliver(version, source)
+        def publish(version, *others):
+            report = deliver(version, *others)
             if version in values:
                 self.publish(result(version, values[version], incarnation=trainer.context.incarnation))
             return report
@@ -137,8 +137,8 @@ def test_an_evaluation_that_failed_altogether_does_not_cost_the_next_one_its_ver
     run = evaluated({0: 0.1})
     deliver = run.publisher.publish
 
-    def publish(version, source):
-        report = deliver(version, source)
+    def publish(version, *others):
+        report = deliver(version, *others)
         if version == 2:
             run.publish(result(1, None, num_failed=4, mean_reward=None))
         return report

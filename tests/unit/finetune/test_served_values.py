@@ -9,7 +9,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.backends.tensor_files import read_tensors
+from pipelinerl.finetune.backends.tensor_files import STATE, read_tensors
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import schedule_of
@@ -120,9 +120,9 @@ def test_master_weights_are_saved_and_training_goes_on_exactly(kit, tmp_path) ->
     train(whole, kit, 4)
     train(first, kit, 2)
     first.save(tmp_path)
-    saved = read_tensors(tmp_path / "model.safetensors")
+    saved = read_tensors(tmp_path / STATE)
     name = "language_model.model.norm.weight"
-    assert not is_rounded(saved[name])
+    assert not is_rounded(saved[f"model/{name}"])
     # Saving leaves the parameters as they were.
     assert is_rounded(dict(first.policy.named_parameters())[name])
     second.load(tmp_path)
@@ -231,7 +231,7 @@ def test_a_weight_beyond_float16_is_refused_by_name_and_its_master_kept(kit, tmp
     # Nothing became infinite or NaN behind it.
     assert torch.isfinite(logprobs(policy)).all()
     backend.save(tmp_path)
-    assert read_tensors(tmp_path / "model.safetensors")["language_model.model.norm.weight"][0] == 70000.0
+    assert read_tensors(tmp_path / STATE)["model/language_model.model.norm.weight"][0] == 70000.0
     assert received(backend, torch.float32)["model.norm.weight"][0] == 70000.0
 
 

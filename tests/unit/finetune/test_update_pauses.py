@@ -52,7 +52,7 @@ def test_state_is_where_it_was_moved_to(kit):
     backend.move_optimizer(torch.device("meta"))
     StepRunner(backend, kit.config(), Ranks(), schedule_of(kit.config())).run(kit.batch(kit.samples(8)))
     backend.move_optimizer(torch.device("meta"))
-    states = list(backend._optimizer.state.values())
+    states = list(backend.optimizer.state.values())
     assert states
     assert {state[key].device.type for state in states for key in ("exp_avg", "exp_avg_sq")} == {"meta"}
 
