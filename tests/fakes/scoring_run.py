@@ -44,15 +44,15 @@ class ScoringServer(FakeServer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._model = random_model()
+        self._policy = random_model()
         self._loaded = ""
 
     def _answer(self, body: dict[str, Any], ids: list[int], spans: list[dict[str, Any]]) -> dict[str, Any]:
         if self.tensors and self._loaded != self.version:
-            self._model.load_state_dict(self.tensors, strict=False)
+            self._policy.load_state_dict(self.tensors, strict=False)
             self._loaded = self.version
         prompt = list(body["token_ids"])
-        scores = [0.0, *model_logprobs(self._model, prompt + ids)]
+        scores = [0.0, *model_logprobs(self._policy, prompt + ids)]
         answer = super()._answer(body, ids, spans)
         choice = answer["choices"][0]
         if choice["logprobs"] is not None:
