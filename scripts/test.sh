@@ -13,6 +13,8 @@ say "ruff"
 .venv/bin/python -m ruff check pipelinerl tests scripts
 say "mypy"
 .venv/bin/python -m mypy
+say "import-linter"
+PYTHONPATH=. .venv/bin/lint-imports --no-cache
 say "pytest"
 # One thread for each process: the suite starts many on few cores.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \

@@ -267,7 +267,7 @@ def _user_options(kwargs: Mapping[str, object]) -> tuple[dict[str, object], list
     options: dict[str, object] = {}
     notes: list[str] = []
     for raw_name, value in kwargs.items():
-        # vLLM takes dashes for underscores before the first dot only; behind it is a field of the option.
+        # vLLM takes dashes for underscores before the first dot only; a field of the option follows it.
         option, dot, inner = raw_name.strip().lstrip("-").partition(".")
         option = option.replace("_", "-")
         name = f"{option}{dot}{inner}"

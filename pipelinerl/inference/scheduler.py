@@ -145,7 +145,7 @@ def read_every_answer(executor_class: Any) -> None:
     answered. A second call changes nothing.
 
     Calls that do not wait, and those that one worker answers, are those of the running model: their failure ends the
-    engine. They stay as they are, and so do calls of functions and calls with a time-out.
+    engine. They stay as they are, and so do calls of functions and calls with a timeout.
     """
     call_all = executor_class.collective_rpc
     if getattr(call_all, _MARK, False):
@@ -163,7 +163,7 @@ def read_every_answer(executor_class: Any) -> None:
         **others: Any,
     ) -> Any:
         special = non_block or unique_reply_rank is not None or any(value is not None for value in others.values())
-        # Functions travel in a way of their own, and a time-out of vLLM's stops reading as well.
+        # Functions travel in a way of their own, and a timeout of vLLM's stops reading as well.
         if special or timeout is not None or not isinstance(method, str):
             return call_all(self, method, timeout, args, kwargs, non_block, unique_reply_rank, **others)
         return values_of(call_all(self, guarded, None, (method, args, kwargs or {})))

@@ -232,7 +232,7 @@ class LayerwiseLoading:
     """vLLM's layerwise reload.
 
     By itself it accepts an incomplete set of tensors, takes half-loaded layers of a failed update for part of the next
-    one, and on CPUs leaves a packed copy of the old embedding behind in a tied head.
+    one, and on CPUs leaves a packed copy of the old embedding in a tied head.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
