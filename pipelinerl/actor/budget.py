@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipelinerl.actor.lag import LagPolicy
-
 
 @dataclass(slots=True)
 class _Account:
@@ -15,6 +13,20 @@ class _Account:
     running: int
     ended_samples: int = 0
     published: set[str] | None = None
+
+
+class LagPolicy:
+    """No bound (`max_lag=null`), and the base of the other policies."""
+
+    def allows_group(self, budget: SampleBudget) -> bool:
+        """Return whether another group may start, given the samples in flight in `budget`."""
+        return True
+
+    def step_trained(self, step: int, num_samples: int) -> None:
+        """Note that `step`, of any incarnation, trained `num_samples` samples."""
+
+    def trainer_at(self, steps_done: int) -> None:
+        """Note that this incarnation's trainer has finished `steps_done` steps."""
 
 
 class SampleBudget:

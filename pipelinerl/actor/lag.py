@@ -5,27 +5,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from pipelinerl.actor.budget import LagPolicy, SampleBudget
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, rounds_of
-
-if TYPE_CHECKING:
-    from pipelinerl.actor.budget import SampleBudget
-
-
-class LagPolicy:
-    """No bound (`max_lag=null`), and the base of the other policies."""
-
-    def allows_group(self, budget: SampleBudget) -> bool:
-        """Return whether another group may start, given the samples in flight in `budget`."""
-        return True
-
-    def step_trained(self, step: int, num_samples: int) -> None:
-        """Note that `step`, of any incarnation, trained `num_samples` samples."""
-
-    def trainer_at(self, steps_done: int) -> None:
-        """Note that this incarnation's trainer has finished `steps_done` steps."""
 
 
 class MaxLag(LagPolicy):

@@ -40,7 +40,7 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class Server:
+class ServerLoad:
     """One server: its rollouts now, and the times for its metrics (seconds, monotonic)."""
 
     index: int
@@ -77,9 +77,9 @@ class Server:
 
 @dataclass(eq=False)
 class _Waiter:
-    slot: asyncio.Future[Server]
+    slot: asyncio.Future[ServerLoad]
     evaluation: bool
-    avoid: Server | None
+    avoid: ServerLoad | None
 
 
 class Scheduler:
@@ -104,7 +104,7 @@ class Scheduler:
         max_retries: int,
         changes: Changes,
     ) -> None:
-        self.servers = [Server(index) for index in range(num_servers)]
+        self.servers = [ServerLoad(index) for index in range(num_servers)]
         #: Versions whose update may come now, because a pause was requested and no rollout runs.
         self.quiet: asyncio.Queue[int] = asyncio.Queue()
         self.requests = 0
@@ -134,7 +134,7 @@ class Scheduler:
         """Return how `attempt` ended. Failures are returned; only a broken run raises."""
         tries = unpaused_refusals = 0
         refused_since: float | None = None
-        server: Server | None = None
+        server: ServerLoad | None = None
         while True:
             server = await self._acquire(attempt.evaluation, avoid=server)
             try:
@@ -162,7 +162,7 @@ class Scheduler:
 
     def add_server(self) -> int:
         """Add a server that is not usable yet, and return its number."""
-        self.servers.append(Server(len(self.servers), usable=False))
+        self.servers.append(ServerLoad(len(self.servers), usable=False))
         return len(self.servers) - 1
 
     def set_usable(self, index: int, usable: bool) -> None:
@@ -201,7 +201,7 @@ class Scheduler:
             values |= server.report()
         return values
 
-    async def _acquire(self, evaluation: bool, avoid: Server | None) -> Server:
+    async def _acquire(self, evaluation: bool, avoid: ServerLoad | None) -> ServerLoad:
         """Wait for a slot, first come, first served; `avoid` is used only if no other server is free."""
         waiter = _Waiter(asyncio.get_running_loop().create_future(), evaluation, avoid)
         self._waiting.append(waiter)
@@ -216,7 +216,7 @@ class Scheduler:
                 self._release(waiter.slot.result(), evaluation)
             raise
 
-    def _release(self, server: Server, evaluation: bool) -> None:
+    def _release(self, server: ServerLoad, evaluation: bool) -> None:
         server.change_running(-1)
         if not evaluation:
             self._holds -= 1
@@ -237,7 +237,7 @@ class Scheduler:
         if self.has_free_slot:
             self._changes.notify()
 
-    def _least_busy(self, avoid: Server | None) -> Server | None:
+    def _least_busy(self, avoid: ServerLoad | None) -> ServerLoad | None:
         free = [server for server in self.servers if server.usable and server.running < self._slots_per_server]
         others = [server for server in free if server is not avoid]
         return min(others or free, key=lambda server: server.running, default=None)
@@ -248,7 +248,7 @@ class Scheduler:
             self.quiet.put_nowait(self._paused_for)
 
 
-def _note_refusal(answer: Answer, server: Server, refused_since: float | None) -> float | None:
+def _note_refusal(answer: Answer, server: ServerLoad, refused_since: float | None) -> float | None:
     """Update since when `server` refuses all connections; return since when the rollout is refused, None if it is not.
 
     Several rollouts can be answered while one is refused because of its own code, so both times count.
@@ -264,12 +264,12 @@ def _note_refusal(answer: Answer, server: Server, refused_since: float | None) -
     return None
 
 
-def _is_forgiven(server: Server, refused_since: float) -> bool:
+def _is_forgiven(server: ServerLoad, refused_since: float) -> bool:
     first = refused_since if server.refusing_since is None else min(refused_since, server.refusing_since)
     return monotonic() - first < REFUSALS_FORGIVEN_S
 
 
-def _start(attempt: Attempt, server: Server) -> StartRollout:
+def _start(attempt: Attempt, server: ServerLoad) -> StartRollout:
     return StartRollout(
         ticket=0,
         rollout_id=attempt.rollout_id,

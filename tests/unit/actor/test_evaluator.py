@@ -14,9 +14,8 @@ import pytest
 from fakes.made_up_rollouts import PROBLEM, InstantRollouts, ended
 from msgspec.structs import replace
 
-from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.budget import LagPolicy, SampleBudget
 from pipelinerl.actor.evaluator import EvaluationRecorder, Evaluator, as_final, rollout_record, summarize
-from pipelinerl.actor.lag import LagPolicy
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.worker import RolloutWorker

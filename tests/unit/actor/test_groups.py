@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fakes.made_up_rollouts import InstantRollouts, ended, settle
 
-from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.budget import LagPolicy, SampleBudget
 from pipelinerl.actor.groups import GroupRunner, Publisher, number_of
-from pipelinerl.actor.lag import LagPolicy, MaxLag
+from pipelinerl.actor.lag import MaxLag
 from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
