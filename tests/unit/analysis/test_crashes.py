@@ -21,6 +21,11 @@ STEPS = 12
 BATCH = 8
 
 
+def seeds(count: int) -> list[Any]:
+    """The first two are quick, the others are `slow`."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] if seed > 1 else []) for seed in range(count)]
+
+
 def crash_run(root: Path, seed: int, **config: Any) -> CrashRun:
     finetune = {"train_batch_size": 1, "gradient_accumulation_passes": BATCH, "seq_length": 64}
     settings = {"output_dir": str(root), "attempts": 2, **config}
@@ -54,7 +59,7 @@ def audit(run: CrashRun) -> Ledger:
     return build_ledger(evidence_of(run))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_d1_d7_cut_anywhere_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rl = {"filter_zero_advantage_groups": True}
     ledger = run_with_cuts(crash_run(tmp_path, seed, max_lag=16, finetune={"rl": rl}), monkeypatch, cuts=12)
@@ -66,14 +71,14 @@ def test_d1_d7_cut_anywhere_and_resumed(tmp_path: Path, monkeypatch: pytest.Monk
     assert ledger.max_lag_versions() <= 3 + spans
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_d8_max_lag_0_stays_on_policy_after_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     ledger = run_with_cuts(crash_run(tmp_path, seed, max_lag=0), monkeypatch, cuts=8)
     assert ledger.lineage.last_step == STEPS
     assert ledger.max_lag_versions() == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_d8_a_hard_bound_holds_after_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     run = crash_run(tmp_path, seed, max_lag=None, finetune={"max_version_lag": 1})
     ledger = run_with_cuts(run, monkeypatch, cuts=8)

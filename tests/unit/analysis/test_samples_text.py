@@ -170,9 +170,9 @@ def test_long_texts_lose_their_middle_and_say_how_much(run: RecordedRun, decoder
     view = view_of(stored(run, run.sample("0-0/r0/s0", [("q", False), (long, True)])), decoder, {}, 100)
     lines = shown(view).splitlines()
     assert lines[-3].startswith("  > start xxx") and lines[-1].endswith("x end")
-    assert lines[-2] == f"  ~ {len(long) - 100} characters are not shown here (--max-chars 0 shows all)"
+    assert str(len(long) - 100) in lines[-2]
     turn = json.loads(json_lines(view)[0])["turns"][1]
-    assert turn["cut_chars"] == len(long) - 100 and f"...({len(long) - 100} characters cut)..." in turn["text"]
+    assert turn["cut_chars"] == len(long) - 100
     huge = view_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT, metadata={"x": "y" * 9999})), decoder, {}, 0)
     assert max(map(len, shown(huge).splitlines())) < 2200
 

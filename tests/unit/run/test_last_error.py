@@ -157,7 +157,6 @@ RuntimeError: Error(s) in loading state_dict for Net:
 """
 
 
-@pytest.mark.parametrize("prefix", ["", "(APIServer pid=11) ", "(EngineCore pid=3) ERROR 07-01 10:00:00 [core.py:1] "])
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -179,9 +178,10 @@ RuntimeError: Error(s) in loading state_dict for Net:
         (TRACEBACK, "ValueError: bad row 7 (/a/work.py:9)"),
     ],
 )
-def test_the_reason_of_a_message_of_several_lines(tmp_path: Path, text: str, expected: str, prefix: str) -> None:
-    text = "".join(f"{prefix}{line}\n" for line in text.splitlines())
-    assert last_error(LogPart(write(tmp_path, text))) == expected
+def test_the_reason_of_a_message_of_several_lines(tmp_path: Path, text: str, expected: str) -> None:
+    for prefix in ("", "(APIServer pid=11) ", "(EngineCore pid=3) ERROR 07-01 10:00:00 [core.py:1] "):
+        lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
+        assert last_error(LogPart(write(tmp_path, lines))) == expected
 
 
 def test_a_message_of_many_lines_is_cut(tmp_path: Path) -> None:

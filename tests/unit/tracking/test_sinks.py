@@ -59,9 +59,7 @@ def test_o1_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) 
             sink.log(record(n))
         sink.finish({})
     assert inner.steps == [0, 1] and inner.summary is None and not sink.works
-    assert [r.getMessage() for r in caplog.records] == [
-        "W&B is off from now on: ConnectionError: unreachable. Training goes on"
-    ]
+    assert len(caplog.records) == 1 and "unreachable" in caplog.records[0].getMessage()
 
 
 def test_o1_a_sink_that_cannot_start_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:

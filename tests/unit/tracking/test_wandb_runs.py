@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.resources import WandbConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.records import MetricRecord
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
 
 
@@ -56,15 +53,16 @@ def test_an_unknown_way_to_resume_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "line"),
+    ("section", "cause"),
     [
-        ({"mode": "disabled"}, "W&B: off (wandb.mode=disabled); the numbers are in metrics.jsonl"),
-        ({"use_wandb": False, "mode": "online"}, "W&B: off (wandb.use_wandb=false); the numbers are in metrics.jsonl"),
+        ({"mode": "disabled"}, "wandb.mode=disabled"),
+        ({"use_wandb": False, "mode": "online"}, "wandb.use_wandb=false"),
         ({"mode": "online"}, None),
     ],
 )
-def test_the_first_line_says_why_it_is_off(tmp_path: Path, section: dict[str, Any], line: str | None) -> None:
-    assert first_line(config(tmp_path, **section), tmp_path) == line
+def test_the_first_line_says_why_it_is_off(tmp_path: Path, section: dict[str, Any], cause: str | None) -> None:
+    line = first_line(config(tmp_path, **section), tmp_path)
+    assert (line is None) == (cause is None) and (cause or "") in (line or "")
 
 
 def test_the_address_of_an_online_run_is_printed(
@@ -80,23 +78,3 @@ def test_the_address_of_an_online_run_is_printed(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     WandbSink(config(tmp_path, mode="online"), tmp_path, 0.0)
     assert capsys.readouterr().err == "W&B: https://wandb.example/p/runs/1\n"
-
-
-def test_two_starts_of_a_run_with_the_real_wandb(tmp_path: Path) -> None:
-    """The files of both starts are of one W&B run, and the first line names them all."""
-    run = config(tmp_path, mode="offline")
-    for start in (0, 1):
-        write_identity(RunDir(tmp_path).identity_file, identity(start))
-        sink = WandbSink(run, tmp_path, 0.0)
-        sink.log(MetricRecord(source="finetune_0", step=start, time=1.0, values={"finetune/loss": 0.5}))
-        sink.finish({"status": "completed", "steps": 1})
-        # W&B names its folders by the second.
-        ended = int(time.time())
-        while int(time.time()) == ended:
-            time.sleep(0.05)
-    line = first_line(run, tmp_path)
-    assert line is not None and line.startswith("W&B: offline; ")
-    pattern = Path(line.partition("wandb sync --include-synced ")[2])
-    folders = sorted(pattern.parent.glob(pattern.name))
-    assert len(folders) == 2 and all(folder.name.endswith("-math-0a1b2c3d") for folder in folders)
-    assert all(list(folder.glob("run-*.wandb")) for folder in folders)

@@ -54,17 +54,18 @@ EXPECTED = {"embed.weight": (8, 4), "lm_head.weight": (8, 4), "layer.rotary_emb.
 
 
 @pytest.mark.parametrize(
-    ("sent", "tied", "problems"),
+    ("sent", "tied", "name"),
     [
-        ({"embed.weight": (8, 4), "lm_head.weight": (8, 4)}, False, []),
-        ({"embed.weight": (8, 4)}, True, []),
-        ({"embed.weight": (8, 4)}, False, ["1 tensors are left out: lm_head.weight"]),
-        ({"embed.weight": (8, 5)}, True, ["embed.weight: got shape [8, 5], the model has [8, 4]"]),
-        ({"embed.weight": (8, 4), "x": (1,)}, True, ["1 tensors are unknown to the model: x"]),
+        ({"embed.weight": (8, 4), "lm_head.weight": (8, 4)}, False, None),
+        ({"embed.weight": (8, 4)}, True, None),
+        ({"embed.weight": (8, 4)}, False, "lm_head.weight"),
+        ({"embed.weight": (8, 5)}, True, "embed.weight"),
+        ({"embed.weight": (8, 4), "x": (1,)}, True, "x"),
     ],
 )
-def test_coverage(sent: dict[str, tuple[int, ...]], tied: bool, problems: list[str]) -> None:
-    assert coverage_problems(EXPECTED, sent, tied) == problems
+def test_coverage(sent: dict[str, tuple[int, ...]], tied: bool, name: str | None) -> None:
+    problems = coverage_problems(EXPECTED, sent, tied)
+    assert len(problems) == (name is not None) and all(str(name) in problem for problem in problems)
 
 
 def test_a_tied_head_that_the_checkpoint_does_not_list_may_be_sent() -> None:
@@ -88,37 +89,38 @@ def test_an_adapter_of_some_layers_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("change", "name"),
     [
-        ({"model.norm.weight": (4,)}, "model.norm.weight is not part of an adapter"),
-        ({"model.layers.0.q_proj.lora_B.weight": None}, "model.layers.0.q_proj has only one of A and B"),
+        ({"model.norm.weight": (4,)}, "model.norm.weight"),
+        ({"model.layers.0.q_proj.lora_B.weight": None}, "model.layers.0.q_proj"),
         (
             {"model.layers.0.q_proj.lora_B.weight": (6, 1)},
-            "model.layers.0.q_proj: got shapes [2, 4] and [6, 1], expected [rank, in] and [out, rank]",
+            "[6, 1]",
         ),
         (
             {"model.layers.0.q_proj.lora_B.weight": (5, 2)},
-            "model.layers.0.q_proj: B A has shape [5, 4], the model's matrix has [6, 4]",
+            "[5, 4]",
         ),
         (
             {"model.layers.9.q_proj.lora_A.weight": (2, 4), "model.layers.9.q_proj.lora_B.weight": (6, 2)},
-            "model.layers.9.q_proj is unknown to the model",
+            "model.layers.9.q_proj",
         ),
         (
             {"model.layers.0.q_proj.lora_A.weight": (3, 4), "model.layers.0.q_proj.lora_B.weight": (6, 3)},
-            "model.layers.0.q_proj: got rank 3, the server has room for 2",
+            "model.layers.0.q_proj",
         ),
     ],
 )
-def test_what_does_not_fit_is_named(change, problem) -> None:
+def test_what_does_not_fit_is_named(change, name) -> None:
     sent = {name: shape for name, shape in {**FITTING, **change}.items() if shape is not None}
-    assert adapter_problems(MODEL, sent, 2) == [problem]
+    (problem,) = adapter_problems(MODEL, sent, 2)
+    assert name in problem
 
 
 def test_nothing_is_no_adapter_and_many_problems_are_counted() -> None:
-    assert adapter_problems(MODEL, {}, 2) == ["it has no tensors"]
+    assert len(adapter_problems(MODEL, {}, 2)) == 1
     many = {f"model.layers.{n}.q_proj.bias": (6,) for n in range(9)}
-    assert adapter_problems(MODEL, many, 2)[-1] == "and 5 more"
+    assert "5" in adapter_problems(MODEL, many, 2)[-1]
 
 
 def save(folder: Path, seed: int = 0, elements: int = 5000, name: str = "model.safetensors") -> Path:
