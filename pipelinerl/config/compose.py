@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from pipelinerl.config.advice import advice
 from pipelinerl.config.agent import settle_agent
 from pipelinerl.config.arguments import DEFAULT_CONFIG, Arguments, parse_arguments
 from pipelinerl.config.deepspeed_file import find_deepspeed_file, read_deepspeed_file
@@ -25,7 +26,7 @@ from pipelinerl.config.reference import help_text
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
-from pipelinerl.config.validate import advice, validate
+from pipelinerl.config.validate import validate
 from pipelinerl.errors import ConfigError
 
 

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.advice import epoch_notes
 from pipelinerl.config.load import save_config
 from pipelinerl.config.stages import has_stage
-from pipelinerl.config.validate import epoch_notes, missing_task
+from pipelinerl.config.validate import missing_task
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_names, check_options
 from pipelinerl.role import NODE_SECRET_KEY

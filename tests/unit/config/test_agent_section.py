@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.config.advice import epoch_notes, steps_of_epochs
 from pipelinerl.config.agent import AGENT_ROLLOUT, PROMPT_LOADER
 from pipelinerl.config.compose import compose
-from pipelinerl.config.validate import epoch_notes, steps_of_epochs
 from pipelinerl.errors import ConfigError
 
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from pipelinerl.config.advice import advice
 from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.compose import compose
 from pipelinerl.config.faults import ConfigFaults
 from pipelinerl.config.hydra_compose import compose_plain
 from pipelinerl.config.load import to_run_config
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.validate import advice, validate
+from pipelinerl.config.validate import validate
 from pipelinerl.errors import ConfigError
 
 GAE = "finetune.rl.advantage_estimator=gae"
