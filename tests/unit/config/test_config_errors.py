@@ -18,9 +18,16 @@ def message(*argv: str) -> str:
     return str(caught.value)
 
 
+def faults(*argv: str) -> list[tuple[str, object]]:
+    """Key and value of every fault."""
+    with pytest.raises(ConfigError) as caught:
+        compose(list(argv))
+    return [(fault.key, fault.got) for fault in getattr(caught.value, "faults", [caught.value])]
+
+
 def test_a_missing_output_dir_says_what_to_write() -> None:
     text = message("--config-name=guessing")
-    assert text.startswith("output_dir: got '???', expected the folder that the run writes to.")
+    assert text.startswith("output_dir: got '???'")
     assert "python -m pipelinerl.launch --config-name guessing output_dir=results/my_run" in text
 
 
@@ -47,9 +54,9 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nfinetune:\n  seq_lenght: 3\nzzz: 1\n")
     text = message("--config-dir", str(tmp_path), "--config-name=mine", "output_dir=x")
     first, second = sorted(text.splitlines())
-    assert first.startswith("finetune.seq_lenght: got 3, expected a known key (the nearest is finetune.seq_length).")
+    assert first.startswith("finetune.seq_lenght: got 3") and "finetune.seq_length" in first
     assert str(tmp_path / "mine.yaml") in first
-    assert second.startswith("zzz: got 1, expected a known key.")
+    assert second.startswith("zzz: got 1")
 
 
 def test_nothing_near_is_not_guessed() -> None:
@@ -57,7 +64,7 @@ def test_nothing_near_is_not_guessed() -> None:
 
 
 def test_wrong_types_are_one_line_each() -> None:
-    text = message(
+    found = faults(
         "output_dir=x",
         "finetune.seq_length=abc",
         "attempts=0",
@@ -69,16 +76,16 @@ def test_wrong_types_are_one_line_each() -> None:
         "finetune.learning_rate=inf",
         "wandb.tags=[1,[2]]",
     )
-    assert text.splitlines() == [
-        "model_path: got ['a'], expected text. It was set on the command line.",
-        "attempts: got 0, expected at least 1. It was set on the command line.",
-        "finetune.lora: got 3, expected a mapping of keys to values. It was set on the command line.",
-        "finetune.learning_rate: got inf, expected a finite number. It was set on the command line.",
-        "finetune.seq_length: got 'abc', expected a whole number. It was set on the command line.",
-        "finetune.seq_packing: got 'perhaps', expected true or false. It was set on the command line.",
-        "llm.parameters.stop: got 'abc', expected a list. It was set on the command line.",
-        "world.device: got 'tpu', expected one of 'auto', 'cpu', 'cuda'. It was set on the command line.",
-        "wandb.tags.1: got [2], expected text. It was set on the command line.",
+    assert found == [
+        ("model_path", ["a"]),
+        ("attempts", 0),
+        ("finetune.lora", 3),
+        ("finetune.learning_rate", float("inf")),
+        ("finetune.seq_length", "abc"),
+        ("finetune.seq_packing", "perhaps"),
+        ("llm.parameters.stop", "abc"),
+        ("world.device", "tpu"),
+        ("wandb.tags.1", [2]),
     ]
 
 
@@ -94,7 +101,6 @@ def test_wrong_types_are_one_line_each() -> None:
 def test_a_bad_value_is_reported_under_the_key_that_was_set(setting: str) -> None:
     text = message("--config-name=quickstart", "output_dir=x", setting)
     assert text.startswith(setting.partition("=")[0] + ": got ") and len(text.splitlines()) == 1
-    assert text.endswith("It was set on the command line.")
 
 
 def test_a_value_of_a_file_is_blamed_on_the_key_of_the_file(tmp_path: Path) -> None:
@@ -117,8 +123,8 @@ def test_a_value_of_a_file_is_blamed_on_the_key_of_the_file(tmp_path: Path) -> N
         (["--config-dir=/no/such/folder"], ["--config-dir: got '/no/such/folder', expected an existing folder"]),
         (["--confg-name=a"], ["Did you mean '--config-name'?"]),
         (["--multirun"], ["--multirun: got"]),
-        (["finetune=grp"], ["finetune: got 'grp', expected one of base, grpo, gspo, ppo. Did you mean 'grpo'?"]),
-        (["finetune=null"], ["finetune: got None, expected the name of a file in that group"]),
+        (["finetune=grp"], ["finetune: got 'grp'", "'grpo'"]),
+        (["finetune=null"], ["finetune: got None"]),
         (["deepspeed=deepspeed_stage2_bf16"], ["backend.config=deepspeed_stage2_bf16"]),
         (["backend.config=stage9"], ["backend.config: got 'stage9'", "deepspeed_stage3_bf16"]),
         (["model_path=${nope.x}"], ["model_path: got '${nope.x}', expected the name of an existing key"]),

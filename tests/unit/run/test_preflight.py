@@ -171,7 +171,7 @@ def dry_run(folder: Path, **changes: Any) -> str:
     return check_dry_run(Start(made.config, made.cluster, {}, [folder], is_dry_run=True))
 
 
-REFUSED = "a start here would be refused:\n"
+REFUSED = "\n- "  # the list of what speaks against a start
 
 
 def test_a_dry_run_of_a_start_that_nothing_speaks_against(tmp_path: Path) -> None:
@@ -187,7 +187,8 @@ def test_a_dry_run_reports_every_fault_at_once(tmp_path: Path) -> None:
     (tmp_path / "model" / "tokenizer.json").unlink()
     (tmp_path / "model" / "tokenizer_config.json").unlink()
     (tmp_path / "dry_task.py").write_text(MODULE.replace("async ", ""))
-    faults = dry_run(tmp_path, dataset_loader=None).partition(REFUSED)[2].splitlines()
+    lines = dry_run(tmp_path, dataset_loader=None).splitlines()
+    faults = [line for line in lines if line.startswith("- ")]
     keys = ["output_dir", "model_path", "dataset_loader", "actor.rollout_policy"]
     assert [fault.startswith(f"- {key}") for fault, key in zip(faults, keys, strict=False)] == [True] * 4
 
