@@ -43,7 +43,7 @@ def names(streams: StreamHub, **wanted: Any) -> list[str]:
 def test_last_and_first_are_in_the_order_of_the_stream(run: RecordedRun) -> None:
     streams = run.streams()
     everything = [f"0-{n}/r{k}" for n in range(GROUPS) for k in range(2)]
-    for count in (1, 2, 3, 7, 80, 100):
+    for count in (1, 3, 100):
         assert names(streams, order="last", count=count) == everything[-count:]
         assert names(streams, order="first", count=count) == everything[:count]
     assert names(streams, order="last", count=None) == everything

@@ -101,7 +101,7 @@ values = st.recursive(
 
 
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # shrinking through the YAML reader takes minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
