@@ -227,7 +227,7 @@ class Supervisor:
             return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
         if isinstance(event, PoolAnswered):
             name, trouble = event.answer.name, self._keeper.on_answer(event.answer, time.time())
-            if trouble is not None and self._keeper.servers[name].is_ours:
+            if trouble is not None and name in self._children:
                 self._end_server(name, trouble)
             elif trouble is not None:
                 self._keeper.lose(name, trouble, time.time())
