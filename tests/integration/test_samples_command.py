@@ -41,17 +41,6 @@ def titles(text: str) -> list[str]:
     return [line.split(":")[0] for line in text.splitlines() if line.startswith("rollout ")]
 
 
-def test_it_shows_the_newest_rollouts_and_leaves_the_run_alone(run: RecordedRun) -> None:
-    before = snapshot(run.root)
-    result = command(run)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert titles(result.stdout) == ["rollout 0-8/r1", "rollout 0-9/r0", "rollout 0-9/r1"]
-    assert "  | <|user|>q9<|end|><|assistant|>\n" in result.stdout
-    assert "  > 9.0<|end|>\n" in result.stdout
-    assert "\x1b" not in result.stdout
-    assert snapshot(run.root) == before
-
-
 def test_options_choose(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*options: str) -> list[str]:
         assert main(["samples", str(run.root), *options]) == 0
@@ -150,17 +139,6 @@ def test_a_damaged_stream_is_named_with_exit_code_1(tmp_path: Path, capsys: pyte
     assert str(shard) in error and "offset 1" in error and "\x1b" not in error and error.count("\n") == 1
 
 
-def test_without_a_tokenizer_counts_are_shown(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path)
-    run.write(*run.plain_groups(1))
-    (run.model / "tokenizer.json").unlink()
-    (run.model / "tokenizer_config.json").unlink()
-    result = command(run, "--last", "1")
-    assert result.returncode == 0
-    assert result.stderr.startswith("No texts: no tokenizer could be loaded") and result.stderr.count("\n") == 1
-    assert "generated (4 tokens, version 0)" in result.stdout and "Lines with" not in result.stdout
-
-
 def test_a_terminal_has_emphasis_unless_it_is_unwanted(run: RecordedRun) -> None:
     def in_terminal(**environ: str) -> str:
         main_end, their_end = pty.openpty()
@@ -194,14 +172,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: RecordedRun) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
-
-
-def test_an_output_that_knows_no_unicode_gets_escapes(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path)
-    sample = run.sample("0-0/r0/s0", [("q", False), ("€ 日本", True)])
-    run.write(run.group("0-0", [sample]))
-    result = command(run, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-    assert result.returncode == 0 and r"  > \u20ac \u65e5\u672c" in result.stdout
 
 
 def test_an_ended_run_on_its_own_redis_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

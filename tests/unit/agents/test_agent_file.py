@@ -119,17 +119,6 @@ async def test_what_looks_its_own_module_up_finds_it(
         assert (metrics["is_main"], metrics["file_is_path"]) == (0.0, 1.0)
 
 
-def test_running_episodes_have_different_names_which_are_used_again(tmp_path: Path) -> None:
-    file = AgentFile(write(tmp_path, "async def step(state, action, label): ...\n"))
-    with file.episode() as first, file.episode() as second:
-        names = [first.__module__, second.__module__]
-        assert first is not second and our_modules() == set(names) and len(set(names)) == 2
-    for _ in range(3):
-        with file.episode() as step:
-            assert step.__module__ in names
-    assert our_modules() == set()
-
-
 async def test_a_module_beside_it_is_imported_once_and_shared(
     server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

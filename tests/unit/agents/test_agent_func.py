@@ -167,15 +167,6 @@ async def test_a_full_context_ends_the_episode_with_the_reward_so_far(
     assert (sample.finished, sample.finish_reason, sample.output_tokens) == (False, "length", 6)
 
 
-async def test_a_new_state_that_is_too_long_ends_the_episode_too(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    source = "async def step(state, action, label):\n    return 1, 'x' * 20, False\n"
-    result = await play(server, tokenizer, source, tmp_path, max_model_len=20)
-    (text,) = result.training_texts
-    assert (len(text.input_ids), text.reward, text.finish_reason) == (5, 1.0, "length")
-
-
 async def test_a_prompt_that_fills_the_context_fails_the_rollout(
     server: FakeServer, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -217,4 +208,3 @@ def test_what_it_returns_is_checked(answer: Any, error: type[Exception]) -> None
 def test_rewards_of_other_kinds() -> None:
     assert read_step((torch.tensor(0), "x", torch.tensor(True), None), "f")[::2] == (0.0, True)
     assert read_step((torch.rand(1) * 0 + 1, "x", 0), "f") == (1.0, "x", False, {})
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -255,13 +254,6 @@ async def test_errors_of_agents(
 ) -> None:
     with pytest.raises(error, match=words):
         await run(black_box(agent), server, tokenizer)
-
-
-def test_it_has_the_shape_of_a_rollout_function() -> None:
-    box = black_box(nothing_asked)
-    inspect.signature(box).bind(None, None, {}, None)
-    assert inspect.iscoroutinefunction(type(box).__call__)
-    assert inspect.unwrap(box) is nothing_asked
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.recorded_run import RecordedRun
 
-from pipelinerl.analysis import select as scan
-from pipelinerl.analysis.select import Chooser, Seen, Wanted, choose, fates_of, load, samples_of_step
+from pipelinerl.analysis.select import Wanted, choose, fates_of, load, samples_of_step
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
 from pipelinerl.streams import shards
@@ -83,47 +81,6 @@ def test_the_newest_are_found_without_reading_the_rest(run: RecordedRun, monkeyp
     # A stream without places is read from its start, and the answer is the same.
     monkeypatch.setattr(StreamHub, "places", lambda *_: [0])
     assert names(streams, order="last") == ["0-38/r1", "0-39/r0", "0-39/r1"]
-
-
-def test_no_more_is_held_than_is_asked_for(run: RecordedRun) -> None:
-    from pipelinerl.records import GroupHead, RolloutHead
-
-    for order in ("last", "first", "best", "worst"):
-        chooser = Chooser(Wanted(order=order, count=4), Seen())
-        draw = random.Random(order)
-        rewards = [draw.random() for _ in range(500)]
-        for offset, reward in enumerate(rewards):
-            head = RolloutHead(rollout_id=f"r{offset}", reward=reward)
-            chooser.add(offset, GroupHead(id=f"g{offset}", dataset_name=f"d{offset}", samples=[], rollouts=[head]))
-            assert len(chooser._heap) <= 4
-        assert len(chooser._seen.datasets) <= 100
-        picked = [each.reward for each in chooser.chosen()]
-        expected = {
-            "last": rewards[-4:],
-            "first": rewards[:4],
-            "best": sorted(rewards)[:-5:-1],
-            "worst": sorted(rewards)[:4],
-        }
-        assert picked == expected[order]
-
-
-def test_one_group_at_a_time_is_loaded(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = run.streams()
-    chosen, _ = choose(streams, Wanted(order="last", count=6))
-    read: list[int] = []
-    entries = scan.read_entries
-
-    def spy(hub: StreamHub, topic: str, instance: str, kind: Any, start: int = 0, end: int | None = None) -> Any:
-        read.append(start)
-        return entries(hub, topic, instance, kind, start, end)
-
-    monkeypatch.setattr(scan, "read_entries", spy)
-    loaded = load(streams, chosen)
-    assert read == []
-    next(loaded)
-    next(loaded)
-    assert read == [37]
-    assert len(list(loaded)) == 4 and read == [37, 38, 39]
 
 
 def test_a_torn_last_line_is_passed_over_and_a_damaged_record_is_named(run: RecordedRun) -> None:

@@ -113,17 +113,6 @@ def test_a_rollout_with_its_problem_turns_versions_and_result(
     assert lines[-1] == "  > a50<|end|>"
 
 
-def test_a_failed_rollout_has_its_reason(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(run, capsys, "--version", "50", "--failed").splitlines()
-    assert lines[2:] == [
-        "rollout evaluation-0-50/r0: data set held_out, problem p0",
-        "  due at version 50",
-        '  problem: {"question": "q0"}',
-        "  FAILED: rollout_timeout",
-        "  message: evaluation-0-50/r0 took more than 600 s",
-    ]
-
-
 def test_options_choose(run: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert names(shown(run, capsys)) == ["0-100/r0", "0-100/r1", "0-100/r2"]
     assert names(shown(run, capsys, "--first", "1")) == ["0-0/r0"]
@@ -169,16 +158,6 @@ def test_o2_an_evaluation_that_was_cut_off_is_marked_until_it_is_made_again(
     assert "NO RESULT" in shown(run, capsys, "--group", "evaluation-0-50"), "asked for by name it is there"
 
 
-def test_the_final_evaluation_may_repeat_the_version_of_another_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RecordedRun(tmp_path)
-    final = rollout(run, 6, 2, is_final=True)
-    write(run, [rollout(run, 6, 2), final], [result(6), result(6, is_final=True)])
-    text = shown(run, capsys, "--version", "6")
-    assert text.count("due at version 6") == 2 and text.count("the final evaluation, due at version 6") == 1
-
-
 def test_a_text_without_ids_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RecordedRun(tmp_path)
     whole = rollout(run, 3, 2)
@@ -190,24 +169,6 @@ def test_a_text_without_ids_is_shown_as_it_is(tmp_path: Path, capsys: pytest.Cap
     write(run, [msgspec.structs.replace(whole, samples=[bare])], [result(3)])
     text = shown(run, capsys)
     assert "  | 2+2?\n" in text and "  > 4\\x1b[2J" in text and "removed" not in text and "MASKED" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--evaluation", "--step", "3"], "--step: not with --evaluation"),
-        (["--failed"], "--failed: only with --evaluation"),
-        (["--no-success"], "--no-success: only with --evaluation"),
-        (["--evaluation", "--failed", "--worst"], "failed rollouts have no reward"),
-        (["--evaluation", "--failed", "--no-success"], "not allowed with"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    run: RecordedRun, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["samples", str(run.root), *options])
-    assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

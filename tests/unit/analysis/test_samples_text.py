@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from fakes.recorded_run import RecordedRun
 
-from pipelinerl.analysis.sample_view import Painter, RolloutView, SampleTurn, json_lines, render, turns_of, view_of
+from pipelinerl.analysis.sample_view import Painter, RolloutView, json_lines, render, view_of
 from pipelinerl.analysis.select import StoredGroup, StoredRollout, rollout_of
 from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened, token_text
-from pipelinerl.records import VersionSpan
 from pipelinerl.streams.open_run import find_run
 
 TOOL_CHAT = [
@@ -70,17 +69,6 @@ def test_a_conversation_with_a_tool_is_shown_turn_by_turn(run: RecordedRun, deco
     ]
 
 
-def test_turns_have_no_gaps_and_a_masked_answer_is_no_prompt(run: RecordedRun) -> None:
-    parts = [("<|user|>a<|end|>", False), ("first answer", False), ("second", True)]
-    prompt, masked, trained = (len(run.ids(text)) for text, _ in parts)
-    sample = run.sample("0-0/r0/s0", parts, [7], output_tokens=masked + trained)
-    assert turns_of(sample) == [
-        SampleTurn("prompt", 0, prompt),
-        SampleTurn("context", prompt, prompt + masked),
-        SampleTurn("generated", prompt + masked, prompt + masked + trained, (7, 7)),
-    ]
-
-
 def test_masked_truncated_and_removed_tokens_are_said(run: RecordedRun, decoder: TokenText) -> None:
     parts = [("<|user|>a<|end|>", False), ("masked", False), ("cut o", True)]
     masked = len(run.ids("masked"))
@@ -103,14 +91,6 @@ def test_masked_truncated_and_removed_tokens_are_said(run: RecordedRun, decoder:
 
 def _fields(struct: object) -> dict[str, object]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}  # type: ignore[attr-defined]
-
-
-def test_spans_of_one_turn_are_its_own(run: RecordedRun) -> None:
-    sample = run.sample("0-0/r0/s0", [("ab", False), ("cdef", True), ("gh", False), ("ij", True)])
-    assert [len(run.ids(text)) for text in ("ab", "cdef", "gh", "ij")] == [2, 4, 2, 2]
-    spans = [VersionSpan(1, 0, 2), VersionSpan(2, 2, 5), VersionSpan(3, 5, 6)]
-    moved = type(sample)(**{**_fields(sample), "version_spans": spans})
-    assert [turn.versions for turn in turns_of(moved)] == [None, (1, 2), None, (2, 3)]
 
 
 HOSTILE = (

@@ -98,8 +98,8 @@ def test_all_servers_are_ready_after_the_first_update(scene: Scene, caplog: pyte
     with caplog.at_level("INFO"):
         delivery = scene.feed.send(0, [[1, 2]])
     # One line on both, though each is asked by itself.
-    lines = [record.getMessage() for record in caplog.records if "differ by" in record.getMessage()]
-    assert lines == ["version 0: trainer and 2 servers differ by 0 nats on average (0 at most, 2 tokens)"]
+    lines = [record.getMessage() for record in caplog.records if "nats" in record.getMessage()]
+    assert len(lines) == 1 and "2 servers" in lines[0]
     assert sorted(scene.ready) == [("s0", 0, 0), ("s1", 0, 0)]
     assert delivery.num_servers == 2 and delivery.probe_abs_diff == pytest.approx(0)
     assert scene.pool.fresh == []
@@ -308,7 +308,7 @@ def test_a_trainer_that_cannot_hear_the_launcher_any_more_does_not_go_on(scene: 
     waiting.start()
     scene.pool.fail(StreamError("corrupt record"))
     waiting.join(WAIT_S)
-    assert not waiting.is_alive() and errors == ["what the launcher says of servers cannot be followed: corrupt record"]
+    assert not waiting.is_alive() and len(errors) == 1 and "corrupt record" in errors[0]
     assert scene.woken.acquire(timeout=WAIT_S), "a trainer that waits for data is woken"
     for ask in (lambda: scene.feed.has_fresh, lambda: scene.feed.send(1)):
         with pytest.raises(StreamError, match="corrupt record"):

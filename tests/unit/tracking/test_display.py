@@ -14,7 +14,6 @@ from pipelinerl.tracking.display import (
     LiveDisplay,
     PlainDisplay,
     evaluation_line,
-    make_display,
     progress_line,
     table_rows,
 )
@@ -77,13 +76,6 @@ def test_rows_of_a_run_that_has_not_begun() -> None:
     rows = dict(table_rows(RunState(), max_steps=None))
     assert rows["step"] == "0   (0:00 of training)"
     assert rows["servers"] == rows["samples"] == rows["last weight update"] == rows["success, held out"] == "-"
-
-
-def test_the_plain_line() -> None:
-    assert progress_line(running(), 40, STEP) == (
-        "step 1/40 | reward 0.500 | success - | grad norm - | 3100 tokens/s | lag 1.25 (max 3) | ESS 0.930"
-        " | update 0.30 s"
-    )
 
 
 def test_the_plain_line_is_about_the_step_of_its_record() -> None:
@@ -157,10 +149,6 @@ def test_the_live_table_is_drawn_from_the_present_state() -> None:
     display.stop()
     display.stop()
     assert "3100 tokens/s" in stream.getvalue() and "quickstart" in stream.getvalue()
-
-
-def test_a_stream_that_is_no_terminal_gets_plain_lines() -> None:
-    assert isinstance(make_display(io.StringIO(), "t", 1), PlainDisplay)
 
 
 def test_the_plot_is_a_picture_also_of_an_empty_run(tmp_path: Path) -> None:

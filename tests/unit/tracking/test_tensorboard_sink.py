@@ -151,25 +151,6 @@ def test_a_source_goes_on_where_it_was_and_others_go_back(tmp_path: Path) -> Non
     assert written(tmp_path, "evaluation/test/success_rate") == [0, 4]
 
 
-def test_a_start_that_comes_to_nothing_keeps_the_history(tmp_path: Path) -> None:
-    history = [row(step, step / 4, float(step)) for step in (1, 2, 3)]
-    sink(tmp_path, 0.0, history)
-    sink(tmp_path, START, history)  # killed before anything new
-    assert points(tmp_path, "finetune/loss") == []  # a viewer that runs keeps what it has read
-    sink(tmp_path, START, history).finish({"status": "failed", "steps": 3})
-    assert written(tmp_path, "finetune/loss") == [1, 2, 3]
-
-
-def test_a_reader_that_runs_meanwhile_sees_the_resumed_curve(tmp_path: Path) -> None:
-    history = [row(step, step / 4, float(step)) for step in (1, 2, 3, 4)]
-    sink(tmp_path, 0.0, history)
-    reader = read(tmp_path)
-    assert len(reader.Scalars("finetune/loss")) == 4
-    sink(tmp_path, START, [*history, row(3, 8.0, START + 1)])
-    reader.Reload()
-    assert [(point.step, point.value) for point in reader.Scalars("finetune/loss")] == [(1, 0.25), (2, 0.5), (3, 8.0)]
-
-
 def test_a_folder_of_the_users_is_for_many_runs(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     assert events_folder(config(), run_dir) == tmp_path / "run" / "tensorboard"

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.compose import compose
 from pipelinerl.config.resources import WandbConfig
-from pipelinerl.errors import ConfigError
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
 
@@ -45,11 +43,6 @@ def test_ids_are_such_that_wandb_takes_them() -> None:
     assert run_id is not None and len(run_id) == 100 and run_id.endswith("-0a1b2c3d")
     assert tracked_run(WandbConfig(), identity(0, "a b:é-1"))[0] == "a-b---1"
     assert tracked_run(WandbConfig(), None) == (None, None)
-
-
-def test_an_unknown_way_to_resume_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"wandb\.wandb_resume"):
-        compose(["output_dir=x", "wandb.wandb_resume=sometimes"])
 
 
 @pytest.mark.parametrize(
