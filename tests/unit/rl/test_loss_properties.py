@@ -112,14 +112,14 @@ def check_finite_and_masked(batch, tokens, rl):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(tokens=TOKENS)
 def test_m2_masked_tokens_have_no_gradient_and_everything_is_finite(combination, tokens):
     check_finite_and_masked(micro_batch(tokens), tokens, RLConfig(**combination))
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(tokens=TOKENS)
 def test_the_same_with_a_value_head_and_every_aggregation(aggregation, tokens):
     rl = RLConfig(advantage_estimator="gae", value_loss_coef=0.5, gae_lambda=0.9, gamma=0.99, aggregation=aggregation)
@@ -142,7 +142,7 @@ def test_m2_a_sentinel_adds_exactly_nothing(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(tokens=TOKENS)
 def test_what_masked_tokens_hold_changes_nothing(combination, tokens):
     """Other log-probs under the masks: the same loss and gradient, bit by bit."""

@@ -18,8 +18,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_script("benchmark_runs", monkeypatch)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", ["schedules", "splits"])
+@pytest.mark.parametrize(("name", "device"), [("schedules", "cpu"), ("splits", "cuda")])
 def test_every_variant_composes(benchmark: ModuleType, tmp_path: Path, name: str, device: str) -> None:
     args = benchmark.arguments([name, "--device", device])
     (tmp_path / "benchmark.yaml").write_text(benchmark.CONFIG)
