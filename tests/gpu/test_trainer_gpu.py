@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from fakes.finetune_kit import Kit
 from fakes.rank_group import run_ranks
 from fakes.visible_gpus import visible_gpu
@@ -26,6 +27,7 @@ FOLDER = Path(__file__).parents[1] / "integration" / "ranks"
 
 def gradient(kit, policy, device: torch.device) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
     config, ranks = kit.config(), Ranks(device=device)
+    AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the device of the first backend
     runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
     runner.accumulate(kit.batch(kit.samples(64, 1, masked_every=9)))
     return {name: parameter.grad.cpu() for name, parameter in policy.named_parameters()}
