@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -26,6 +28,19 @@ def wait_for_crossing_samples(run: ActorRun) -> None:
         assert time.monotonic() < deadline, "no sequence crossed an update"
 
 
+def wait_for_running_requests(server: VLLMProcess) -> None:
+    """An update crosses sequences only if some are running."""
+    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {server.token}"})
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            running = re.search(r"^vllm:num_requests_running\{.*\} (\S+)", answer.read().decode(), re.MULTILINE)
+        assert running is not None
+        if float(running[1]) > 0:
+            return
+        assert time.monotonic() < deadline, "no request is running"
+
+
 def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_server: VLLMProcess) -> None:
     torch.set_num_threads(1)
     model = random_model(seed=21)
@@ -47,6 +62,7 @@ def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_s
                 # Sequences that crossed an update are seen when their groups are written, so wait with the last update.
                 wait_for_crossing_samples(run)
             if version:
+                wait_for_running_requests(tiny_server)
                 perturb(model, seed=version)
             assert publisher.publish(version, ModuleSource(model)).failed == {}
 
