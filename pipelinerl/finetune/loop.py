@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from pipelinerl.config.schedule import EvaluationSchedule, update_interval
 from pipelinerl.config.task import LLMParameters
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.finetune.backends.base import create_backend
+from pipelinerl.finetune.backends import create_backend
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, stop_on_sigterm

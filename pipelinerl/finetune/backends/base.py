@@ -1,4 +1,4 @@
-"""The policy and its optimizer on several ranks, through `accelerate.Accelerator`. `create_backend` picks the kind.
+"""The policy and its optimizer on several ranks, through `accelerate.Accelerator`. One subclass per kind.
 
 Gradients: `backward` gets this rank's share of the step's loss. Over all micro-batches and ranks the shares SUM to the
 loss, and so do the gradients. Accelerate's libraries average over ranks, so the share is multiplied by their number;
@@ -23,7 +23,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
-from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.tensor_files import STATE, load_tensors, save_tensors, saved_names
@@ -180,18 +179,3 @@ def make_accelerator(
         kind = DistributedType.DEEPSPEED if deepspeed_plugin is not None else DistributedType.FSDP
         state.distributed_type = PartialState().distributed_type = kind
     return accelerator
-
-
-def create_backend(policy: PolicyModel, config: RunConfig, ranks: Ranks) -> Backend:
-    """The backend that the configuration asks for (`backend.type`)."""
-    if config.backend.type == "deepspeed":
-        from pipelinerl.finetune.backends.deepspeed import DeepSpeedBackend
-
-        return DeepSpeedBackend(policy, config, ranks)
-    if config.backend.type == "fsdp":
-        from pipelinerl.finetune.backends.fsdp import FSDPBackend
-
-        return FSDPBackend(policy, config, ranks)
-    from pipelinerl.finetune.backends.plain import PlainBackend
-
-    return PlainBackend(policy, config.finetune, ranks)

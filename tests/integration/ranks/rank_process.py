@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.finetune.backends.base import create_backend
+from pipelinerl.finetune.backends import create_backend
 from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.best_model import BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState

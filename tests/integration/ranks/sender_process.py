@@ -12,7 +12,7 @@ from rank_process import CHOICES, join
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.base import create_backend
+from pipelinerl.finetune.backends import create_backend
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import end_process
 
