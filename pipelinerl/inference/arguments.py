@@ -18,7 +18,7 @@ ENGINE_NAME = "pipelinerl"
 #: Name under which every server offers its model.
 SERVED_MODEL_NAME = "actor"
 
-SCHEDULER_PATH = "pipelinerl.inference.scheduler.create_scheduler"
+SCHEDULER_PATH = "pipelinerl.inference.request_scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
 MIDDLEWARE_PATH = "pipelinerl.inference.fast_output.ServerMiddleware"
 

@@ -7,7 +7,7 @@ load them:
 |---|---|---|
 | in place | plain models on GPUs | vLLM's loaders write into the tensors that the model computes with |
 | layer by layer | all others | vLLM's layerwise reload, made safe for repeated and failed updates |
-| adapter | `finetune.lora.sync=adapter` | the model stays, its adapter is replaced (`inference.lora`) |
+| adapter | `finetune.lora.sync=adapter` | the model stays, its adapter is replaced (`inference.adapter`) |
 
 In place saves two thirds of the time of an update (62 ms against 188 ms at 1.5 B on an H200).
 """
@@ -37,8 +37,8 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
+from pipelinerl.inference.adapter import AdapterLoading
 from pipelinerl.inference.arguments import serves_adapter
-from pipelinerl.inference.lora import AdapterLoading
 from pipelinerl.weights.buffers import NamedTensors, metas_of, receive_buffers
 from pipelinerl.weights.manifest import Shape, coverage_problems, local_folder, read_manifest
 from pipelinerl.weights.transport import Receiver, open_receiver

@@ -12,8 +12,8 @@ from typing import Any
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from pipelinerl.inference.adapter import adapter_request, load_what_was_sent
 from pipelinerl.inference.arguments import ENGINE_NAME, serves_adapter
-from pipelinerl.inference.lora import adapter_request, load_what_was_sent
 from pipelinerl.inference.transfer import PackedTransferEngine, checkpoint_tensors, is_tied
 from pipelinerl.weights.manifest import ServerModel, folder_checksum, local_folder
 

@@ -43,7 +43,7 @@ CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 1 << 16
 
 
-class Streams:
+class FileBackend:
     """The file backend. `run_id` and `environ` are not needed: every run has its own folder."""
 
     is_on_disk: ClassVar[bool] = True

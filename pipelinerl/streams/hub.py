@@ -20,19 +20,18 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 OWNER_FILE = "run_id"
-# Modules with a class `Streams`, by the value of `streams.backend`, which may also be the dotted path of a module.
-# Imported when needed.
+# `module:class` by the value of `streams.backend`; any other value is the path of a module with a class `Streams`.
 BACKENDS = {
-    "files": "pipelinerl.streams.files",
-    "redis": "pipelinerl.streams.redis",
+    "files": "pipelinerl.streams.files:FileBackend",
+    "redis": "pipelinerl.streams.redis:RedisBackend",
 }
 
 
 def backend_of(config: StreamsConfig) -> type[StreamBackend]:
     """The class that keeps the streams of a run with this configuration."""
-    module = BACKENDS.get(config.backend, config.backend)
+    module, _, name = BACKENDS.get(config.backend, f"{config.backend}:Streams").partition(":")
     try:
-        return cast("type[StreamBackend]", importlib.import_module(module).Streams)
+        return cast("type[StreamBackend]", getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             "streams.backend", config.backend, "a module that can be imported, with a class Streams", f"{error}."

@@ -47,7 +47,7 @@ BATCH_BYTES = 1 << 14
 LOG_STRIDE = 64
 
 
-class Streams:
+class RedisBackend:
     """The Redis backend. Raises StreamError if there is no server, or one that would lose records."""
 
     is_on_disk: ClassVar[bool] = False

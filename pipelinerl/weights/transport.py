@@ -112,7 +112,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(MODULES[name])
 
 
-class Group(Protocol):
+class TransferGroup(Protocol):
     """Ranks that broadcast from rank 0."""
 
     def broadcast(self, buffer: torch.Tensor) -> None: ...
@@ -129,7 +129,7 @@ class GroupSender:
     """
 
     def __init__(
-        self, name: str, options: SenderOptions, lead: Callable[[TCPStore, int], Group], device: torch.device
+        self, name: str, options: SenderOptions, lead: Callable[[TCPStore, int], TransferGroup], device: torch.device
     ) -> None:
         self._name = name
         self._options = options
@@ -137,7 +137,7 @@ class GroupSender:
         self._device = device
         self._world_size = 0
         self._store: TCPStore | None = None
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._closed = False
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class GroupSender:
 class GroupReceiver:
     """A worker's end of such a transport. Buffers are received on `device`."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: TransferGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
 

@@ -9,7 +9,7 @@ import pytest
 from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.redis import Streams
+from pipelinerl.streams.redis import RedisBackend
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, check_place, remember_place
 
 URL = "redis://:secret@h:6379/0"
@@ -45,7 +45,7 @@ def test_a_run_with_a_server_of_its_own_keeps_it(tmp_path: Path) -> None:
 
 def test_a_start_uses_the_named_server_and_refuses_another_one_later(tmp_path: Path) -> None:
     config, run_dir = RedisStreams(backend="redis"), RunDir(tmp_path)
-    with Streams.serve(config, run_dir, {REDIS_URL_KEY: URL}) as environ:
+    with RedisBackend.serve(config, run_dir, {REDIS_URL_KEY: URL}) as environ:
         assert environ == {REDIS_URL_KEY: URL}
     with pytest.raises(ConfigError, match="holds the records"):
-        Streams.serve(config, run_dir, {})
+        RedisBackend.serve(config, run_dir, {})

@@ -24,9 +24,9 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from pipelinerl.inference.adapter import adapter_request
 from pipelinerl.inference.arguments import serves_adapter
 from pipelinerl.inference.fast_output import DEFAULT_HELD_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
-from pipelinerl.inference.lora import adapter_request
 
 # Below the name of vLLM, whose configuration of logging is the one that the engine's processes have.
 logger = init_logger(f"vllm.{__name__}")
@@ -43,7 +43,7 @@ def salt_for_epoch(salt: str | None, epoch: int) -> str:
 class EpochSaltMixin:
     """Salts requests when they are queued, and again if the weights may have changed before they were scheduled."""
 
-    #: What every request uses where the base model is frozen (see `inference.lora`).
+    #: What every request uses where the base model is frozen (see `inference.adapter`).
     adapter: Any = None
     _weights_epoch: int = 0
 

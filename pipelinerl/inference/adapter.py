@@ -2,7 +2,7 @@
 
 vLLM does the work: it wraps the layers (`--enable-lora`), slices A and B for its workers, and adds their product to
 what a layer gives. What vLLM has no way for is an adapter that never was in a folder. So the scheduler attaches one
-request for an adapter to whatever it is given (`inference.scheduler`), and vLLM's worker, when it is to load that one,
+request to whatever it is given (`inference.request_scheduler`), and vLLM's worker, when it is to load that adapter,
 loads what was sent last. Before the first update it loads zeros: the server is its base model.
 """
 
