@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if composed.config is None:
             sys.stdout.write(f"{composed.help_text}\n")
             return 0
+        # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
+        sys.path += [str(folder) for folder in composed.search_dirs]
         cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
         config = stage_config(composed.config)
         if config.dry_run:

@@ -37,7 +37,7 @@ class Conversion:
 
     def run(self) -> dict[str, Any]:
         """The translated data."""
-        for rewrite in (self._backend, self._trainer, self._algorithm, self._streams):
+        for rewrite in (self._backend, self._trainer, self._algorithm, self._streams, self._wandb):
             rewrite()
         for key, new in RENAMED.items():
             self._rename(key, new)
@@ -104,6 +104,14 @@ class Conversion:
         if host not in (_ABSENT, None):
             port = 6379 if port in (_ABSENT, None) else port
             self._replace("streams.host, streams.port", "streams.url", f"redis://{host}:{port}/0")
+
+    def _wandb(self) -> None:
+        for key in ("wandb.use_wandb", "finetune.use_wandb"):
+            value = self._take(key)
+            if value is False:
+                self._replace(key, "wandb.mode", "disabled")
+            elif value is not _ABSENT:
+                self._say("dropped", key, "wandb.mode says it: offline (default), online or disabled")
 
     def _drop_foreign_keys(self) -> None:
         """Keys of a loss, estimator, backend, ... that is not the chosen one had no effect."""

@@ -74,13 +74,14 @@ RENAMED: dict[str, str] = {
     "agent.max_epochs": "finetune.max_epochs",
     "system_prompt": "actor.system_prompt",
     "task_template": "actor.task_template",
+    "actor.task_prompt": "custom.task_prompt",
     "discount_factor": "actor.discount_factor",
     "weight_broadcast": "finetune.send_weight_updates",
     "world.actors": "actor.rollout_workers",
     **{
         f"finetune.{name}": f"wandb.{name}"
         for name in (
-            *("tags", "use_wandb", "wandb_id", "wandb_name", "wandb_entity_name", "wandb_project_name"),
+            *("tags", "wandb_id", "wandb_name", "wandb_entity_name", "wandb_project_name"),
             *("wandb_resume", "wandb_use_basename", "wandb_workspace_root", "wandb_group", "wandb_dir"),
         )
     },
@@ -121,6 +122,8 @@ REWRITTEN: dict[str, str] = {
     "finetune.load_as_bf16": "finetune.dtype",
     "finetune.use_flash_attention": "finetune.attn_implementation",
     "finetune.critic_learning_rate": "finetune.rl.critic_learning_rate",
+    "wandb.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
+    "finetune.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
     "finetune.rl.use_advantages": "finetune.rl.advantage_estimator=reinforce for plain rewards",
 }
 

@@ -216,9 +216,9 @@ class SuperviseConfig(Section):
 
 
 class WandbConfig(Section):
-    use_wandb: bool = Field(default=True, description="false: nothing goes to W&B")
     mode: Literal["online", "offline", "disabled"] = Field(
-        default="offline", description="online needs WANDB_API_KEY; offline writes files that `wandb sync` uploads"
+        default="offline",
+        description="online needs WANDB_API_KEY; offline writes files that `wandb sync` uploads; disabled: no W&B",
     )
     wandb_id: str | None = Field(default=None, description="id of the tracked run; null: derived from the run's id")
     wandb_name: str | None = Field(default=None, description="name of the tracked run")
@@ -238,6 +238,12 @@ class TensorBoardConfig(Section):
     enabled: bool = Field(default=False, description="write event files; needs the extra `tensorboard`")
     folder: str | None = Field(
         default=None, description="folder for many runs, each in its own; null: `tensorboard` in output_dir"
+    )
+
+
+class TrackingConfig(Section):
+    sinks: list[str] = Field(
+        default=[], description="dotted paths of your own classes that get every number (docs/metrics.md)"
     )
 
 

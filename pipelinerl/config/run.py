@@ -16,6 +16,7 @@ from pipelinerl.config.resources import (
     StreamsConfig,
     SuperviseConfig,
     TensorBoardConfig,
+    TrackingConfig,
     VLLMConfig,
     WandbConfig,
     WorldConfig,
@@ -115,6 +116,7 @@ class RunConfig(FlatSection):
     supervise: SuperviseConfig = SuperviseConfig()
     wandb: WandbConfig = WandbConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
+    tracking: TrackingConfig = TrackingConfig()
     debug: DebugConfig = DebugConfig()
     dry_run: bool = Field(default=False, description="print the plan and start nothing")
 

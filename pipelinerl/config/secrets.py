@@ -1,6 +1,6 @@
 """No secret in the configuration, because the configuration is saved and sent to trackers.
 
-Called by the composition and before saving. Pure: the environment is passed in.
+`refuse_secrets` is for what is certainly one; `redact` hides what may be one from trackers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$
 _MIN_SECRET_LENGTH = 12
 # Values that pipelinerl itself takes from the environment.
 _OWN_VARIABLES = {"streams.url": "PIPELINERL_REDIS_URL"}
+HIDDEN = "***"
+_MAYBE_SECRET = re.compile(r"(^|[_-])(token|secret|password|passwd|api_?key|credentials?|authorization)$", re.I)
+_URL_USER = re.compile(r"(?P<start>\b[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.I)
 _NEXT_STEP = "Put it into an environment variable and read that variable in your code; the configuration is saved."
 
 
@@ -45,6 +48,20 @@ def refuse_secrets(data: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         for secret, name in secrets.items():
             if secret in value:
                 raise ConfigError(key, f"(the value of ${name})", "no secret in the configuration", _next_step(key))
+
+
+def redact(value: Any) -> Any:
+    """Return a copy of plain data in which values of secret keys, and user names and passwords in URLs, are `***`."""
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if item and isinstance(key, str) and _MAYBE_SECRET.search(key) else redact(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    if isinstance(value, str):
+        return _URL_USER.sub(rf"\g<start>{HIDDEN}@", value)
+    return value
 
 
 def _next_step(key: str) -> str:

@@ -76,7 +76,6 @@ class ActorConfig(Section):
     task_template: str | None = Field(
         default=None, description="text around `{task}`, in built-in tasks of one question"
     )
-    task_prompt: str | None = Field(default=None, description="for your own rollout functions (cfg.actor.task_prompt)")
     examples: list[Example] = Field(
         default=[], description="[{task, answer}, ...]: earlier turns of the dialogue, in tasks of one question"
     )

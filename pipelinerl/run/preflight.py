@@ -197,13 +197,16 @@ def check_adapter_servers(start: Start) -> list[str]:
 
 
 def check_tracking(start: Start) -> list[str]:
-    """Refuse a tracker whose package is not installed: later it would only be a warning."""
+    """Refuse a tracker whose package or class is not there: later it would only be a warning."""
     # A mere folder of that name next to the user's files counts as a package, but has no file of its own.
     is_missing = getattr(importlib.util.find_spec("tensorboard"), "origin", None) is None
     if start.config.tensorboard.enabled and is_missing:
         raise ConfigError(
             "tensorboard.enabled", True, "the package tensorboard", "Install it: pip install pipelinerl[tensorboard]."
         )
+    for path in start.config.tracking.sinks:
+        if (fault := function_fault(path, None, start.search_dirs)) is not None:
+            raise UserError(f"tracking.sinks: got {path!r}: {fault}")
     return []
 
 
@@ -276,11 +279,12 @@ def _check_function(key: str, path: str | None, is_async: bool, start: Start) ->
         raise UserError(f"{key}: got {path!r}: {fault}")
 
 
-def function_fault(path: str, is_async: bool, search_dirs: Sequence[Path]) -> str | None:
-    """Why the dotted `path` is no function of this kind, going by the text of its file; None if nothing is known."""
+def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]) -> str | None:
+    """Why the dotted `path` is no function of this kind (`is_async` None: no class), going by the text of its file;
+    None if nothing is known."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        return "expected module and function with a dot between them"
+        return "expected module and name with a dot between them"
     file = _module_file(module_name, search_dirs)
     if isinstance(file, str):
         return f"there is no module {file!r} in the folder of --config-dir, an installed package or on PYTHONPATH"
@@ -295,12 +299,12 @@ def function_fault(path: str, is_async: bool, search_dirs: Sequence[Path]) -> st
         node = names[name]
         if is_async and isinstance(node, ast.FunctionDef) and not node.decorator_list:
             return f"{file} defines it with `def`, expected `async def`"
-        if not is_async and isinstance(node, ast.AsyncFunctionDef):
+        if is_async is False and isinstance(node, ast.AsyncFunctionDef):
             return f"{file} defines it with `async def`, expected `def`"
         return None
     if "*" in names or "__getattr__" in names:
         return None
-    wanted = ast.AsyncFunctionDef if is_async else ast.FunctionDef
+    wanted = ast.ClassDef if is_async is None else ast.AsyncFunctionDef if is_async else ast.FunctionDef
     near = difflib.get_close_matches(name, [each for each, node in names.items() if isinstance(node, wanted)], n=1)
     return f"{file} has no {name!r}. " + (f"Did you mean {module_name}.{near[0]}?" if near else "Define it there.")
 

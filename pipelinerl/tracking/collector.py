@@ -26,7 +26,7 @@ from pipelinerl.streams.base import (
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display, quiet_line, read_beats
-from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, Sink
+from pipelinerl.tracking.sinks import Sink, SinkInputs, make_sinks
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import Status, build_summary, has_learning_curve, plot_learning_curve, write_json
 from pipelinerl.world import WorldMap
@@ -92,8 +92,6 @@ def _is_due(steps: int) -> bool:
 
 logger = logging.getLogger(__name__)
 
-#: A sink that takes a resumed run's records from the first one on gets them all at once.
-QUEUE_RECORDS_OF_HISTORY = 1_000_000
 RECORDING_KINDS = ("actor", "preprocessor", "finetune")
 
 
@@ -129,8 +127,8 @@ class Collector:
         self._state = RunState()
         self._lock = threading.RLock()
         self._sink_lock = threading.Lock()
-        self._sinks = list(make_sinks(config, run_dir) if sinks is None else sinks)
         since = time.time()
+        self._sinks = list(make_sinks(SinkInputs(config, run_dir, since)) if sinks is None else sinks)
         self._display = display or make_display(
             sys.stdout,
             self._title,
@@ -284,29 +282,6 @@ class Collector:
         except Exception as error:  # noqa: BLE001 - a closed terminal never ends a run
             self._display_works = False
             logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
-
-
-def make_sinks(config: RunConfig, run_dir: RunDir) -> list[Sink]:
-    """`metrics.jsonl`, and W&B and TensorBoard if the configuration asks for them. None of them can end a run."""
-    sinks: list[Sink] = [SafeSink("metrics.jsonl", lambda: JsonlSink(run_dir.metrics_file))]
-    since = time.time()
-    if config.wandb.use_wandb and config.wandb.mode != "disabled":
-
-        def make_wandb() -> Sink:
-            from pipelinerl.tracking.wandb_sink import WandbSink
-
-            return WandbSink(config, run_dir.root, since)
-
-        sinks.append(BackgroundSink("W&B", make_wandb))
-    if config.tensorboard.enabled:
-
-        def make_tensorboard() -> Sink:
-            from pipelinerl.tracking.tensorboard_sink import TensorBoardSink, events_folder
-
-            return TensorBoardSink(config, events_folder(config, run_dir), since)
-
-        sinks.append(BackgroundSink("TensorBoard", make_tensorboard, QUEUE_RECORDS_OF_HISTORY))
-    return sinks
 
 
 def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:

@@ -1,64 +1,106 @@
-"""Where a run's metrics go besides the terminal: `metrics.jsonl` and, if asked for, W&B and TensorBoard.
+"""Where a run's metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, and classes of the user.
 
-A sink never ends a run: `SafeSink` turns its first exception into one warning and switches it off; `BackgroundSink`
-does the same for one that may block (network), in a thread that waits on a bounded queue. Secrets are hidden first.
+A sink is a class that is named by its dotted path; those of the user are in `tracking.sinks`:
+
+    class MySink:
+        def __init__(self, inputs: SinkInputs) -> None: ...
+        def log(self, record: MetricRecord) -> None: ...  # record.step, .time, .source, .values
+        def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+It may carry an attribute `api_version` to say which version of this interface it was written for. It lives in the
+launcher, in a thread of its own. A sink never ends a run: its first exception becomes one warning and switches it off.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.records import MetricRecord
-
-HIDDEN = "***"
-_SECRET_KEY = re.compile(r"(^|[_-])(token|secret|password|passwd|api_?key|credentials?|authorization)$", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(?P<start>\b[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNORECASE)
-
-
-def redact(value: Any) -> Any:
-    """Return a copy of plain data in which values of secret keys, and user names and passwords in URLs, are `***`."""
-    if isinstance(value, Mapping):
-        return {key: HIDDEN if _is_secret(key) and item else redact(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
-    if isinstance(value, str):
-        return _URL_PASSWORD.sub(rf"\g<start>{HIDDEN}@", value)
-    return value
-
-
-def _is_secret(key: object) -> bool:
-    return isinstance(key, str) and _SECRET_KEY.search(key) is not None
-
+from pipelinerl.rundir.layout import RunDir
 
 logger = logging.getLogger(__name__)
 
+#: Version of `Sink` and `SinkInputs`: a change that breaks classes of users needs a new number.
+SINK_API_VERSION = 1
+WANDB = "pipelinerl.tracking.wandb_sink.WandbSink"
+TENSORBOARD = "pipelinerl.tracking.tensorboard_sink.TensorBoardSink"
 QUEUE_RECORDS = 10_000
+#: A sink that needs a resumed run's records from the first one on gets them all at once.
+QUEUE_RECORDS_OF_HISTORY = 1_000_000
 CLOSE_TIMEOUT_S = 15.0
 
 
+@dataclass(frozen=True)
+class SinkInputs:
+    """What a sink is made from.
+
+    Attributes:
+        config: the resolved configuration.
+        run_dir: the run's directory; `run_dir.root` is its path.
+        since: start of this launcher, epoch seconds. After a resume the records of earlier starts, whose `time` is
+            before it, come first.
+    """
+
+    config: RunConfig
+    run_dir: RunDir
+    since: float
+
+
 class Sink(Protocol):
-    """Takes numbers. May raise anything at any time: whoever calls it wraps it in a `SafeSink` or `BackgroundSink`."""
+    """Receives numbers. May raise anything at any time."""
 
     def log(self, record: MetricRecord) -> None: ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run has ended; free everything."""
+        """The run has ended; `summary` is that of `summary.json`. Free everything."""
         ...
+
+
+def load_sink(path: str, inputs: SinkInputs) -> Sink:
+    """Make the sink at a dotted path.
+
+    Raises:
+        ConfigError: it was written for another version of the interface.
+        Exception: whatever the import or the class raises.
+    """
+    module, _, name = path.rpartition(".")
+    sink = getattr(importlib.import_module(module), name)
+    wanted = getattr(sink, "api_version", SINK_API_VERSION)
+    if wanted != SINK_API_VERSION:
+        raise ConfigError("tracking.sinks", path, f"a class for api_version {SINK_API_VERSION}", f"It says {wanted}.")
+    made: Sink = sink(inputs)
+    return made
+
+
+def make_sinks(inputs: SinkInputs) -> list[Sink]:
+    """`metrics.jsonl`, and what the configuration asks for. None of them can end a run."""
+    config = inputs.config
+    asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS) for path in config.tracking.sinks]
+    if config.wandb.mode != "disabled":
+        asked.append(("W&B", WANDB, QUEUE_RECORDS))
+    if config.tensorboard.enabled:
+        asked.append(("TensorBoard", TENSORBOARD, QUEUE_RECORDS_OF_HISTORY))
+    background = (BackgroundSink(name, partial(load_sink, path, inputs), size) for name, path, size in asked)
+    return [SafeSink("metrics.jsonl", lambda: JsonlSink(inputs)), *background]
 
 
 class JsonlSink:
     """One flat JSON object a record: `time`, `step`, `source` and the numbers. The file is written anew, because the
     collector reads the run's streams from their start."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, inputs: SinkInputs) -> None:
+        path = inputs.run_dir.metrics_file
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
 
@@ -96,7 +138,7 @@ class SafeSink:
             action()
         except Exception as error:  # noqa: BLE001 - tracking never ends a run, whatever a sink raises
             self._sink = None
-            logger.warning("%s is off from now on: %s: %s. Training goes on", self._name, type(error).__name__, error)
+            logger.warning("%s is off from now on: %s: %s", self._name, type(error).__name__, error)
 
 
 class BackgroundSink:

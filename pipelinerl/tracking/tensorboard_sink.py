@@ -1,7 +1,7 @@
 """Numbers of a run as TensorBoard event files, one value for each metric and policy version.
 
-Made by `make_sinks` and run by a `BackgroundSink`: the disk may be slow. Raises freely. Every start writes one new file
-from the run's streams, then empties the older ones: a crash loses nothing, and what a resume repeats is there once.
+Raises freely. Every start writes one new file from the run's streams, then empties the older ones: a crash loses
+nothing, and what a resume repeats is there once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, BinaryIO
 import yaml
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import read_identity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.tracking.sinks import redact
+from pipelinerl.tracking.sinks import SinkInputs
 
 #: Every reader of event files finds them by this part of their names.
 FILE_PREFIX = "events.out.tfevents."
@@ -38,23 +39,21 @@ class TensorBoardSink:
     until it is past that step: what it makes again takes its place, and what was rolled back and not made again is
     left out. The older files stay until every source goes on.
 
-    Args:
-        config: the whole configuration; it is written as text, without its secrets.
-        folder: of this run alone.
-        since: records older than this (epoch seconds) come from before this start.
+    The configuration is written as text, without its secrets.
 
     Raises:
         OSError: the folder cannot be written.
         ImportError: the package tensorboard is not installed.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, since: float) -> None:
+    def __init__(self, inputs: SinkInputs) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._text = Event, Summary, text_pb
+        since, folder = inputs.since, events_folder(inputs.config, inputs.run_dir)
         self._since = since
         self._held: dict[str, Rows] = {}
         self._live: set[str] = set()
@@ -63,7 +62,7 @@ class TensorBoardSink:
         self._writer = RecordWriter(open_events(folder))
         self._put(0, since, file_version=FILE_VERSION)
         self._put(0, since, session_log=SessionLog(status=SessionLog.START))
-        self._put_text("run/config", 0, since, config.model_dump(mode="json"))
+        self._put_text("run/config", 0, since, inputs.config.model_dump(mode="json"))
         self._writer.flush()
 
     def log(self, record: MetricRecord) -> None:

@@ -1,6 +1,6 @@
 """Numbers of a run in Weights & Biases.
 
-Made by `make_sinks` and run by a `BackgroundSink`: its start may wait for the network. Raises freely.
+Its start may wait for the network. Raises freely.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from urllib.request import getproxies
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WandbConfig
+from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.tracking.sinks import redact
+from pipelinerl.tracking.sinks import SinkInputs
 
 INIT_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -35,20 +36,18 @@ class WandbSink:
 
     Says on standard error where the numbers can be seen, or why they cannot.
 
-    Args:
-        config: the whole configuration; it is uploaded without its secrets.
-        run_dir: W&B's own files go here unless `wandb.wandb_dir` says otherwise.
-        since: records older than this (epoch seconds) were logged before a resume and are left out.
+    The configuration is uploaded without its secrets. Records from before a resume are left out: W&B has them.
 
     Raises:
         OSError: mode `online` and the server cannot be connected to.
         Exception: whatever wandb raises, for instance when there is no API key.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, since: float) -> None:
-        self._since = since
+    def __init__(self, inputs: SinkInputs) -> None:
+        config = inputs.config
+        self._since = inputs.since
         try:
-            self._run, self._teardown = _start(config, run_dir)
+            self._run, self._teardown = _start(config, inputs.run_dir.root)
         except Exception as error:
             hint = "" if config.wandb.mode == "offline" else "; wandb.mode=offline keeps them in files for later"
             _say(f"W&B is off: {type(error).__name__}: {error}. The numbers are in metrics.jsonl{hint}")
@@ -71,9 +70,8 @@ class WandbSink:
 def first_line(config: RunConfig, run_dir: Path) -> str | None:
     """What can be said of W&B before it is started; None if its address or its failure will be told."""
     section = config.wandb
-    if not section.use_wandb or section.mode == "disabled":
-        reason = "wandb.mode=disabled" if section.use_wandb else "wandb.use_wandb=false"
-        return f"W&B: off ({reason}); the numbers are in metrics.jsonl"
+    if section.mode == "disabled":
+        return "W&B: off (wandb.mode=disabled); the numbers are in metrics.jsonl"
     if section.mode == "online":
         return None
     run_id, _ = tracked_run(section, _identity(run_dir))

@@ -46,7 +46,7 @@ class EndsWhenTheRankIsDone(logging.Handler):
 
 def main(root: str) -> None:
     config = RunConfig.model_validate(
-        {"output_dir": root, "supervise": {"finish_timeout_s": 1e-6}, "wandb": {"use_wandb": False}}
+        {"output_dir": root, "supervise": {"finish_timeout_s": 1e-6}, "wandb": {"mode": "disabled"}}
     )
     commands = []
     for name, source in JOBS.items():

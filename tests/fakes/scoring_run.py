@@ -93,7 +93,7 @@ def start_run(
         "llm": {"parameters": {"max_tokens": 5}},
         "test_llm": {"parameters": {"max_tokens": 5}},
         "world": {"device": "cpu"},
-        "wandb": {"use_wandb": False},
+        "wandb": {"mode": "disabled"},
         **overrides,
         "finetune": {
             "train_batch_size": 1,

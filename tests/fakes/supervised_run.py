@@ -29,7 +29,7 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
             "output_dir": root,
             "supervise": {"heartbeat_interval_s": 0.2, **supervise_section},
             "streams": {"backend": backend},
-            "wandb": {"use_wandb": False},
+            "wandb": {"mode": "disabled"},
         }
     )
     commands = []

@@ -9,6 +9,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.identity import RunIdentity, write_identity
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.tracking.sinks import SinkInputs
 from pipelinerl.tracking.wandb_sink import WandbSink
 
 
@@ -17,7 +18,7 @@ def test_two_starts_of_a_run_with_the_real_wandb(tmp_path: Path) -> None:
     run = RunConfig.model_validate({"output_dir": str(tmp_path), "wandb": {"mode": "offline"}})
     for start in (0, 1):
         write_identity(RunDir(tmp_path).identity_file, RunIdentity(run_id="math-0a1b2c3d", incarnation=start))
-        sink = WandbSink(run, tmp_path, 0.0)
+        sink = WandbSink(SinkInputs(run, RunDir(tmp_path), 0.0))
         sink.log(MetricRecord(source="finetune_0", step=start, time=1.0, values={"finetune/loss": 0.5}))
         sink.finish({"status": "completed", "steps": 1})
         # W&B names its folders by the second.

@@ -83,7 +83,11 @@ def test_what_cannot_be_translated_is_said(text: str, key: str) -> None:
             {"finetune": {"rl": {"policy_loss": "ppo", "epsilon_low": 0.1, "epsilon_high": 0.1}}},
         ),
         ("vllm_config: {quantization: bf16_last_layer_fp32}", {"fp32_lm_head": True}),
-        ("finetune: {use_wandb: false}", {"wandb": {"use_wandb": False}}),
+        ("finetune: {use_wandb: false}", {"wandb": {"mode": "disabled"}}),
+        (
+            "wandb: {use_wandb: true, wandb_id: a}\nactor: {task_prompt: p}",
+            {"wandb": {"wandb_id": "a"}, "custom": {"task_prompt": "p"}},
+        ),
         ("max_lag: ${finetune.attempts}", {"max_lag": "${attempts}"}),
     ],
 )

@@ -34,7 +34,7 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     (folder / "evaluation.json").write_bytes(note_text(note))
     run_dir.best_model.symlink_to("evaluated/4")
     config = RunConfig.model_validate(
-        {"output_dir": str(tmp_path), "finetune": {"keep_best": "success_rate"}, "wandb": {"use_wandb": False}}
+        {"output_dir": str(tmp_path), "finetune": {"keep_best": "success_rate"}, "wandb": {"mode": "disabled"}}
     )
     outcome = Outcome("completed", None, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,17 @@ def test_a_tracker_that_is_not_installed(what_is_there: str, tmp_path: Path, mon
     with pytest.raises(ConfigError) as caught:
         preflight.check_tracking(enabled)
     assert caught.value.key == "tensorboard.enabled"
+
+
+def test_a_sink_of_the_user_is_looked_for_without_importing_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import no_such_package\n\nclass MySink: ...\n")
+    for path, near in (("mine.MySink", None), ("mine.MySnk", "mine.MySink"), ("elsewhere.MySink", "elsewhere")):
+        run = replace(start({"tracking": {"sinks": [path]}}), search_dirs=[tmp_path])
+        if near is None:
+            preflight.check_tracking(run)
+        else:
+            with pytest.raises(UserError, match=near):
+                preflight.check_tracking(run)
 
 
 @pytest.mark.parametrize(

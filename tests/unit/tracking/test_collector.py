@@ -27,8 +27,9 @@ from pipelinerl.records import (
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.recorder import MetricRecorder
-from pipelinerl.tracking.collector import Collector, make_sinks
+from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.display import PlainDisplay
+from pipelinerl.tracking.sinks import SinkInputs, make_sinks
 from pipelinerl.world import Job, WorldMap
 
 
@@ -275,6 +276,5 @@ def test_o1_an_unreachable_wandb_is_never_started(
 
 
 def test_disabled_wandb_is_never_imported(tmp_path: Path) -> None:
-    for section in ({"mode": "disabled"}, {"use_wandb": False, "mode": "online"}):
-        config = RunConfig(output_dir=str(tmp_path), wandb=section)
-        assert len(make_sinks(config, RunDir(tmp_path))) == 1
+    config = RunConfig(output_dir=str(tmp_path), wandb={"mode": "disabled"})
+    assert len(make_sinks(SinkInputs(config, RunDir(tmp_path), 0.0))) == 1

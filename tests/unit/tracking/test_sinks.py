@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from pipelinerl.config import RunConfig
+from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
-from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, redact
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, SinkInputs, make_sinks
 
 
 def record(n: int) -> MetricRecord:
@@ -42,13 +45,53 @@ def unreachable() -> ListSink:
 
 
 def test_jsonl_rows_are_flat_and_visible_at_once(tmp_path: Path) -> None:
+    inputs = SinkInputs(RunConfig(output_dir="x"), RunDir(tmp_path / "run"), 0.0)
     path = tmp_path / "run" / "metrics.jsonl"
-    sink = JsonlSink(path)
+    sink = JsonlSink(inputs)
     sink.log(record(1))
     assert json.loads(path.read_text()) == {"time": 1.0, "step": 1, "source": "a", "a/x": 0.5}
     sink.finish({})
-    JsonlSink(path)
+    JsonlSink(inputs)
     assert path.read_text() == ""
+
+
+SINK_OF_A_USER = """
+import json
+
+class MySink:
+    def __init__(self, inputs):
+        self.inputs, self.rows = inputs, []
+
+    def log(self, record):
+        self.rows.append([record.time < self.inputs.since, record.step, record.source, record.values])
+
+    def finish(self, summary):
+        (self.inputs.run_dir.root / "mine.json").write_text(json.dumps([self.inputs.config.seed, self.rows, summary]))
+
+class OfAnotherVersion(MySink):
+    api_version = 99
+"""
+
+
+def test_a_sink_of_the_user_gets_every_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sink_of_a_user.py").write_text(SINK_OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = [f"sink_of_a_user.{name}" for name in ("MySink", "OfAnotherVersion", "Missing")]
+    config = RunConfig.model_validate(
+        {"output_dir": "x", "seed": 7, "wandb": {"mode": "disabled"}, "tracking": {"sinks": names}}
+    )
+    sinks = make_sinks(SinkInputs(config, RunDir(tmp_path), since=2.0))
+    with caplog.at_level(logging.WARNING):
+        for sink in sinks:
+            for n in (1, 2):
+                sink.log(record(n))
+            sink.finish({"status": "completed", "steps": 2})
+    rows = [[True, 1, "a", {"a/x": 0.5}], [False, 2, "a", {"a/x": 0.5}]]
+    assert json.loads((tmp_path / "mine.json").read_text()) == [7, rows, {"status": "completed", "steps": 2}]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(caplog.records) == 2 and all(name in caplog.text for name in names[1:])
 
 
 def test_o1_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:

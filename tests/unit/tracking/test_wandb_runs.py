@@ -12,6 +12,8 @@ import pytest
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WandbConfig
 from pipelinerl.rundir.identity import RunIdentity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.tracking.sinks import SinkInputs
 from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
 
 
@@ -49,7 +51,6 @@ def test_ids_are_such_that_wandb_takes_them() -> None:
     ("section", "cause"),
     [
         ({"mode": "disabled"}, "wandb.mode=disabled"),
-        ({"use_wandb": False, "mode": "online"}, "wandb.use_wandb=false"),
         ({"mode": "online"}, None),
     ],
 )
@@ -69,5 +70,5 @@ def test_the_address_of_an_online_run_is_printed(
         teardown=lambda: None,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    WandbSink(config(tmp_path, mode="online"), tmp_path, 0.0)
+    WandbSink(SinkInputs(config(tmp_path, mode="online"), RunDir(tmp_path), 0.0))
     assert capsys.readouterr().err == "W&B: https://wandb.example/p/runs/1\n"
