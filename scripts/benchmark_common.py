@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.metadata
 import json
@@ -10,10 +9,12 @@ import os
 import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, PackedCompletion, decode_completion
+from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, decode_completion
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: Shapes of random Qwen2 models by their size in billions: hidden, intermediate, layers, heads, key-value heads.
@@ -134,32 +137,18 @@ def wait_healthy(process: subprocess.Popen[bytes], url: str, deadline: float, lo
         TimeoutError: `deadline` of the monotonic clock has passed.
     """
 
-    def ended() -> RuntimeError:
-        return RuntimeError(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
-
-    async def wait() -> None:
-        async with aiohttp.ClientSession(trust_env=False) as session:
-            while True:
-                if process.poll() is not None:
-                    raise ended()
-                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-                    async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=2)) as answer:
-                        if answer.status == 200:
-                            return
-                await asyncio.sleep(0.25)
-
-    async def bounded() -> None:
-        async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
-            await wait()
-
-    asyncio.run(bounded())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
+        with contextlib.suppress(OSError), opener.open(f"{url}/health", timeout=2):
+            return
+        time.sleep(0.25)
+    raise TimeoutError(f"the server at {url} is not up in time")
 
 
 def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
     """A Qwen2 model of `size` billion parameters with random weights and a word tokenizer; returns `folder`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
     hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
     vocabulary = 512 if size in ("0.001", "0.0011") else 49152 if size == "0.13" else 151936
     config = Qwen2Config(
@@ -197,39 +186,28 @@ def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
 
 
 async def generate(
-    session: aiohttp.ClientSession, server: Server, ids: Sequence[int], max_tokens: int, **sampling: Any
-) -> dict[str, Any]:
-    """One completion of exactly `max_tokens` tokens with log-probs; returns the first choice."""
-    body = generate_body(ids, max_tokens, **sampling)
-    async with session.post(f"{server.url}{GENERATE_PATH}", json=body, headers=server.headers) as answer:
-        if answer.status != 200:
-            raise RuntimeError(f"the server answered {answer.status}: {(await answer.text())[:1000]}")
-        choice: dict[str, Any] = (await answer.json())["choices"][0]
-        return choice
-
-
-async def generate_fast(
-    session: aiohttp.ClientSession, server: Server, ids: Sequence[int], max_tokens: int, **sampling: Any
-) -> PackedCompletion:
-    """The same in our compact form.
+    session: aiohttp.ClientSession,
+    server: Server,
+    ids: Sequence[int],
+    max_tokens: int,
+    is_fast: bool = False,
+    **sampling: Any,
+) -> Any:
+    """One completion of exactly `max_tokens` tokens: a `PackedCompletion` if `is_fast`, else the first choice.
 
     Raises:
         ValueError: the server answered in another form.
         RuntimeError: it refused.
     """
-    body = generate_body(ids, max_tokens, **sampling)
-    headers = {**server.headers, "Accept": MEDIA_TYPE}
+    parameters = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **sampling}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    body = {"model": "actor", "token_ids": list(ids), "sampling_params": parameters}
+    headers = {**server.headers, **({"Accept": MEDIA_TYPE} if is_fast else {})}
     async with session.post(f"{server.url}{GENERATE_PATH}", json=body, headers=headers) as answer:
         # An error that a process of a pool can hand on.
         if answer.status != 200:
             raise RuntimeError(f"the server answered {answer.status}: {(await answer.text())[:1000]}")
-        return decode_completion(await answer.read())
-
-
-def generate_body(ids: Sequence[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
-    parameters = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, **sampling}
-    parameters = {key: value for key, value in parameters.items() if value is not None}
-    return {"model": "actor", "token_ids": list(ids), "sampling_params": parameters}
+        return decode_completion(await answer.read()) if is_fast else (await answer.json())["choices"][0]
 
 
 def server_processes(server: Server) -> dict[str, list[psutil.Process]]:
@@ -273,3 +251,12 @@ def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
+
+
+def spread(values: Iterable[float | None]) -> dict[str, Any]:
+    """Median, range and values of one figure over repeats; None: not known."""
+    values = list(values)
+    known = [value for value in values if value is not None]
+    if not known:
+        return {"median": None, "range": None, "values": values}
+    return {"median": statistics.median(known), "range": [min(known), max(known)], "values": values}

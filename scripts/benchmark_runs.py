@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import REPOSITORY, SHAPES, graphs_override, random_model, write_result
+from benchmark_common import REPOSITORY, SHAPES, graphs_override, random_model, spread, write_result
 
 from pipelinerl.tiny.build import build_tiny_model
 
@@ -273,21 +273,13 @@ def occupancy(rows: Sequence[Mapping[str, Any]], begin: float, concurrency: int)
     return (rollout_s / window_s / concurrency if window_s else 0.0), idle_s
 
 
-def spread(runs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median, range and values of each figure over the repeats that worked, and the errors of the others."""
+def over_repeats(runs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """`spread` of each figure over the repeats that worked, and the errors of the others."""
     runs = list(runs)
     errors = [run["error"] for run in runs if "error" in run]
-    table: dict[str, Any] = {"errors": errors} if errors else {}
     good = [run for run in runs if "error" not in run]
-    for name in good[0] if good else ():
-        values = [run[name] for run in good]
-        known = [value for value in values if value is not None]
-        table[name] = {
-            "median": statistics.median(known) if known else None,
-            "range": [min(known), max(known)] if known else None,
-            "values": values,
-        }
-    return table
+    table: dict[str, Any] = {"errors": errors} if errors else {}
+    return table | {name: spread(run[name] for run in good) for name in (good[0] if good else ())}
 
 
 def model_of(args: argparse.Namespace, scratch: Path) -> Path:
@@ -349,7 +341,7 @@ def main() -> None:
             for name in names:
                 words = [*shared_words(args, seed=repeat + 1), *known[name], *args.overrides]
                 runs[name].append(run_once(args, scratch / f"{name}-{repeat}", model, words))
-                results = {key: spread(done) for key, done in runs.items() if done}
+                results = {key: over_repeats(done) for key, done in runs.items() if done}
                 write_result(args.output, {"settings": settings, "results": results})
     sys.exit(any("error" in run for done in runs.values() for run in done))
 

@@ -29,10 +29,8 @@ import json
 import multiprocessing
 import os
 import random
-import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -44,10 +42,10 @@ from benchmark_common import (
     client_session,
     cpu_seconds,
     generate,
-    generate_fast,
     random_model,
     running_server,
     server_processes,
+    spread,
     visible_gpus,
     write_result,
 )
@@ -64,7 +62,7 @@ def client(server: Server, count: int, args: argparse.Namespace, route: str, log
     async def one(session: Any, ids: list[int], length: int) -> int:
         if route == "vllm":
             return len((await generate(session, server, ids, length, logprobs=logprobs))["token_ids"])
-        packed = await generate_fast(session, server, ids, length, logprobs=logprobs)
+        packed = await generate(session, server, ids, length, is_fast=True, logprobs=logprobs)
         if logprobs is not None and len(packed.logprobs or b"") != len(packed.token_ids):
             raise RuntimeError("the server left out log-probs")
         return len(packed.token_ids) // 4
@@ -110,16 +108,7 @@ def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
         for _, word, route in itertools.product(range(args.repeats + 1), args.log_probs, args.route):
             label = f"{route}, {word} log-probs"
             rounds.setdefault(label, []).append(one_round(pool, server, args, route, LOGPROBS[word]))
-    return {name: summary(found[1:]) for name, found in rounds.items()}
-
-
-def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median and range of each figure."""
-    found: dict[str, Any] = {"repeats": len(rounds)}
-    for key in rounds[0]:
-        values = [each[key] for each in rounds]
-        found[key] = {"median": statistics.median(values), "range": [min(values), max(values)]}
-    return found
+    return {name: {key: spread(each[key] for each in found[1:]) for key in found[0]} for name, found in rounds.items()}
 
 
 def arguments() -> argparse.Namespace:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmark_common import random_model, write_result
+from benchmark_common import random_model, spread, write_result
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipelinerl.config import RunConfig
@@ -193,14 +192,10 @@ def compare(model: str, pack_tokens: int, args: Any) -> dict[str, Any]:
     for name, found in rounds.items():
         # The first round warms up.
         if name not in result and len(found) > 1:
-            result[name] = {key: spread([each[key] for each in found[1:]]) for key in found[0]}
+            result[name] = {key: spread(each[key] for each in found[1:]) for key in found[0]}
     if all("tokens/s" in result.get(name, {}) for name in ("ours", "plain")):
         result["ratio"] = result["ours"]["tokens/s"]["median"] / result["plain"]["tokens/s"]["median"]
     return result
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "range": [min(values), max(values)], "repeats": len(values)}
 
 
 def main() -> None:

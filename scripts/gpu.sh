@@ -15,7 +15,7 @@ commands=(
   "server|$python scripts/benchmark_server.py --device cuda --model $model --graphs decode --concurrency 256 --output $out/server.json"
   "trainer|$python scripts/benchmark_trainer.py --device cuda --size 0.5 --pack-tokens 4096 16384 --output $out/trainer.json"
   "update-1|$runs splits $cuda --only one-card --size 1.5 --checkpointing --output $out/update-1.json"
-  "update-2|$python scripts/benchmark_weight_update.py --device cuda --sizes 0.13 0.5 1.5 --output $out/update-2.json"
+  "update-2|$runs splits $cuda --only 1server-1rank --size 1.5 --checkpointing --output $out/update-2.json"
   "schedules-2|$runs schedules $cuda --model $model --learning-rate 2e-5 --steps 32 --max-lag 1024 --output $out/schedules.json"
   "splits-2|$runs splits $cuda --only 1server-1rank 1server-2ranks-zero3 1server-2ranks-fsdp tp2-2ranks-colocated-zero3 --size 0.5 --output $out/splits-2.json"
   "splits-4|$runs splits $cuda --only 3servers-1rank 2servers-2ranks-zero3 tp2-2ranks-zero3 2xtp2-4ranks-colocated-zero3 --size 0.5 --output $out/splits-4.json"

@@ -1,12 +1,12 @@
-"""Build the tiny model's folder once, and find it again.
+"""The tiny model: a Qwen2 of about half a million parameters, and its folder, which is built once and reused.
 
-Called by `python -m pipelinerl tiny-model`, by the quickstart and by tests. The folder is in Hugging Face format, as
-vLLM and transformers load it, with one file more (`tiny_model.json`): what it was made of. Waits for nothing.
+The folder is in Hugging Face format, with one more file (`tiny_model.json`): what the model was made of.
 """
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -15,21 +15,32 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from pipelinerl.domains import guessing
-from pipelinerl.tiny import model as model_module
-from pipelinerl.tiny import play as play_module
 from pipelinerl.tiny import tokenizer as tokenizer_module
 from pipelinerl.tiny import warmup as warmup_module
-from pipelinerl.tiny.model import build_model
-from pipelinerl.tiny.tokenizer import build_tokenizer
+from pipelinerl.tiny.tokenizer import build_tokenizer, number_token_ids
 from pipelinerl.tiny.warmup import WarmupSettings, warm_up
 
 RECORD_FILE = "tiny_model.json"
 DEFAULT_ROOT = Path("results/tiny-model")
 # Numbers in the vocabulary of a model that is not warmed up for a particular game.
 _UNTRAINED_MAX_NUMBER = 32
-_SOURCES = (guessing, model_module, play_module, tokenizer_module, warmup_module)
+_SOURCES = tuple(str(module.__file__) for module in (guessing, tokenizer_module, warmup_module))
+
+HIDDEN_SIZE = 128
+INTERMEDIATE_SIZE = 384
+NUM_LAYERS = 2
+NUM_HEADS = 4
+MAX_POSITIONS = 1024
+# A low base gives every head frequencies that tell neighbouring positions apart; the prompts are short.
+ROPE_THETA = 100.0
+# Larger than 1: logits can spread from the start, so that a few hundred steps are enough to rule tokens out.
+FINAL_NORM = 5.0
+_FREQUENCIES = 12
+_LOOK_BACK_BIAS = 4.0
 
 
 def model_key(*, seed: int, tie_word_embeddings: bool, warmup: WarmupSettings | None) -> str:
@@ -38,8 +49,8 @@ def model_key(*, seed: int, tie_word_embeddings: bool, warmup: WarmupSettings | 
     settings = None if warmup is None else dataclasses.asdict(warmup)
     facts = [seed, tie_word_embeddings, settings, torch.__version__, transformers.__version__]
     digest.update(json.dumps(facts, sort_keys=True).encode())
-    for module in _SOURCES:
-        digest.update(Path(str(module.__file__)).read_bytes())
+    for file in (__file__, *_SOURCES):
+        digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -51,7 +62,7 @@ def build_tiny_model(
     warmup: WarmupSettings | None,
     progress: Callable[[str], None],
 ) -> Path:
-    """Return ``output_dir`` with a tokenizer and a model in it; reuse it when it was built from the same things.
+    """Return `output_dir` with a tokenizer and a model in it; reuse it when it was built from the same things.
 
     Args:
         output_dir: becomes the model's folder; it appears complete or not at all.
@@ -61,8 +72,9 @@ def build_tiny_model(
         progress: is given one line at a time.
 
     Raises:
-        ValueError: ``output_dir`` holds something that is not a tiny model.
+        ValueError: `output_dir` holds something that is not a tiny model.
     """
+    disable_progress_bar()
     key = model_key(seed=seed, tie_word_embeddings=tie_word_embeddings, warmup=warmup)
     if _recorded_key(output_dir) == key:
         progress(f"tiny model: {output_dir} is up to date")
@@ -96,7 +108,7 @@ def build_tiny_model(
 
 
 def _recorded_key(output_dir: Path) -> str | None:
-    """Return the key of the tiny model in ``output_dir``, or None when the folder is empty or absent."""
+    """Return the key of the tiny model in `output_dir`, or None when the folder is empty or absent."""
     record = output_dir / RECORD_FILE
     if record.is_file():
         try:
@@ -108,3 +120,76 @@ def _recorded_key(output_dir: Path) -> str | None:
             f"output: {output_dir} exists and is not a tiny model; expected a new or empty folder. Choose another one."
         )
     return None
+
+
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, tie_word_embeddings: bool = False
+) -> Qwen2ForCausalLM:
+    """Return a model in fp32 for `tokenizer`'s vocabulary, the same for the same `seed`.
+
+    The embeddings of numbers start as smooth functions of the number, so that order does not have to be learned from
+    single examples; everything else is random.
+    """
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=INTERMEDIATE_SIZE,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=tie_word_embeddings,
+        initializer_range=0.05,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+        _order_numbers(model, tokenizer)
+        _look_back(model)
+        torch.nn.init.constant_(model.model.norm.weight, FINAL_NORM)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
+    return model
+
+
+@torch.no_grad()
+def _order_numbers(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = number_token_ids(tokenizer)
+    numbers = torch.tensor(sorted(ids), dtype=torch.float32)
+    rows = torch.tensor([ids[int(number)] for number in numbers])
+    phase = math.pi * (numbers / numbers.max())[:, None] * torch.arange(1, _FREQUENCIES + 1)
+    features = torch.cat([phase.sin(), phase.cos()], dim=1)
+    projection = torch.randn(features.shape[1], model.config.hidden_size)
+    smooth = features @ projection
+    smooth *= model.config.initializer_range / smooth.std()
+    embedding = model.model.embed_tokens.weight
+    embedding[rows] = smooth + 0.1 * embedding[rows]
+    if not model.config.tie_word_embeddings:
+        head = model.lm_head.weight
+        head[rows] = smooth + 0.1 * head[rows]
+
+
+@torch.no_grad()
+def _look_back(model: Qwen2ForCausalLM) -> None:
+    """Let half of the first layer's heads start by attending to the previous token.
+
+    With constant query and key biases the score depends only on the distance d, through the rotary embedding: it is
+    `sum_f cos((d - 1) * theta_f)` when the query bias is the key bias turned back by one position: its peak is at 1.
+    The relation ("is lower") follows its number, so this is the first thing that the warm-up would have to find.
+    """
+    head_size = model.config.hidden_size // model.config.num_attention_heads
+    half = head_size // 2
+    theta = ROPE_THETA ** (-torch.arange(half) / half)
+    attention = model.model.layers[0].self_attn
+    key = torch.cat([torch.ones(half), torch.zeros(half)]) * _LOOK_BACK_BIAS
+    query = torch.cat([theta.cos(), -theta.sin()]) * _LOOK_BACK_BIAS
+    for head in range(model.config.num_attention_heads // 2):
+        rows = slice(head * head_size, (head + 1) * head_size)
+        attention.k_proj.bias[rows] = key
+        attention.q_proj.bias[rows] = query

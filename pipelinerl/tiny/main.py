@@ -1,14 +1,9 @@
-"""`python -m pipelinerl tiny-model`: build the small model that the quickstart trains on a CPU.
-
-Called by `pipelinerl.__main__`. Prints progress, then how to use the model. Waits for the warm-up.
-"""
+"""`python -m pipelinerl tiny-model`: build the small model that the quickstart trains on a CPU."""
 
 import argparse
-import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from pipelinerl.errors import EXIT_USER_ERROR
@@ -33,32 +28,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _without_gpu_search() -> Iterator[None]:
-    """transformers imports DeepSpeed, which would warn that it found no GPU: none is wanted here."""
-    if "DS_ACCELERATOR" in os.environ or "deepspeed" in sys.modules:
-        yield
-        return
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        with contextlib.suppress(ImportError):  # transformers does without it
-            import deepspeed  # noqa: F401
-    finally:
-        del os.environ["DS_ACCELERATOR"]
-    yield
-
-
 def main(argv: list[str]) -> int:
-    """Build the model described by ``argv``; return the exit code (0, or 2 for a request that cannot be met)."""
+    """Build the model described by `argv`; return the exit code (0, or 2 for a request that cannot be met)."""
     args = _parser().parse_args(argv)
-    # late: these load torch, and `--help` should not
-    with _without_gpu_search():
-        from transformers.utils.logging import disable_progress_bar
+    # transformers imports DeepSpeed, which warns where it finds no GPU; none is used here.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from pipelinerl.tiny.build import DEFAULT_ROOT, build_tiny_model, model_key
+    from pipelinerl.tiny.warmup import WarmupSettings
 
-        from pipelinerl.tiny.build import DEFAULT_ROOT, build_tiny_model, model_key
-        from pipelinerl.tiny.warmup import WarmupSettings
-
-    disable_progress_bar()
     try:
         warmup = None
         if not args.no_warmup:

@@ -1,7 +1,7 @@
 """The tiny model's tokenizer: whole phrases and whole numbers of the guessing game as tokens, bytes for the rest.
 
-Called by the build of the tiny model. Short prompts (16 to 28 tokens) are what makes a CPU warm-up and CPU training
-quick. Any other text is spelled in bytes, so every text is encoded, and decoded to exactly itself. Waits for nothing.
+Short prompts (16 to 28 tokens) make the warm-up and training quick on a CPU. Any other text is spelled in bytes, so
+every text decodes to exactly itself.
 """
 
 import re

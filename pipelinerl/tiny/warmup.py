@@ -1,10 +1,12 @@
 """The supervised warm-up of the tiny model: it learns the format of the guessing game, and to play it carelessly.
 
-Called by the build of the tiny model. Two phases. First the model learns to guess the middle of what is still possible,
-which is the slow part; then it imitates a player who is careful at some turns and makes the last guess again at the
-others. What is left is a model that wins about a third of its games, and whose better part reinforcement learning can
-find. Waits for nothing; stops at its deadline.
+Two phases. First the model learns to guess the middle of what is still possible, which is the slow part; then it
+imitates a player who is careful at some turns and repeats the last guess at the others. The result wins about a third
+of its games, and reinforcement learning can find its better part. Many games are played at once, as arrays; the prompts
+are those of the guessing domain.
 """
+
+from __future__ import annotations
 
 import math
 import time
@@ -13,11 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from pipelinerl.tiny.play import OUTPUT_TOKENS, Ints, TurnEncoder, draw_games, midpoints, play_games, start_rows
+from pipelinerl.domains.guessing import format_answer, turn_messages
+from pipelinerl.tiny.tokenizer import number_token_ids
 
 Progress = Callable[[str], None]
+Ints = NDArray[np.int64]
 # share of the learning rate for the last adjustments: small enough to move success by a few hundredths
 _ADJUSTMENT_RATE = 0.1
 
@@ -26,12 +31,12 @@ _ADJUSTMENT_RATE = 0.1
 class WarmupSettings:
     """What the warm-up plays and how long.
 
-    ``careless`` is the share of turns that a careless player decides; of these, ``repeats`` is the share at which the
+    `careless` is the share of turns that a careless player decides; of these, `repeats` is the share at which the
     last guess is made again (the others take any number). Repeating is a habit that can be unlearned from a few
     thousand turns, because it is always the same mistake; guesses at random are a different mistake each time.
-    After both phases the model is measured, and up to ``adjustments`` times trained for a few steps more with a more or
-    less careless player, until its sampled success lies in ``success_range``: a start that is too weak learns slowly.
-    The warm-up stops ``deadline_s`` seconds after it began, whatever is left to do.
+    After both phases the model is measured, and up to `adjustments` times trained for a few steps more with a more or
+    less careless player, until its sampled success lies in `success_range`: a start that is too weak learns slowly.
+    The warm-up stops `deadline_s` seconds after it began, whatever is left to do.
     """
 
     high: int = 16
@@ -52,7 +57,7 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """What came out: sampled success of ``evaluation_games`` games, steps done, seconds, and whether time ran out."""
+    """What came out: sampled success of `evaluation_games` games, steps done, seconds, and whether time ran out."""
 
     success: float
     wrong_output: float
@@ -69,7 +74,7 @@ def warm_up(
     seed: int,
     progress: Progress,
 ) -> WarmupResult:
-    """Train ``model`` in place and measure it. The same seed gives the same model, unless time runs out.
+    """Train `model` in place and measure it. The same seed gives the same model, unless time runs out.
 
     It works on one thread: with matrices this small a second one gains little on a quiet machine, and on a busy one
     each waits for the other at every operation.
@@ -142,7 +147,7 @@ def measure(
 
 
 def _schedule(step: int, done: float) -> float:
-    """Return the share of the learning rate: ten steps up, then a cosine down to almost nothing at ``done`` = 1."""
+    """Return the share of the learning rate: ten steps up, then a cosine down to almost nothing at `done` = 1."""
     return min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * 0.95 * done))
 
 
@@ -165,7 +170,7 @@ def _draw_turns(rng: np.random.Generator, encoder: TurnEncoder, settings: Warmup
 
 
 def _careless_guesses(rng: np.random.Generator, history: Ints, high: int, repeats: float) -> Ints:
-    """Return the last guess again for a share ``repeats`` of the rows of ``history``, and any number for the others."""
+    """Return the last guess again for a share `repeats` of the rows of `history`, and any number for the others."""
     anything = rng.integers(1, high + 1, len(history))
     if history.shape[1] == 0:
         return anything
@@ -179,7 +184,7 @@ def _imitate(
     encoder: TurnEncoder,
     learning_rate: float,
 ) -> float:
-    """Take one step on the outputs of ``rows``; return the loss in nats per output token."""
+    """Take one step on the outputs of `rows`; return the loss in nats per output token."""
     model.train()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -192,3 +197,156 @@ def _imitate(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return float(loss.detach())
+
+
+# `<answer>`, the number, `</answer>`, and the end of the message
+OUTPUT_TOKENS = 4
+
+
+class TurnEncoder:
+    """Writes the prompt of a turn in token ids, for many games with equally many guesses at once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, high: int) -> None:
+        numbers = number_token_ids(tokenizer)
+        self.high = high
+        self.number_ids: Ints = np.array([numbers[number] for number in range(high + 1)])
+        self.number_of_id = {int(index): number for number, index in enumerate(self.number_ids)}
+        self.end_id = int(tokenizer.eos_token_id)
+        self.open_id, _, self.close_id = tokenizer.encode(format_answer(1), add_special_tokens=False)
+        self._templates = {
+            answer: [self._template(tokenizer, guesses, answer) for guesses in range(high)] for answer in (0, 1)
+        }
+        # every prompt of a game starts with the same rules, up to where the chat goes on
+        self.prefix_tokens = len(self._templates[0][0]) - 1
+
+    def _template(self, tokenizer: PreTrainedTokenizerFast, guesses: int, answer: int) -> Ints:
+        """Return the prompt after `guesses` guesses of 0, which are all too low (answer 1) or not (answer 0)."""
+        messages = turn_messages(1, self.high, [0] * guesses, answer)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return np.array(tokenizer.encode(text, add_special_tokens=False))
+
+    def prompts(self, history: Ints, answers: Ints) -> Ints:
+        """Return prompt ids [games, prompt tokens] for `history` [games, guesses] and `answers` [games]."""
+        games, guesses = history.shape
+        higher, lower = self._templates[0][guesses], self._templates[1][guesses]
+        rows = np.tile(higher, (games, 1))
+        if guesses:
+            # the templates differ only in the relation, which follows its number
+            relation = np.flatnonzero(higher != lower)
+            rows[:, relation - 1] = self.number_ids[history]
+            rows[:, relation] = np.where(history < answers[:, None], lower[relation], higher[relation])
+        return rows
+
+    def outputs(self, guesses: Ints) -> Ints:
+        """Return output ids [games, 4] that state `guesses` [games]."""
+        rows = np.empty((len(guesses), OUTPUT_TOKENS), dtype=np.int64)
+        rows[:, 0], rows[:, 2], rows[:, 3] = self.open_id, self.close_id, self.end_id
+        rows[:, 1] = self.number_ids[guesses]
+        return rows
+
+    def read(self, outputs: Ints) -> Ints:
+        """Return the guess stated by each row of `outputs` [games, 4], or -1 for anything else."""
+        guesses = np.array([self.number_of_id.get(int(index), -1) for index in outputs[:, 1]])
+        framed = (outputs[:, 0] == self.open_id) & (outputs[:, 2] == self.close_id) & (outputs[:, 3] == self.end_id)
+        return np.where(framed, guesses, -1)
+
+
+def midpoints(history: Ints, answers: Ints, high: int) -> Ints:
+    """Return the middle of what `history` leaves possible, [games]: the careful player's guess."""
+    lower = np.where(history < answers[:, None], history, 0).max(axis=1, initial=0)
+    higher = np.where(history > answers[:, None], history, high + 1).min(axis=1, initial=high + 1)
+    return (lower + higher) // 2
+
+
+def draw_games(rng: np.random.Generator, games: int, high: int, opening_guesses: int) -> tuple[Ints, Ints]:
+    """Return answers [games] and different wrong opening guesses [games, opening_guesses], all in `1..high`."""
+    order = rng.random((games, high)).argpartition(opening_guesses, axis=1)[:, : opening_guesses + 1] + 1
+    order = rng.permuted(order, axis=1)
+    return order[:, 0], order[:, 1:]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One turn of many games: what was asked, sampled, and with which log-probs."""
+
+    games: Ints
+    prompts: Ints
+    outputs: Ints
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Played:
+    """Result of many games: success [games], wrong output [games], turns used [games], and every turn."""
+
+    success: NDArray[np.bool_]
+    wrong_output: NDArray[np.bool_]
+    turns_used: Ints
+    turns: list[Turns]
+
+
+def play_games(
+    model: Qwen2ForCausalLM,
+    encoder: TurnEncoder,
+    answers: Ints,
+    openings: Ints,
+    *,
+    max_turns: int,
+    generator: torch.Generator,
+) -> Played:
+    """Play every game to its end with guesses sampled from `model` at temperature 1."""
+    games = len(answers)
+    success, wrong = np.zeros(games, dtype=bool), np.zeros(games, dtype=bool)
+    used = np.full(games, max_turns)
+    alive, history = np.arange(games), openings
+    turns: list[Turns] = []
+    for turn in range(max_turns):
+        prompts = encoder.prompts(history, answers[alive])
+        outputs, logprobs = sample_outputs(model, prompts, generator, prefix_tokens=encoder.prefix_tokens)
+        turns.append(Turns(alive, prompts, outputs, logprobs))
+        guesses = encoder.read(outputs)
+        right, bad = guesses == answers[alive], guesses < 0
+        success[alive[right]], wrong[alive[bad]] = True, True
+        used[alive[right | bad]] = turn + 1
+        going = ~(right | bad)
+        alive, history = alive[going], np.concatenate([history, guesses[:, None]], axis=1)[going]
+        if not len(alive):
+            break
+    return Played(success, wrong, used, turns)
+
+
+@torch.no_grad()
+def sample_outputs(
+    model: Qwen2ForCausalLM, prompts: Ints, generator: torch.Generator, *, prefix_tokens: int = 0
+) -> tuple[Ints, NDArray[np.float32]]:
+    """Sample four tokens after each row of `prompts`; return ids and log-probs, both [rows, 4].
+
+    Equal prompts are computed once, which is most of them at the first turns.
+    """
+    different, place = np.unique(prompts, axis=0, return_inverse=True)
+    where = torch.from_numpy(place.reshape(-1))
+    cache, ids = start_rows(model, torch.from_numpy(different), prefix_tokens)
+    tokens: list[torch.Tensor] = []
+    logprobs: list[torch.Tensor] = []
+    for _ in range(OUTPUT_TOKENS):
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+        log_softmax = torch.log_softmax(logits, dim=-1)
+        if not tokens:
+            cache.batch_select_indices(where)
+            log_softmax = log_softmax[where]
+        ids = torch.multinomial(log_softmax.exp(), 1, generator=generator)
+        tokens.append(ids)
+        logprobs.append(log_softmax.gather(1, ids))
+    return torch.cat(tokens, dim=1).numpy(), torch.cat(logprobs, dim=1).numpy()
+
+
+def start_rows(model: Qwen2ForCausalLM, rows: torch.Tensor, prefix_tokens: int) -> tuple[DynamicCache, torch.Tensor]:
+    """Compute the first `prefix_tokens` of `rows`, equal in all of them, once; return the cache and what is left.
+
+    Gradients flow through the cache. This saves a third of the work of a short prompt.
+    """
+    cache = DynamicCache(config=model.config)
+    if prefix_tokens:
+        model.model(input_ids=rows[:1, :prefix_tokens], past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(len(rows))
+    return cache, rows[:, prefix_tokens:]

@@ -69,7 +69,7 @@ def test_figures_of_a_run(benchmark: ModuleType) -> None:
 
 
 def test_spread_over_repeats(benchmark: ModuleType) -> None:
-    table = benchmark.spread([{"a": 1.0, "b": None}, {"error": "late"}, {"a": 3.0, "b": 2.0}])
+    table = benchmark.over_repeats([{"a": 1.0, "b": None}, {"error": "late"}, {"a": 3.0, "b": 2.0}])
     assert table["a"] == {"median": 2.0, "range": [1.0, 3.0], "values": [1.0, 3.0]}
     assert table["b"] == {"median": 2.0, "range": [2.0, 2.0], "values": [None, 2.0]}
     assert table["errors"] == ["late"]

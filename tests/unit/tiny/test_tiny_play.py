@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from pipelinerl.domains.guessing import turn_messages
-from pipelinerl.tiny.model import build_model
-from pipelinerl.tiny.play import TurnEncoder, draw_games, midpoints, play_games, sample_outputs, start_rows
+from pipelinerl.tiny.build import build_model
 from pipelinerl.tiny.tokenizer import build_tokenizer
+from pipelinerl.tiny.warmup import TurnEncoder, draw_games, midpoints, play_games, sample_outputs, start_rows
 
 TOKENIZER = build_tokenizer(32)
 ENCODER = TurnEncoder(TOKENIZER, 32)
