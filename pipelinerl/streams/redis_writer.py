@@ -133,7 +133,7 @@ class RedisWriter(Generic[T]):
     ) -> None:
         self._client, self._keys, self._fsync = client, keys, fsync
         self._limit_bytes, self._consumers, self._timeout_s = limit_bytes, list(consumers), timeout_s
-        self._codec = RecordCodec[T](record_type, packed=True)
+        self._codec = RecordCodec[T](record_type)
         self._mutex = threading.Lock()
         # Sent records that the server may still lose: (number, time, bytes).
         self._tail: deque[tuple[int, float, bytes]] = deque()

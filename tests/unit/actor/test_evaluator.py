@@ -61,8 +61,7 @@ def test_texts_are_recorded_as_they_are_without_what_training_needs() -> None:
     assert (bare.prompt_text, bare.output_text, bare.finish_reason) == ("2+2?", "4", "length")
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_whatever_metadata_holds_can_be_written(packed: bool) -> None:
+def test_whatever_metadata_holds_can_be_written() -> None:
     odd = {"score": math.nan, "where": Path("/x"), 3: "\ud800", "deep": {"inf": [math.inf]}}
     (sample,) = recorded(text(metadata=odd, reward=math.inf, input_ids=[], text="half \ud800"), reward=math.nan)
     record = EvaluationRollout(
@@ -75,7 +74,7 @@ def test_whatever_metadata_holds_can_be_written(packed: bool) -> None:
         is_final=False,
         samples=[sample],
     )
-    codec = RecordCodec[EvaluationRollout](EvaluationRollout, packed=packed)
+    codec = RecordCodec[EvaluationRollout](EvaluationRollout)
     assert codec.decode(codec.encode(record)) == record
     assert sample.metadata == {"score": "NaN", "where": "/x", "3": "?", "deep": {"inf": ["Infinity"]}}
     assert sample.reward == 0.0 and sample.prompt_text + sample.output_text == "half ?"

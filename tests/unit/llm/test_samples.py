@@ -105,8 +105,7 @@ def test_metadata_that_is_not_plain_is_written_as_text() -> None:
     assert sample.metadata == {"n": 1, "what": {"1": "<class 'object'>"}}
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_whatever_metadata_holds_can_be_written(packed: bool) -> None:
+def test_whatever_metadata_holds_can_be_written() -> None:
     odd = {
         "nan": math.nan,
         "deep": [{"inf": [-math.inf]}],
@@ -116,7 +115,7 @@ def test_whatever_metadata_holds_can_be_written(packed: bool) -> None:
         "none": None,
     }
     (sample,) = build_samples([make_text(metadata=odd)], group_id="g", rollout_id="r")
-    codec = RecordCodec[Sample](Sample, packed=packed)
+    codec = RecordCodec[Sample](Sample)
     assert codec.decode(codec.encode(sample)) == sample
     assert sample.metadata == {
         "nan": "NaN",
