@@ -17,10 +17,13 @@ pytestmark = pytest.mark.timeout(1300)  # more than a whole run is waited for
 STEPS = 8
 
 
-@pytest.fixture
-def finished(whole_run: WholeRun) -> WholeRun:
-    """With evaluations in the middle that are recorded, and the best version kept."""
-    return whole_run
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
+    """With evaluations in the middle that are recorded, and the best version kept; nobody changes its directory."""
+    run = make_whole_run(tmp_path_factory.mktemp("whole_run"))
+    ended = run.run("eval_every_n_versions=4", "actor.recorded_test_samples=32", "finetune.keep_best=success_rate")
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{run.logs()}"
+    return run
 
 
 def test_the_summary_says_what_happened(finished: WholeRun) -> None:
