@@ -62,11 +62,13 @@ def test_a_program_reads_and_writes(as_root: bool) -> None:
     ],
 )
 def test_walls(as_root: bool, source: str, word: str) -> None:
+    """X8: also when the run is root."""
     done = run(as_root, source)
     assert done.ending == "crashed" and word in done.stderr, done
 
 
 def test_it_sees_nothing_of_this_machine(as_root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X8: no environment, no processes, no devices."""
     monkeypatch.setenv("A_SECRET", "1")
     source = "import os, json; print(json.dumps([sorted(os.environ), os.listdir('/proc'), os.listdir('/dev')]))"
     environ, processes, devices = json.loads(run(as_root, source).stdout)
@@ -102,6 +104,7 @@ def test_what_it_starts_ends_with_it(as_root: bool) -> None:
 
 
 def test_where_nothing_can_be_isolated_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X8: it is refused, not weakened."""
     sandbox._works_as_root.cache_clear()
     monkeypatch.setattr(sandbox, "_NAMESPACES", ("--no-such-option",))
     monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)

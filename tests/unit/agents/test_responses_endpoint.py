@@ -143,6 +143,7 @@ def test_requests_that_cannot_be_served(body: Any, words: str) -> None:
 
 
 def test_items_become_messages() -> None:
+    """X4: roles as everywhere."""
     request = read_responses_request(
         {
             "input": [

@@ -44,6 +44,7 @@ def test_too_few_different_problems_is_said() -> None:
 
 
 def test_answers_are_found() -> None:
+    """X3: what stands inside thinking is no answer."""
     assert tagged_answer("<answer>1</answer> no, <answer> 2 </answer>") == "2"
     assert tagged_answer("<think><answer>1</answer></think>") is None
     assert tagged_answer("</answer><answer>") is None
@@ -95,6 +96,7 @@ def test_countdown() -> None:
 
 
 def test_math() -> None:
+    """X3: pairs that must agree and pairs that must not."""
     def status(text: str, answer: str) -> str:
         return math.verify_math(text, {"answer": answer}).status
 

@@ -40,6 +40,9 @@ def test_prompts(model: str, tmp_path: Path) -> None:
         ("prompts-0", "<|system|>be<|end|><|user|>7<|end|><|assistant|>", "1"),
         ("prompts-2", "<|user|>9<|end|><|assistant|>", None),
     ]
+    # X4: only a line feed ends a row, as in every file of rows (`read_jsonl`).
+    (split,) = load_prompts([rows(tmp_path, '{"input": "one\u2028two"}')], model_path=model)
+    assert split["state"] == "one\u2028two"
     (plain,) = load_prompts([rows(tmp_path, {"input": "as it is"})], model_path=model)
     assert (plain["state"], plain["label"], plain["dataset"]) == ("as it is", "", str(tmp_path / "prompts.jsonl"))
 

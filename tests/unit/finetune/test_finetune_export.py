@@ -49,6 +49,7 @@ def exporter(kit, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_several_files_with_an_index_are_the_model(kit, exporter, tied):
+    """X1: an export reloads equal."""
     policy = kit.policy(tied=tied)
     folder = exporter.export(3, policy, Gathered(policy).source)
     files = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -51,7 +51,7 @@ def policy_of(model, scale, attention, dtype):
 
 @pytest.mark.parametrize(("attention", "dtype"), WAYS)
 def test_a_convolution_that_crosses_samples_is_found_in_every_precision(attention, dtype):
-    """Its leak of 0.02 nats is less than what rounding to bf16 may do."""
+    """X2. Its leak of 0.02 nats is less than what rounding to bf16 may do."""
     torch.manual_seed(1)
     model = Lfm2ForCausalLM(Lfm2Config(**SHAPE, conv_L_cache=3, layer_types=["conv", "full_attention"]))
     policy = policy_of(model, 3, attention, dtype)

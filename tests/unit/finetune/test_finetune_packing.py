@@ -33,6 +33,7 @@ def test_m3_packed_equals_alone(kit, family, attention):
 
 
 def test_a_sliding_window_is_kept_inside_samples():
+    """X2: on lengths beyond the window."""
     register_own_attention()
     results = {}
     for attention in ("pipelinerl_segments", "eager"):
@@ -69,6 +70,7 @@ def test_m3_no_gradient_crosses_a_border(kit):
 
 
 def test_attention_without_borders_is_found_out(kit):
+    """X2: by the check that a run makes of its own model."""
     policy = kit.policy()
     policy.layout_of = lambda batch: segment_layout([batch.input_ids.shape[1]])
     assert packing_difference(policy) > 0.1

@@ -21,6 +21,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_with_the_sent_weights_has_the_same_logprobs(family: str, tied: bool, own_experts: bool) -> None:
+    """X1: for every family."""
     model = random_model(family, tie_word_embeddings=tied)
     if own_experts:
         use_own_experts(model)

@@ -157,6 +157,7 @@ async def test_r3_transient_faults_are_retried_with_the_same_request(fault: Any)
 
 
 async def test_one_client_reads_packed_and_json_answers() -> None:
+    """X4: two forms of one answer, one rule."""
     async with server(packed(), as_json()) as (url, _):
         assert (await ask(make_llm(url))) == (await ask(make_llm(url)))
 
@@ -186,6 +187,7 @@ async def test_r3_time_out_and_connections_that_cannot_be_made() -> None:
 
 
 async def test_a_process_without_descriptors_says_so() -> None:
+    """X6: the limit of descriptors is named."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with server(packed()) as (url, bodies):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -48,12 +48,14 @@ def test_exception_and_place(tmp_path: Path) -> None:
 
 
 def test_the_cause_comes_along(tmp_path: Path) -> None:
+    """X7: cause first."""
     assert last_error(LogPart(write(tmp_path, CHAINED))) == (
         "KeyError: 'x' (/a/io.py:1)\npipelinerl.errors.StreamError: offset 7 of actor (/a/main.py:2)"
     )
 
 
 def test_the_root_cause_of_a_server(tmp_path: Path) -> None:
+    """X7: not its consequences in other processes."""
     assert last_error(LogPart(write(tmp_path, SERVER))) == "torch.OutOfMemoryError: 3 GiB (/v/core.py:5)"
 
 

@@ -313,6 +313,7 @@ def test_o4_a_proxy_is_bypassed_and_the_users_list_is_kept() -> None:
 
 
 def test_o5_secrets_are_in_the_environment_only() -> None:
+    """X5: and variables of ranks, of launchers and of nodes are not inherited."""
     environ = {"WANDB_API_KEY": "wandb-secret", "PATH": "/bin", "RANK": "5", "MASTER_ADDR": "node-0"}
     environ["PIPELINERL_NODE_SECRET"] = "node-secret-of-all"
     command = build_command(job("actor"), world(job("actor")), RUN, environ)
@@ -327,6 +328,7 @@ def test_o5_secrets_are_in_the_environment_only() -> None:
 
 
 def test_sockets_of_servers_go_with_the_run() -> None:
+    """X6: they lie in a short folder of their own."""
     with server_sockets({"A": "1"}) as environ, socket.socket(socket.AF_UNIX) as left_behind:
         folder = Path(environ[SOCKET_FOLDER_KEY])
         left_behind.bind(str(folder / str(uuid.uuid4())))
