@@ -1,4 +1,4 @@
-"""Renews the tables of docs/metrics.md, or with --check says what is missing. `python scripts/document.py`.
+"""Renews the tables of docs/metrics.md and docs/configuration.md: `python scripts/document.py`.
 
 A metric is explained where it is recorded: a comment that begins with `#: `, at the end of the line that holds the name
 or on lines of its own right above it. `f"actor/{dataset}/reward"` is shown as `actor/<dataset>/reward`.
@@ -14,8 +14,11 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelinerl.config import key_table
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "metrics.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
 #: First part of a name: which table it belongs to.
 KINDS = ("actor", "evaluation", "finetune", "preprocessor", "rl", "weight_update")
 NAME = re.compile(rf"(?!evaluation/[^/]*$)({'|'.join(KINDS)})(/[a-z0-9_<>]+)+")
@@ -92,17 +95,13 @@ def renew(text: str, meanings: dict[str, str]) -> str:
     return text
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
     meanings, wrong = collect(ROOT / "pipelinerl")
-    old = PAGE.read_text(encoding="utf-8")
-    new = renew(old, meanings)
-    if "--check" in argv:
-        wrong += ["docs/metrics.md is out of date: run python scripts/document.py"] if new != old else []
-    else:
-        PAGE.write_text(new, encoding="utf-8")
-    print("\n".join(wrong or ["docs/metrics.md is up to date"]))
+    PAGE.write_text(renew(PAGE.read_text(encoding="utf-8"), meanings), encoding="utf-8")
+    CONFIGURATION.write_text(key_table.renew(CONFIGURATION.read_text(encoding="utf-8")), encoding="utf-8")
+    print("\n".join(wrong or ["docs/metrics.md and docs/configuration.md are up to date"]))
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

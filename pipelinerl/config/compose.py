@@ -1,11 +1,11 @@
 """From a command line to a checked configuration: Hydra composes, pydantic types, the rules compare sections.
 
-Called by the launcher before it writes any file. Hydra runs as a library (its own `main` would create folders first and
-answer with tracebacks). Waits for nothing.
+Hydra runs as a library: its own `main` would create folders first and answer with tracebacks.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,16 +18,18 @@ from pydantic import ValidationError
 
 from pipelinerl.config.advice import advice
 from pipelinerl.config.agent import settle_agent
-from pipelinerl.config.arguments import DEFAULT_CONFIG, Arguments, parse_arguments
-from pipelinerl.config.deepspeed_file import find_deepspeed_file, read_deepspeed_file
+from pipelinerl.config.conf_files import conf_dir, did_you_mean, find_deepspeed_file, read_deepspeed_file
 from pipelinerl.config.faults import faults_of, raise_faults
-from pipelinerl.config.paths import conf_dir
-from pipelinerl.config.reference import help_text
+from pipelinerl.config.key_table import help_text
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
 from pipelinerl.config.validate import validate
 from pipelinerl.errors import ConfigError
+
+#: The experiment that starts when no configuration is named.
+DEFAULT_CONFIG = "math"
+_FLAGS = ("--config-name", "--config-dir", "--config-path", "--help", "--cfg")
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,7 @@ class ComposedConfig:
     """What a command line asks for.
 
     Exactly one of `config` (start a run) and `help_text` (print it and exit 0) is set. `search_dirs` are folders of the
-    user that hold code: they belong on the Python path of every process. `notes` are
-    remarks for the user, such as keys that do nothing here.
+    user that hold code: they belong on the Python path of every process. `notes` are remarks for the user.
     """
 
     config: RunConfig | None = None
@@ -53,35 +54,64 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     Raises:
         ConfigError: anything that the user has to change; every message has key, value, expectation and next step.
     """
-    arguments = parse_arguments(argv)
-    search_dirs = [arguments.config_dir] if arguments.config_dir else []
-    if arguments.help:
-        text = help_text([*search_dirs, conf_dir()], arguments.help_section)
-        return ComposedConfig(help_text=text, search_dirs=search_dirs)
+    flags, overrides = _parse(argv)
+    name = DEFAULT_CONFIG if flags.config_name is None else flags.config_name.removesuffix(".yaml")
+    search_dirs = [] if flags.config_dir is None else [_folder(flags.config_dir)]
+    if flags.help is not None:
+        return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()], flags.help), search_dirs=search_dirs)
     from pipelinerl.config.hydra_compose import compose_plain  # late: the help needs no Hydra
 
-    composed = compose_plain(arguments)
+    composed = compose_plain(name, search_dirs, overrides)
     data = composed.data
-    if arguments.show_config:
+    if flags.cfg is not None:
         return ComposedConfig(help_text=_shown(data), search_dirs=search_dirs)
-    notes = [*composed.notes, *_default_experiment(arguments)]
-    _require_output_dir(data, arguments)
+    notes = list(composed.notes)
+    if search_dirs and flags.config_name is None:
+        notes.append(f"the experiment is {name}; for one in your folder add --config-name")
+    if data.get("output_dir") in (None, "", "???"):
+        words = "" if name == DEFAULT_CONFIG else f" --config-name {name}"
+        next_step = f"Write for instance: python -m pipelinerl.launch{words} output_dir=results/my_run"
+        raise ConfigError("output_dir", data.get("output_dir"), "the folder that the run writes to", next_step)
     settle_agent(data, search_dirs)
     refuse_secrets(data, os.environ)
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
-        raise_faults(faults_of(error, data, composed.origin_of, composed.source_of))
+        raise_faults(faults_of(error, data, composed.origin_of))
         raise
     config = _with_deepspeed_file(config, search_dirs)
     validate(config)
-    return ComposedConfig(
-        config=config,
-        search_dirs=search_dirs,
-        config_name=arguments.config_name,
-        overrides=arguments.overrides,
-        notes=notes + advice(config),
-    )
+    return ComposedConfig(config, None, search_dirs, name, overrides, notes + advice(config))
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the overrides in their order."""
+    overrides = [word for word in argv if word.startswith("~") or ("=" in word and not word.startswith("-"))]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd", "--config-path", "-cp")
+    parser.add_argument("--help", "-h", nargs="?", const="")
+    # Hydra's: there is only the job's configuration to show, and it is resolved anyway.
+    parser.add_argument("--cfg", "-c", nargs="?", const="job")
+    parser.add_argument("--resolve", action="store_true")
+    try:
+        flags, rest = parser.parse_known_args([word for word in argv if word and word not in overrides])
+    except argparse.ArgumentError as error:
+        flag = str(error.argument_name).partition("/")[0]
+        raise ConfigError(flag, None, "a value", f"Write {flag}=VALUE ({error.message}).") from error
+    for word in rest:
+        if word.startswith("-"):
+            hint = did_you_mean(word.partition("=")[0], _FLAGS)
+            raise ConfigError(word, word, "a flag of --help, or overrides such as finetune.learning_rate=1e-5", hint)
+    return flags, [*overrides, *rest]
+
+
+def _folder(value: str) -> Path:
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        next_step = f"There is none at {folder.absolute()}."
+        raise ConfigError("--config-dir", value, "an existing folder with your yaml files", next_step)
+    return folder.resolve()
 
 
 def _shown(data: dict[str, Any]) -> str:
@@ -89,24 +119,6 @@ def _shown(data: dict[str, Any]) -> str:
     with suppress(ValidationError):
         data = RunConfig.model_validate({"output_dir": "???", **data}).model_dump()
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-
-def _default_experiment(arguments: Arguments) -> list[str]:
-    """A user with a folder of configurations probably meant one of them."""
-    if arguments.config_dir is None or arguments.is_named:
-        return []
-    return [f"no --config-name is given, so the experiment is {DEFAULT_CONFIG}; for one in your folder add its name"]
-
-
-def _require_output_dir(data: dict[str, Any], arguments: Arguments) -> None:
-    if data.get("output_dir") in (None, "", "???"):
-        name = "" if arguments.config_name == DEFAULT_CONFIG else f" --config-name {arguments.config_name}"
-        raise ConfigError(
-            "output_dir",
-            data.get("output_dir"),
-            "the folder that the run writes to",
-            f"Write for instance: python -m pipelinerl.launch{name} output_dir=results/my_run",
-        )
 
 
 def _with_deepspeed_file(config: RunConfig, search_dirs: Sequence[Path]) -> RunConfig:

@@ -1,13 +1,13 @@
 """Hydra's compose API behind one function: files and overrides in, plain data out, every error a `ConfigError`.
 
-Called by the composition. The user's folder is searched before the shipped one, so that a user's file may say
+The user's folder is searched before the shipped one, so that a user's file may say
 `defaults: [base, _self_]` and may add files to the groups.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,21 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.agent import DATA_KEYS
-from pipelinerl.config.arguments import Arguments
+from pipelinerl.config.conf_files import conf_dir, config_names, did_you_mean
 from pipelinerl.config.faults import COMMAND_LINE, unknown_key
 from pipelinerl.config.keys import is_known, schema_defaults
-from pipelinerl.config.paths import conf_dir, config_names, did_you_mean
 from pipelinerl.errors import ConfigError
-
-_WHOLE_INTERPOLATION = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
 
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """The composed data. `interpolated` are the keys whose values came from other keys: key -> raw text."""
+    """The composed data, and where it comes from."""
 
     data: dict[str, Any]
-    interpolated: Mapping[str, str]
     override_keys: frozenset[str]
     config_file: Path
     notes: tuple[str, ...] = ()
@@ -46,29 +42,17 @@ class PlainConfig:
             return COMMAND_LINE
         return f"in {self.config_file} or a file that it includes"
 
-    def source_of(self, key: str) -> str:
-        """Return the key that somebody set: `key` itself, or the one whose value it takes as it is."""
-        for _ in range(len(self.interpolated)):
-            found = _WHOLE_INTERPOLATION.fullmatch(self.interpolated.get(key, ""))
-            if found is None:
-                break
-            dots, name = found.groups()
-            # `${name}` is counted from the top, `${.name}` from the section of the key, `${..name}` from the one above.
-            sections = key.split(".")[: -len(dots)] if dots else []
-            key = ".".join([*sections, name])
-        return key
 
-
-def compose_plain(arguments: Arguments) -> PlainConfig:
-    """Compose the files and overrides that `arguments` name.
+def compose_plain(name: str, user_dirs: Sequence[Path] = (), words: Sequence[str] = ()) -> PlainConfig:
+    """Compose the file `name` and the overrides `words`.
 
     Raises:
         ConfigError: no such configuration or group, an override that cannot be read, an unknown key on the command
             line, a file that is not YAML, an interpolation that cannot be resolved.
     """
-    search_dirs = list(dict.fromkeys([arguments.config_dir or conf_dir(), conf_dir()]))
-    config_file = _config_file(arguments.config_name, search_dirs)
-    overrides = [_parse(text) for text in arguments.overrides]
+    search_dirs = list(dict.fromkeys([*user_dirs, conf_dir()]))
+    config_file = _config_file(name, search_dirs)
+    overrides = [_parse(word) for word in words]
     prepared = [_prepare(override, search_dirs) for override in overrides]
     # Hydra looks for the named configuration in one folder only, and for what it includes also in the search path.
     first = next(folder for folder in search_dirs if config_file.is_relative_to(folder))
@@ -76,13 +60,12 @@ def compose_plain(arguments: Arguments) -> PlainConfig:
     prepared.append(f"hydra.searchpath=[{','.join(others)}]")
     try:
         with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pipelinerl"):
-            composed = compose(config_name=arguments.config_name, overrides=prepared)
+            composed = compose(config_name=name, overrides=prepared)
         # Defaults of the schema below the files, so that an interpolation may name any key.
         config = OmegaConf.merge(OmegaConf.create(schema_defaults()), composed)
         assert isinstance(config, DictConfig)
         return PlainConfig(
             data=_plain(config),
-            interpolated=_interpolated(config),
             override_keys=frozenset(override.key_or_group for override in overrides),
             config_file=config_file,
             notes=_hydra_notes(overrides, config_file),
@@ -156,21 +139,6 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     if not isinstance(resolved, dict):
         raise ConfigError("config", resolved, "a mapping of keys to values", "Write `key: value` lines.")
     return {str(key): value for key, value in resolved.items()}
-
-
-def _interpolated(config: Container, prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    if not isinstance(config, DictConfig) or OmegaConf.is_missing(config, "") or config._is_none():
-        return found
-    raw = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(raw, dict)
-    for key in (str(key) for key in config):
-        name = f"{prefix}{key}"
-        if OmegaConf.is_interpolation(config, key):
-            found[name] = str(raw[key])
-        elif not OmegaConf.is_missing(config, key) and isinstance(config[key], DictConfig):
-            found |= _interpolated(config[key], name + ".")
-    return found
 
 
 def _translate(error: Exception, config_file: Path, search_dirs: Sequence[Path]) -> ConfigError:

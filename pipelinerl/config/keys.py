@@ -1,18 +1,74 @@
-"""The keys of `RunConfig` as dotted names."""
+"""The keys of `RunConfig` as dotted names, those of all types of a choice included."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
+from pydantic.fields import FieldInfo
+
 from pipelinerl.config.run import LIKE_TRAINING, RunConfig
-from pipelinerl.config.section import DOTTED, Key, Section, choice_of, is_free, keys_of, section_of
+from pipelinerl.config.section import DOTTED, Choice, Section, choice_of, section_of
 from pipelinerl.config.task import EvaluationParameters
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema.
+
+    Attributes:
+        name: dotted, as it is written.
+        field: its type, default and description.
+        choice: what it chooses, if it tells types apart: tag -> type.
+        chooser: the key whose value decides whether this one exists; empty: it always exists.
+        owners: values of `chooser` with which it exists.
+        defaults: tag -> default where types differ.
+    """
+
+    name: str
+    field: FieldInfo
+    choice: Mapping[str, type[Section]] | None = None
+    chooser: str = ""
+    owners: tuple[str, ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
+
+
+def keys_of(model: type[Section], prefix: str = "") -> Iterator[Key]:
+    """Every key of `model` that holds a value, in order; those of a choice follow the key that chooses."""
+    for name, field in model.model_fields.items():
+        choice = choice_of(field)
+        section = section_of(field)
+        if choice is not None:
+            yield from _keys_of_choice(choice, field, prefix if choice.flat else f"{prefix}{name}.")
+        elif section is not None:
+            yield from keys_of(section, f"{prefix}{name}.")
+        else:
+            yield Key(prefix + name, field)
+
+
+def _keys_of_choice(choice: Choice, field: FieldInfo, prefix: str) -> Iterator[Key]:
+    members = choice.members(field.annotation)
+    first = next(iter(members.values()))
+    yield Key(prefix + choice.key, first.model_fields[choice.key], members)
+    names = dict.fromkeys(key for member in members.values() for key in member.model_fields if key != choice.key)
+    for name in names:
+        having = {tag: member.model_fields[name] for tag, member in members.items() if name in member.model_fields}
+        defaults = tuple((tag, each.get_default(call_default_factory=True)) for tag, each in having.items())
+        chooser = prefix + choice.key if len(having) < len(members) else ""
+        yield Key(prefix + name, next(iter(having.values())), None, chooser, tuple(having), defaults)
+
+
+def is_free(field: FieldInfo) -> bool:
+    """True for a mapping whose keys are the user's own."""
+    options = (field.annotation, *get_args(field.annotation))
+    return any(option is dict or getattr(option, "__origin__", None) is dict for option in options)
 
 
 @cache
 def known_keys() -> tuple[Key, ...]:
-    """Every key that holds a value (sections left out), those of all types of a choice included."""
+    """Every key that holds a value (sections left out)."""
     return tuple(keys_of(RunConfig))
 
 
@@ -47,7 +103,6 @@ def schema_defaults(model: type[Section] = RunConfig) -> dict[str, Any]:
         if choice_of(field) is not None or field.is_required() or is_free(field):
             continue
         if model is EvaluationParameters and name in LIKE_TRAINING:
-            data[name] = f"${{llm.parameters.{name}}}"
             continue
         data[name] = schema_defaults(section) if section else field.get_default(call_default_factory=True)
     return data

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from pipelinerl.config.advice import advice
-from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.compose import compose
 from pipelinerl.config.faults import ConfigFaults
 from pipelinerl.config.hydra_compose import compose_plain
@@ -28,7 +27,7 @@ KWARGS = "vllm_config.vllm_kwargs"
 
 @cache
 def base() -> dict[str, Any]:
-    return compose_plain(Arguments(config_name="math")).data
+    return compose_plain("math").data
 
 
 def checked(words: str) -> RunConfig:

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.arguments import Arguments
 from pipelinerl.config.compose import compose
-from pipelinerl.config.deepspeed_file import find_deepspeed_file
+from pipelinerl.config.conf_files import conf_dir, config_names, find_deepspeed_file
 from pipelinerl.config.hydra_compose import compose_plain
-from pipelinerl.config.paths import conf_dir, config_names
-from pipelinerl.config.reference import GROUPS
+from pipelinerl.config.key_table import GROUPS
 from pipelinerl.config.resources import PlainSettings, VLLMConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.validate import EXPERIMENTS, missing_task
@@ -58,7 +56,7 @@ def test_the_shipped_names() -> None:
 
 
 def test_the_files_hold_only_what_differs_from_the_defaults() -> None:
-    shipped = compose_plain(Arguments(config_name="base")).data
+    shipped = compose_plain("base").data
     changed = RunConfig.model_validate({**shipped, "output_dir": "x"})
     assert changed.model_copy(update={"backend": PlainSettings(), "vllm_config": VLLMConfig()}) == RunConfig(
         output_dir="x"

@@ -1,18 +1,17 @@
 """What the keys are, in words: the tables of `docs/configuration.md` and the text of `launch --help`, from the schema.
 
-`python -m pipelinerl.config.reference FILE` renews the tables in FILE; a test compares the page with what is made here.
+`python scripts/document.py` renews the page; a test compares it with what is made here.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.keys import known_keys
-from pipelinerl.config.paths import config_names
-from pipelinerl.config.section import DOTTED, Key
+from pipelinerl.config.conf_files import config_names
+from pipelinerl.config.keys import Key, known_keys
+from pipelinerl.config.section import DOTTED
 from pipelinerl.errors import ConfigError
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -127,14 +126,3 @@ def _value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"`{value}`" if value != "" else '`""`'
-
-
-def main(argv: Sequence[str]) -> int:
-    """Renew the tables in the file that `argv` names."""
-    path = Path(argv[0])
-    path.write_text(renew(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
