@@ -20,13 +20,12 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.backends.tensor_files import STATE, read_tensors
-from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.report import StepTimes, step_metrics
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.tensor_files import STATE, read_tensors
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.scoring import GroupScorer

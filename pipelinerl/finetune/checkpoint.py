@@ -15,8 +15,8 @@ import torch
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import UserError
-from pipelinerl.finetune.backends.tensor_files import read_tensors, write_tensors
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rl.coefficients import EntropyControl
 from pipelinerl.rundir.durable import (

@@ -30,12 +30,11 @@ from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, stop_on_sigterm
 from pipelinerl.finetune.keep_best import BestKeeper
-from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pauses import open_pauses, wait_for_servers
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
-from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
 from pipelinerl.finetune.server_pool import open_pool
 from pipelinerl.finetune.step import StepResult, StepRunner

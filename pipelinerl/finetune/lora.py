@@ -1,26 +1,26 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model: the only file that knows peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, and the names of parameters with and without them.
 
-Called when the policy is loaded, by the backends (merged weights, tensor by tensor), by the export (the adapter in
-peft's own format) and by the reference model (the policy with its adapters switched off). Waits for nothing.
+The only file that knows peft, which is optional. Sharded weights are merged tensor by tensor, which peft cannot do.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.policy import LANGUAGE_MODEL, PolicyModel
+from pipelinerl.finetune.tensor_files import write_tensors
 
-if TYPE_CHECKING:
-    from pipelinerl.finetune.policy import PolicyModel
-
+_PREFIX = f"{LANGUAGE_MODEL}."
 ADAPTER = "adapter"
 _NAME = "default"
 _BASE = ".base_layer."
@@ -37,10 +37,19 @@ class Update:
     is_transposed: bool
 
     @torch.no_grad()
-    def value(self, whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach) -> torch.Tensor:
-        """The product in fp32. `whole` gives all of a parameter that is sharded."""
-        product = whole(self.b).float() @ whole(self.a).float()
+    def value(self) -> torch.Tensor:
+        """The product in fp32."""
+        product = self.b.detach().float() @ self.a.detach().float()
         return self.scale * (product.T if self.is_transposed else product)
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            "finetune.lora.enabled", True, "the package peft", "Install it: pip install pipelinerl[lora]."
+        ) from error
 
 
 def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one_dtype: bool = False) -> None:
@@ -52,17 +61,11 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one
     Raises:
         ConfigError: peft is not installed, or the named layers are not linear layers inside the decoder.
     """
-    try:
-        from peft import LoraConfig as PeftLoraConfig
-        from peft import inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError(
-            "finetune.lora.enabled", True, "the package peft", "Install it: pip install pipelinerl[lora]."
-        ) from error
+    peft = _peft()
     model = policy.language_model
-    config = PeftLoraConfig(
+    config = peft.LoraConfig(
         r=settings.r,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_alpha=settings.alpha,
         lora_dropout=0.0,
         bias=settings.bias,
         target_modules=settings.target_modules or "all-linear",
@@ -70,13 +73,11 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one
         base_model_name_or_path=base_model,
     )
     try:
-        inject_adapter_in_model(config, model, _NAME)
+        peft.inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
         raise _wrong_targets(settings, str(error)) from error
-    from peft.tuners.lora import Linear
-
     layers = list(_adapted_layers(model))
-    strange = sorted({type(layer).__name__ for _, layer in layers if not isinstance(layer, Linear)})
+    strange = sorted({type(layer).__name__ for _, layer in layers if not isinstance(layer, peft.tuners.lora.Linear)})
     head = model.get_output_embeddings()
     if strange or any(layer is head for _, layer in layers):
         raise _wrong_targets(settings, f"found {', '.join(strange) or 'the output head'}")
@@ -102,12 +103,12 @@ def adapters_off(policy: PolicyModel) -> Iterator[None]:
     """Within it the policy is the frozen model that training started from (exact while biases are not trained)."""
     layers = [layer for _, layer in _adapted_layers(policy.language_model)]
     for layer in layers:
-        layer._disable_adapters = True  # type: ignore[assignment]
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False  # type: ignore[assignment]
+            layer._disable_adapters = False
 
 
 def is_adapter_part(name: str) -> bool:
@@ -115,30 +116,33 @@ def is_adapter_part(name: str) -> bool:
     return any(part in name for part in _PARTS)
 
 
-def plain_name(name: str) -> str | None:
-    """Name of a parameter as the model had it before it got adapters; None for a part of an adapter."""
-    return None if is_adapter_part(name) else name.replace(_BASE, ".")
+def checkpoint_name(name: str) -> str | None:
+    """Checkpoint name of a policy parameter; None for what the servers never see (the value head, an adapter)."""
+    is_sent = name.startswith(_PREFIX) and not is_adapter_part(name)
+    return name.removeprefix(_PREFIX).replace(_BASE, ".") if is_sent else None
+
+
+def export_name(name: str) -> str:
+    """Name of a policy parameter in an exported model: the checkpoint's; a value head and parts of an adapter as they
+    are."""
+    return checkpoint_name(name) or name.removeprefix(_PREFIX)
+
+
+def adapter_name(name: str) -> str | None:
+    """Name of a policy parameter in an update that sends the adapter alone; None for all others."""
+    return name.removeprefix(_PREFIX).replace(f".{_NAME}.", ".") if is_adapter_part(name) else None
 
 
 def updates(policy: PolicyModel) -> dict[int, Update]:
     """What is added to a frozen matrix, by the `id` of its parameter. Empty without adapters."""
     if not has_adapters(policy):
         return {}
-    found = {}
-    for _, layer in _adapted_layers(policy):
-        found[id(layer.base_layer.weight)] = _update_of(layer)  # type: ignore[union-attr]
-    return found
+    return {id(layer.base_layer.weight): _update_of(layer) for _, layer in _adapted_layers(policy)}
 
 
-def _update_of(layer: torch.nn.Module) -> Update:
-    # peft's layers hold one adapter by name each; types are those of modules in general.
-    a, b = (getattr(layer, part)[_NAME].weight for part in ("lora_A", "lora_B"))
-    return Update(a, b, layer.scaling[_NAME], layer.fan_in_fan_out)  # type: ignore[index, arg-type]
-
-
-def sent_name(name: str) -> str | None:
-    """Name under which servers get a parameter of the language model as a part of an adapter; None if it is none."""
-    return name.replace(f".{_NAME}.", ".") if is_adapter_part(name) else None
+def _update_of(layer: Any) -> Update:
+    a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return Update(a, b, layer.scaling[_NAME], layer.fan_in_fan_out)
 
 
 def sent_scales(policy: PolicyModel) -> dict[int, float]:
@@ -173,14 +177,12 @@ def save_adapter(folder: Path, policy: PolicyModel, tensors: Mapping[str, torch.
     """Write the adapter as peft reads it: `PeftModel.from_pretrained(base_model, folder)`. OSError if it fails.
 
     Args:
-        tensors: all of an export, parts of the adapter under their own names.
+        tensors: the trained ones of an export, in its names.
     """
-    from pipelinerl.finetune.backends.tensor_files import write_tensors
-
     trained = {}
     for name, parameter in policy.language_model.named_parameters():
         if parameter.requires_grad:
-            trained[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = tensors[plain_name(name) or name]
+            trained[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = tensors[export_name(_PREFIX + name)]
     folder.mkdir()
     assert policy.adapter_config is not None
     policy.adapter_config.save_pretrained(str(folder))
@@ -201,10 +203,9 @@ def keep_products_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    from peft.tuners.lora import LoraLayer
-
-    yield from ((name, layer) for name, layer in module.named_modules() if LoraLayer in type(layer).__mro__)
+def _adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    kind = _peft().tuners.lora.LoraLayer
+    yield from ((name, layer) for name, layer in module.named_modules() if isinstance(layer, kind))
 
 
 def _refuse_what_is_no_adapter(model: torch.nn.Module, settings: LoraConfig) -> None:

@@ -1,31 +1,30 @@
 """The model as a Hugging Face folder: `finetune/intermediate/<step>/`, with `finetune/current` pointing to the newest.
 
-Called by the loop of every rank (a sharded model is gathered bucket by bucket); rank 0 writes. `current` is a symbolic
-link that is replaced in one atomic step, so a reader sees the old model or the new one, never a mixture.
+All ranks take part (a sharded model is gathered bucket by bucket); rank 0 writes file by file, so that the whole model
+is never in memory, as it would be for `save_pretrained`. `current` is replaced in one atomic step: a reader sees the
+old model or the new one, never a mixture.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers.dynamic_module_utils import custom_object_save
 
-from pipelinerl.finetune.backends.tensor_files import write_tensors
-from pipelinerl.finetune.lora import ADAPTER, has_adapters, is_adapter_part, save_adapter
+from pipelinerl.finetune.lora import ADAPTER, export_name, has_adapters, is_adapter_part, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.shard_files import MAX_SHARD_BYTES, ShardWriter
-from pipelinerl.finetune.weight_names import export_name
+from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.llm.tokens import load_tokenizer
-from pipelinerl.rundir.durable import finish_folder, partial_folder, point_link, remove_folder, start_folder
-from pipelinerl.weights.source import CollectiveSource, WeightSource
+from pipelinerl.rundir.durable import finish_folder, point_link, remove_folder, start_folder
+from pipelinerl.weights.buffers import plan_chunks
+from pipelinerl.weights.source import CollectiveSource, TensorMeta, WeightSource
 
-logger = logging.getLogger(__name__)
+_MAX_SHARD_BYTES = 5 * 10**9
 
 
 class ModelExporter:
@@ -45,7 +44,7 @@ class ModelExporter:
         ranks: Ranks,
         keep_intermediate: bool = True,
         keep_steps: frozenset[int] = frozenset(),
-        max_shard_bytes: int = MAX_SHARD_BYTES,
+        max_shard_bytes: int = _MAX_SHARD_BYTES,
         trust_remote_code: bool = False,
     ) -> None:
         self._root = root
@@ -84,12 +83,31 @@ class ModelExporter:
             if isinstance(source, CollectiveSource):
                 source.follow()
             return
-        kept = _write_weights(final, policy, source, self._max_shard_bytes)
-        partial = partial_folder(final)
-        _write_rest(partial, policy, kept, source.metadata()[0].dtype)
-        load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code).save_pretrained(partial)
+        trained = {export_name(name) for name, p in policy.named_parameters() if p.requires_grad}
+        kept: dict[str, torch.Tensor] = {}
+
+        def model_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for bucket in source.buckets():
+                for name, tensor in bucket:
+                    if not _is_models(name) or (has_adapters(policy) and name in trained):
+                        kept[name] = tensor.to("cpu", copy=True)
+                    if _is_models(name):
+                        yield name, tensor
+
+        tensors = model_tensors()
+        try:
+            folder = start_folder(final)
+            write_shards(folder, [m for m in source.metadata() if _is_models(m.name)], tensors, self._max_shard_bytes)
+        finally:
+            # A pass is a collective: it is read to its end also if the disk is full.
+            for _ in tensors:
+                pass
+            if isinstance(source, CollectiveSource):
+                source.done()
+        _write_rest(folder, policy, kept, source.metadata()[0].dtype)
+        load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code).save_pretrained(folder)
         for name, content in (files or {}).items():
-            (partial / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         finish_folder(final)
 
     def _prune(self, newest: int) -> None:
@@ -98,38 +116,26 @@ class ModelExporter:
                 remove_folder(folder)
 
 
-def _write_weights(final: Path, policy: PolicyModel, source: WeightSource, max_bytes: int) -> dict[str, torch.Tensor]:
-    """Write the model's weights into the partial folder of `final` while they come; returns what belongs elsewhere:
-    value head and trained adapter.
-
-    A pass is a collective: it is read to its end also if the disk fails meanwhile.
-    """
-    trained = {export_name(name) for name, p in policy.named_parameters() if p.requires_grad}
-    adapted = has_adapters(policy)
-    metas = [meta for meta in source.metadata() if _is_models(meta.name)]
-    kept: dict[str, torch.Tensor] = {}
-    writer: ShardWriter | None = None
-    fault: OSError | None = None
-    try:
-        for bucket in source.buckets():
-            for name, tensor in bucket:
-                if not _is_models(name) or (adapted and name in trained):
-                    kept[name] = tensor.to("cpu", copy=True)
-                if not _is_models(name) or fault is not None:
-                    continue
-                try:
-                    writer = writer or ShardWriter(start_folder(final), metas, max_bytes)
-                    writer.add(name, tensor)
-                except OSError as error:
-                    fault = error
-    finally:
-        if isinstance(source, CollectiveSource):
-            source.done()
-    if fault is not None:
-        raise fault
-    assert writer is not None
-    writer.close()
-    return kept
+def write_shards(
+    folder: Path, metas: Sequence[TensorMeta], tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int
+) -> None:
+    """Write `tensors`, which come in the order of `metas`, to `model.safetensors`, or to numbered files of about
+    `max_bytes` with an index."""
+    shards = list(plan_chunks(metas, max_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = several if len(shards) > 1 else "model.safetensors"
+        pending: dict[str, torch.Tensor] = {}
+        for meta in shard:
+            name, tensor = next(tensors)
+            assert name == meta.name
+            pending[name] = tensor.to("cpu", copy=True)
+        write_tensors(folder / file, pending, {"format": "pt"})
+        weight_map |= dict.fromkeys(pending, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(meta.num_bytes for meta in metas)}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def _is_models(name: str) -> bool:

@@ -7,7 +7,7 @@ module that they wrapped. Full logits never exist; only trained positions reach 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -16,9 +16,6 @@ from pipelinerl.finetune.attention import OWN_ATTENTIONS, Layout, layout_for
 from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.rl.precision import fp32_products, keep_exact
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 LANGUAGE_MODEL = "language_model"
 VALUE_HEAD = "value_head"
@@ -69,8 +66,8 @@ class PolicyModel(torch.nn.Module):
         self.compute_dtype = compute_dtype
         self.tf32 = tf32
         self.served_dtype = served_dtype
-        #: Set by `lora.add_adapters`; None: all weights are trained.
-        self.adapter_config: LoraConfig | None = None
+        #: peft's configuration, set by `lora.add_adapters`; None: all weights are trained.
+        self.adapter_config: Any = None
         #: Servers have the frozen model themselves and get the adapter alone.
         self.sends_adapter = False
         self.has_linear_head = has_linear_head(language_model)

@@ -11,7 +11,7 @@
 
 The group stage (the second column) needs every rollout of a group, so the preprocessor runs it. Everything that
 happens over a whole step (KL in the reward, normalization, cutting negative values) happens in the trainer, in
-`finetune/step_advantages.py`.
+`finetune/step.py`.
 
 A new estimator is one function here and one line in `ADVANTAGES`. A function of your own has the same signature,
 `AdvantageInputs -> list[list[float]]`, and is named by its dotted path: `advantage_estimator=my_package.my_module.f`.

@@ -37,7 +37,7 @@ class MicroBatch:
             GPU looking for them makes the host wait.
         old_logprobs: [R, T] float32, log-prob of the target under the policy that sampled it.
         ref_logprobs: the same under the frozen reference model, or None.
-        advantages: [R, T] float32; from `collate`, those of the group stage, before `finetune/step_advantages.py`.
+        advantages: [R, T] float32; from `collate`, those of the group stage, before `finetune/step.py`.
         weights: [R, T] float32, weight of the token in the step's loss (see `rl/aggregation.py`).
         versions: [R, T] int64, policy version that sampled the target, -1 where nothing is trained.
         oldest_versions: the same, the oldest of the whole sample: what came before an update stays in the KV cache that

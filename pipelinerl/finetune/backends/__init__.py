@@ -1,9 +1,12 @@
-"""The trainer's backends: plain (DDP), DeepSpeed ZeRO and FSDP2. Each is imported only where it is used."""
+"""The trainer's backends: plain (DDP), DeepSpeed ZeRO and FSDP2."""
 
 from __future__ import annotations
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import Backend
+from pipelinerl.finetune.backends.deepspeed import DeepSpeedBackend
+from pipelinerl.finetune.backends.fsdp import FSDPBackend
+from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 
@@ -11,13 +14,7 @@ from pipelinerl.finetune.ranks import Ranks
 def create_backend(policy: PolicyModel, config: RunConfig, ranks: Ranks) -> Backend:
     """The backend that the configuration asks for (`backend.type`)."""
     if config.backend.type == "deepspeed":
-        from pipelinerl.finetune.backends.deepspeed import DeepSpeedBackend
-
         return DeepSpeedBackend(policy, config, ranks)
     if config.backend.type == "fsdp":
-        from pipelinerl.finetune.backends.fsdp import FSDPBackend
-
         return FSDPBackend(policy, config, ranks)
-    from pipelinerl.finetune.backends.plain import PlainBackend
-
     return PlainBackend(policy, config.finetune, ranks)

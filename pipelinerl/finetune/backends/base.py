@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,25 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.backends.tensor_files import STATE, load_tensors, save_tensors, saved_names
-from pipelinerl.finetune.lora import merged_value, scaled, sends_merged, sent_scales
+from pipelinerl.finetune.lora import (
+    adapter_name,
+    checkpoint_name,
+    export_name,
+    merged_value,
+    scaled,
+    sends_merged,
+    sent_scales,
+)
 from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
-from pipelinerl.finetune.weight_names import BUCKET_BYTES, adapter_name, checkpoint_name, export_name
+from pipelinerl.finetune.tensor_files import STATE, load_tensors, save_tensors, saved_names
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.source import ModuleSource, WeightSource
+from pipelinerl.weights.buffers import plan_chunks
+from pipelinerl.weights.source import Bucket, CollectiveSource, ModuleSource, TensorMeta, WeightSource
 
+NamedParameter = tuple[str, torch.nn.Parameter]
 Rename = Callable[[str], str | None]
 ValueOf = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -47,7 +56,7 @@ class Backend:
     """
 
     #: How much of a sharded model is whole at once while it is sent.
-    bucket_bytes = BUCKET_BYTES
+    bucket_bytes = 256 * 2**20
 
     def __init__(
         self,
@@ -120,6 +129,23 @@ class Backend:
 
     def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
         return ModuleSource(self.policy, dtype=dtype, rename=rename, value_of=value_of)
+
+    def _gathered_source(
+        self, rename: Rename, dtype: torch.dtype, gather: Callable[[Sequence[NamedParameter]], Bucket]
+    ) -> CollectiveSource:
+        """The source of a sharded model; `gather`, a collective, makes some parameters whole."""
+        sent = ((rename(name), parameter) for name, parameter in self.policy.named_parameters())
+        parameters = {name: parameter for name, parameter in sent if name is not None}
+        # DeepSpeed keeps a shard in place of the parameter, and its shape beside it.
+        shapes = ((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters.items())
+        metas = [TensorMeta(name, dtype, shape) for name, shape in shapes]
+
+        def buckets() -> Iterator[Bucket]:
+            for chunk in plan_chunks(metas, self.bucket_bytes):
+                bucket = gather([(meta.name, parameters[meta.name]) for meta in chunk])
+                yield bucket if self._ranks.is_first else []
+
+        return CollectiveSource(metas, buckets, lambda flag: bool(self._ranks.broadcast(int(flag))))
 
     def save(self, folder: Path) -> None:
         """Write what is trained and the optimizer's state into `folder`, every rank its share: safetensors files of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.conf_files import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.backends.base import Backend, Rename, ValueOf, make_accelerator
+from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator
 from pipelinerl.finetune.lora import updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weight_names import in_buckets, tensor_metas
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
+from pipelinerl.weights.source import Bucket, WeightSource
 
 _STATE_FOLDER = "deepspeed"
 _TAG = "state"
@@ -92,24 +91,18 @@ class DeepSpeedBackend(Backend):
     def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
         if self._stage < 3:
             return super()._source(rename, dtype, value_of)
-        named = [(rename(name), parameter) for name, parameter in self.policy.named_parameters()]
-        parameters = [(name, parameter) for name, parameter in named if name is not None]
         table = updates(self.policy)
 
-        def gather() -> Iterator[Bucket]:
+        def gather(part: Sequence[NamedParameter]) -> Bucket:
             # DeepSpeed takes a parameter that is still being fetched for whole, and fails when it is to be sharded.
             self._shard_all()
-            for part in in_buckets(parameters, dtype, self.bucket_bytes):
-                added = [table[id(parameter)] for _, parameter in part if id(parameter) in table]
-                needed = [*(parameter for _, parameter in part), *(p for update in added for p in (update.a, update.b))]
-                with self._zero.GatheredParameters(needed):
-                    # Copied: what leaves the block is sharded again.
-                    full = [(name, value_of(name, p).detach().to(dtype, copy=True)) for name, p in part]
-                    yield full if self._ranks.is_first else []
+            added = [table[id(parameter)] for _, parameter in part if id(parameter) in table]
+            needed = [*(parameter for _, parameter in part), *(p for update in added for p in (update.a, update.b))]
+            with self._zero.GatheredParameters(needed):
+                # Copied: what leaves the block is sharded again.
+                return [(name, value_of(name, parameter).detach().to(dtype, copy=True)) for name, parameter in part]
 
-        return CollectiveSource(
-            tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
-        )
+        return self._gathered_source(rename, dtype, gather)
 
     def _shard_all(self) -> None:
         """Wait for the parameters that are being fetched ahead of their use, and shard all of them again (stage 3)."""

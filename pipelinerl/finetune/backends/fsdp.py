@@ -6,7 +6,7 @@ tied head stays tied. Forward, backward, step, save and every pass over the weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import FSDPSettings
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.backends.base import Backend, Rename, ValueOf, make_accelerator
+from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator
 from pipelinerl.finetune.lora import has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weight_names import in_buckets, tensor_metas
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.source import Bucket, CollectiveSource, WeightSource
+from pipelinerl.weights.source import Bucket, WeightSource
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -72,18 +71,11 @@ class FSDPBackend(Backend):
         return outputs
 
     def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
-        named = [(name, rename(name), parameter) for name, parameter in self.policy.named_parameters()]
-        parameters = [(sent, parameter) for _, sent, parameter in named if sent is not None]
+        def gather(part: Sequence[NamedParameter]) -> Bucket:
+            # Cast before it is gathered: half the bytes travel for bf16.
+            return [(name, whole(value_of(name, parameter).detach().to(dtype))) for name, parameter in part]
 
-        def gather() -> Iterator[Bucket]:
-            for part in in_buckets(parameters, dtype, self.bucket_bytes):
-                # Cast before it is gathered: half the bytes travel for bf16.
-                bucket = [(name, whole(value_of(name, parameter).detach().to(dtype))) for name, parameter in part]
-                yield bucket if self._ranks.is_first else []
-
-        return CollectiveSource(
-            tensor_metas(parameters, dtype), gather, lambda flag: bool(self._ranks.broadcast(int(flag)))
-        )
+        return self._gathered_source(rename, dtype, gather)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune.backends import create_backend
-from pipelinerl.finetune.backends.tensor_files import write_tensors
 from pipelinerl.finetune.best_model import BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.keep_best import BestKeeper
@@ -26,6 +25,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import end_process, start_ranks
 from pipelinerl.finetune.step import StepRunner, reduce_metrics
+from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.rl.packing import make_plan
 

@@ -15,11 +15,11 @@ from fakes.rank_group import run_ranks
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.backends.tensor_files import read_tensors
 from pipelinerl.finetune.loop import rendezvous_file as meeting_file
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks, _meet, joined_ranks
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.tensor_files import read_tensors
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 MATRIX_SCRIPT = Path(__file__).with_name("matrix_process.py")

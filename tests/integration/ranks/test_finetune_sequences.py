@@ -8,8 +8,8 @@ import pytest
 import torch
 from fakes.rank_group import run_ranks
 
-from pipelinerl.finetune.backends.tensor_files import read_tensors
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.tensor_files import read_tensors
 
 FOLDER = Path(__file__).parent
 SCRIPT = FOLDER / "sequence_process.py"

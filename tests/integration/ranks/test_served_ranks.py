@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes.rank_group import run_ranks
 
-from pipelinerl.finetune.backends.tensor_files import read_tensors
+from pipelinerl.finetune.tensor_files import read_tensors
 
 SCRIPT = Path(__file__).with_name("served_process.py")
 

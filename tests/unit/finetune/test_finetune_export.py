@@ -10,36 +10,33 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune import shard_files
 from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.lora import checkpoint_name
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.shard_files import ShardWriter
-from pipelinerl.finetune.weight_names import in_buckets, sent_parameters, tensor_metas
 from pipelinerl.llm.tokens import load_tokenizer
-from pipelinerl.weights.source import CollectiveSource
+from pipelinerl.weights.source import CollectiveSource, ModuleSource
 
 
 class Gathered:
-    """A sharded model of one rank: `passes` counts announced passes, `taken` the buckets that were read."""
+    """A sharded model of one rank: `passes` counts announced passes, `taken` the tensors that were read."""
 
-    def __init__(self, policy):
+    def __init__(self, policy, dtype=torch.float32):
         self.passes, self.taken = [], 0
-        parameters = sent_parameters(policy)
+        plain = ModuleSource(policy, dtype, 4096, checkpoint_name)
 
         def gather():
-            for part in in_buckets(parameters, torch.float32, 4096):
-                self.taken += 1
-                yield [(name, parameter.detach()) for name, parameter in part]
+            for bucket in plain.buckets():
+                self.taken += len(bucket)
+                yield bucket
 
         def announce(flag):
             self.passes.append(flag)
             return flag
 
-        self.source = CollectiveSource(tensor_metas(parameters, torch.float32), gather, announce)
-        self.buckets = len(list(in_buckets(parameters, torch.float32, 4096)))
+        self.source = CollectiveSource(plain.metadata(), gather, announce)
 
 
 @pytest.fixture
@@ -55,7 +52,7 @@ def test_several_files_with_an_index_are_the_model(kit, exporter, tied):
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
-    weights = dict(sent_parameters(policy))
+    weights = {checkpoint_name(name): p for name, p in policy.named_parameters()}
     assert index["weight_map"].keys() == weights.keys()
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in weights.values())
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -74,17 +71,16 @@ def test_one_file_has_no_index(kit, tmp_path):
 
 
 def test_w2_at_most_one_shard_waits_in_memory(kit, exporter, monkeypatch):
-    policy = kit.policy()
-    waiting = []
-    add = ShardWriter.add
+    gathered, written = Gathered(kit.policy()), []
 
-    def watched(self, name, tensor):
-        add(self, name, tensor)
-        waiting.append(sum(kept.numel() * kept.element_size() for kept in self._pending.values()))
+    def watched(file, tensors, metadata=None):
+        written.append((gathered.taken, sum(tensor.nbytes for tensor in tensors.values())))
 
-    monkeypatch.setattr(ShardWriter, "add", watched)
-    exporter.export(1, policy, Gathered(policy).source)
-    assert 0 in waiting and max(waiting) <= 20_000
+    monkeypatch.setattr("pipelinerl.finetune.model_export.write_tensors", watched)
+    exporter.export(1, kit.policy(), gathered.source)
+    # Only the shard that overflows by its last tensor is larger.
+    assert len(written) > 2 and all(size <= 20_000 + 6_400 for _, size in written)
+    assert written[0][0] < written[-1][0] == len(gathered.source.metadata())
 
 
 @pytest.mark.parametrize("fails_at", ["start", "file"])
@@ -98,19 +94,12 @@ def test_a_full_disk_is_told_when_the_pass_is_over(kit, exporter, monkeypatch, t
     if fails_at == "start":
         monkeypatch.setattr("pipelinerl.finetune.model_export.start_folder", full)
     else:
-        monkeypatch.setattr(shard_files, "write_tensors", full)
+        monkeypatch.setattr("pipelinerl.finetune.model_export.write_tensors", full)
     gathered = Gathered(policy)
     with pytest.raises(OSError, match="no space left"):
         exporter.export(1, policy, gathered.source)
-    assert gathered.taken == gathered.buckets and gathered.passes == [True, False]
+    assert gathered.taken == len(gathered.source.metadata()) and gathered.passes == [True, False]
     assert not (tmp_path / "out" / "current").exists()
-
-
-def test_missing_tensors_are_named(tmp_path, kit):
-    metas = tensor_metas(sent_parameters(kit.policy()), torch.float32)
-    writer = ShardWriter(tmp_path, metas)
-    with pytest.raises(ValueError, match=r"no tensors for \['model.embed_tokens.weight'"):
-        writer.close()
 
 
 CUSTOM_CODE = {

@@ -12,7 +12,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.backends.tensor_files import STATE, read_tensors
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import adapters_off, add_adapters
 from pipelinerl.finetune.model import load_policy
@@ -21,6 +20,7 @@ from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import forward_difference
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.tensor_files import STATE, read_tensors
 from pipelinerl.finetune.weight_sync import WeightSync
 
 

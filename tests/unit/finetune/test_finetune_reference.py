@@ -9,10 +9,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model import ReferenceModel, load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.reference import ReferenceModel, load_reference
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.rl.logprobs import logprobs_from_logits
 

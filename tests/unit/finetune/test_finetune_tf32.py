@@ -9,12 +9,11 @@ from fakes.matrix_products import MatrixProducts, to_tf32
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import tf32_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel, backbone
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weight_sync import probe_tolerance
 from pipelinerl.rl.logprobs import token_logprobs

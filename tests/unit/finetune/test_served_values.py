@@ -9,15 +9,14 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.backends.tensor_files import STATE, read_tensors
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.reference import load_reference
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.tensor_files import STATE, read_tensors
 from pipelinerl.weights.buffers import packed_buffers
 
 CPU = torch.device("cpu")

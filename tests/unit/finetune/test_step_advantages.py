@@ -17,8 +17,7 @@ from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.step_advantages import finish_advantages
+from pipelinerl.finetune.step import StepRunner, finish_advantages
 from pipelinerl.rl.advantages import ADVANTAGES
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.microbatch import collate, sentinel
