@@ -226,6 +226,9 @@ class InPlaceLoading:
         except (RuntimeError, ValueError) as error:
             logger.warning("updates are loaded without a CUDA graph: %s", str(error).splitlines()[0])
             self._can_capture = False
+            # A capture that failed leaves the random generator in capture mode, and sampling would fail.
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                self._staging.zero_()
             return None
 
     def finish(self) -> None:

@@ -59,5 +59,7 @@ def test_every_update_in_place_brings_its_own_values(waits_for_the_device: bool,
         assert torch.equal(model.qk, torch.cat([sent["q"], sent["k"].bfloat16()]))
         assert torch.equal(model.norm, sent["norm"] * 2)
         assert torch.equal(model.head, torch.nn.functional.pad(sent["head"], (0, 0, 0, 5)))
+    # A failed capture has to leave the random generator as it was.
+    assert torch.rand(3, device="cuda").isfinite().all()
     # Twice for each of two buffers, then replays alone. If the first capture fails, it was one more.
     assert model.loaded == expected_calls
