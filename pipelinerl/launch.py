@@ -15,26 +15,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
+import msgspec
+
+from pipelinerl import __version__
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, compose
-from pipelinerl.config.load import save_config
+from pipelinerl.config.load import load_config, save_config
 from pipelinerl.config.stages import stage_config
-from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
-from pipelinerl.run.follower import follow
-from pipelinerl.run.leader import gathered_nodes
-from pipelinerl.run.nodes import Plan
-from pipelinerl.run.preflight import Start, check_dry_run, check_start
+from pipelinerl.run.join import gathered_nodes, join, say
+from pipelinerl.run.nodes import Hello, NodeLink, Peers, Plan, node_secret
+from pipelinerl.run.preflight import Start, check_dry_run, check_node, check_start
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
 from pipelinerl.run.restart import can_resume
-from pipelinerl.run.session import supervise
+from pipelinerl.run.session import supervise, supervise_jobs
 from pipelinerl.run.show import plan_of, print_plan
 from pipelinerl.run.start import build_commands, enter
 from pipelinerl.run.watch import RunSession
+from pipelinerl.rundir.identity import read_identity
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import bounded_by_record
-from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, usable_cores
+from pipelinerl.world import (
+    DEFAULT_MASTER_PORT,
+    Cluster,
+    FreePorts,
+    WorldMap,
+    build_world_map,
+    busy_ports,
+    nvml_gpu_lister,
+    usable_cores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +89,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     commands = build_commands(world, RunDir(Path(config.output_dir).absolute()), os.environ, composed.search_dirs)
     print_plan(plan_of(config, world, commands, composed.notes))
     sys.stdout.flush()
-    _say(checked)
+    say(checked)
     return 0
 
 
@@ -87,11 +101,11 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
         if not can_resume(outcome) or len(restarts) >= config.supervise.max_restarts:
             return outcome.exit_code
         if outcome.signum is not None:
-            _say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
+            say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
             return outcome.exit_code
         restarts.append(str(outcome.reason).partition("\n")[0])
         text = f"the run is resumed (restart {len(restarts)} of {config.supervise.max_restarts})"
-        _say(text)
+        say(text)
         logger.warning("%s, after: %s", text, outcome.reason)
         # The run that is there now is the one to continue.
         config = config.model_copy(update={"force_restart": False})
@@ -100,11 +114,7 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
 def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, restarts: Sequence[str]) -> Outcome:
     """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked.
 
-    Args:
-        composed: where the configuration comes from.
-        config: what to run.
-        cluster: where.
-        restarts: why this launcher had to start the run again so far.
+    `restarts`: why this launcher had to start the run again so far.
     """
     lines = check_start(Start(config, cluster, os.environ, composed.search_dirs))
     config = bounded_by_record(config)
@@ -115,7 +125,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
             lines += [f"changed since the last start: {change}" for change in entered.changes]
             if entered.changes and entered.moved_to is not None:
                 lines.append("the last start trained no step, so this is a new run")
-            _say(*lines, *(f"note: {note}" for note in composed.notes))
+            say(*lines, *(f"note: {note}" for note in composed.notes))
             run_dir, identity = entered.run_dir, entered.identity
             # The launcher's own log goes to a file; the terminal belongs to the table.
             logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=run_dir.launch_log)
@@ -131,8 +141,60 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     return replace(outcome, signum=signals[0]) if signals else outcome
 
 
-def _say(*lines: str) -> None:
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
+def follow(config: RunConfig, cluster: Cluster, search_dirs: Sequence[Path]) -> int:
+    """On a node above 0: join node 0 and run this node's part of its plan; the exit code is the run's.
+
+    `config` is as composed here; all but what is needed to find node 0 comes from node 0.
+    """
+    busy = busy_ports(config, cluster.master_port or DEFAULT_MASTER_PORT)
+    hello = Hello(cluster.rank, cluster.world_size, __version__, list(cluster.gpus), busy)
+    place, timeout_s = (cluster.hosts[0], config.world.node_port), config.supervise.nodes_timeout_s
+    signals: SimpleQueue[Any] = SimpleQueue()
+    with signals_as_events(signals):
+        connection, plan = join(place, node_secret(os.environ), hello, timeout_s, signals)
+    events: SimpleQueue[Event] = SimpleQueue()
+    with signals_as_events(events):
+        peers = Peers(cluster.rank, [NodeLink(connection, 0, cluster.hosts[0], events, config.supervise)])
+        outcome = Outcome("failed", "its launcher failed", EXIT_RUN_FAILED)
+        try:
+            session = _join_session(plan, cluster, search_dirs, events)
+            hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, os.environ)
+            outcome = supervise_jobs(session, hub, peers)
+        except PipelineRLError as error:
+            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
+            outcome = Outcome("failed", str(error), code)
+            raise
+        finally:
+            peers.end(outcome)
+    say(f"node {cluster.rank}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
+    return outcome.exit_code
+
+
+def _join_session(plan: Plan, cluster: Cluster, search_dirs: Sequence[Path], events: SimpleQueue[Event]) -> RunSession:
+    """The session that node 0 planned, as this node sees it.
+
+    Raises:
+        ConfigError: this node does not see the run directory of node 0: its streams would be written where nobody reads
+            them. UserError: a check of this node fails.
+    """
+    run_dir = RunDir(Path(plan.run_dir))
+    identity = read_identity(run_dir.identity_file) if run_dir.identity_file.exists() else None
+    if identity is None or (identity.run_id, identity.incarnation) != (plan.run_id, plan.incarnation):
+        found = "nothing there" if identity is None else f"run {identity.run_id}, start {identity.incarnation}"
+        raise ConfigError(
+            "output_dir",
+            f"{run_dir.root} ({found})",
+            f"run {plan.run_id}, start {plan.incarnation}, which node 0 wrote there",
+            "Put output_dir on a file system that all nodes share, under the same path.",
+        )
+    config = load_config(run_dir.config_file)
+    world = msgspec.structs.replace(WorldMap.from_json(run_dir.world_file.read_bytes()), rank=cluster.rank)
+    check_node(Start(config, cluster, os.environ))
+    log = run_dir.root / f"launch_node_{cluster.rank}.log"
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=log)
+    commands = build_commands(world, run_dir, os.environ, search_dirs)
+    say(f"node {cluster.rank}: starting {len(commands)} processes of run {plan.run_id} in {run_dir.root}")
+    return RunSession(config, world, run_dir, identity, commands, os.environ, plan.token, events)
 
 
 if __name__ == "__main__":

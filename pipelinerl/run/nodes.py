@@ -1,9 +1,9 @@
 """The launchers of a run over several nodes: what they say to each other, and the link between two of them.
 
-Node 0 plans and answers a `Hello` with a `Plan` or `Refused`; from then on both sides send `Beat`s, and the first
-`Ended` of either side ends the run on all nodes. After a signal both sides say `Stopping` first; the nodes above 0 then
-say `Saved` and continue until node 0 says `Ended`, because trainers of other nodes may need their servers. Messages are
-msgspec JSON over an authenticated connection; nothing is pickled.
+Node 0 answers each `Hello` with the `Plan` once all nodes have joined (`join.py`). From then on both sides send
+`Beat`s, and the first `Ended` of either side ends the run on all nodes. After a signal both sides say `Stopping` first;
+the nodes above 0 then say `Saved` and continue until node 0 says `Ended`, because trainers of other nodes may need
+their servers. Messages are msgspec JSON over an authenticated connection; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ _MAX_BYTES = 1 << 20
 _MIN_SECRET_CHARACTERS = 16
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `busy_ports` are those of the scanned ranges that it cannot bind."""
 
     rank: int
     world_size: int
     version: str
     gpus: list[str]
-    cores: int
     busy_ports: list[int]
 
 
-class Plan(msgspec.Struct, frozen=True, tag="plan"):
+class Plan(msgspec.Struct, frozen=True, tag=True):
     """Where the plan is: the run directory, on a file system that all nodes share. `token` opens the servers."""
 
     run_dir: str
@@ -54,36 +53,30 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
     token: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Node 0 cannot use this node."""
-
-    reason: str
-
-
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class Beat(msgspec.Struct, frozen=True, tag=True):
     """The launcher lives."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The run is over on the sender's node, and has to be on all."""
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The run is over on the sender's node, and has to be on all. Instead of a plan: why there is none."""
 
     status: Literal["completed", "failed", "interrupted"]
     reason: str | None
     exit_code: int
 
 
-class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
+class Stopping(msgspec.Struct, frozen=True, tag=True):
     """The sender's launcher got a signal: let trainers save, then end."""
 
     reason: str | None
     exit_code: int
 
 
-class Saved(msgspec.Struct, frozen=True, tag="saved"):
+class Saved(msgspec.Struct, frozen=True, tag=True):
     """No trainer of the sender's node is left to save."""
 
 
-Message = Hello | Plan | Refused | Beat | Ended | Stopping | Saved
+Message = Hello | Plan | Beat | Ended | Stopping | Saved
 
 
 def send(connection: Connection, message: Message) -> None:
@@ -115,8 +108,7 @@ def node_secret(environ: Mapping[str, str]) -> bytes:
         return secret.encode()
     next_step = f"Make one with `openssl rand -hex 16` and export {NODE_SECRET_KEY} on all nodes."
     if is_slurm_step(environ):  # whoever wrote their own script may not have meant one run over all nodes
-        hint = "see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each"
-        next_step += f" `srun` started this on several nodes: {hint}."
+        next_step += " `srun` started several nodes: see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each."
     raise ConfigError(
         NODE_SECRET_KEY,
         f"{len(secret)} characters" if secret else None,
@@ -161,10 +153,8 @@ class NodeLink:
         if self._reader.is_alive():
             with self._lock:
                 if not self._connection.closed:
-                    # Wakes the reading thread with an end of file.
-                    double = socket.socket(fileno=os.dup(self._connection.fileno()))
-                    with double, contextlib.suppress(OSError):
-                        double.shutdown(socket.SHUT_RDWR)
+                    with socket_of(self._connection) as double:
+                        shut_down(double)  # wakes the reading thread with an end of file
             self._reader.join()
 
     def _send(self, message: Message) -> None:
@@ -248,3 +238,12 @@ class Peers:
         deadline = time.monotonic() + LAST_WORD_S
         for link in self._links:
             link.close(deadline)
+
+
+def socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -45,8 +45,7 @@ def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -
         moved_to: where the run is that was in the directory before.
     """
     _greet(session, moved_to)
-    streams = backend_of(session.config.streams).serve(session.config.streams, session.run_dir, session.environ)
-    with streams as with_streams, server_sockets(with_streams) as environ:
+    with backend_of(session.config.streams).serve(session.config.streams, session.run_dir, session.environ) as environ:
         session = replace(session, environ=environ)
         try:
             hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, environ)
@@ -84,6 +83,7 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
     if not become_subreaper():
         logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
     with ExitStack() as stack:
+        session = replace(session, environ=stack.enter_context(server_sockets(session.environ)))
         death_read, death_write = os.pipe()
         stack.callback(os.close, death_read)
         stack.callback(os.close, death_write)
