@@ -40,12 +40,12 @@ from pipelinerl.sandbox.protocol import (
     as_grade,
     as_step,
     clean_text,
-    frame,
     load_game,
     load_grader,
-    receive_payload,
 )
 
+#: A message on the socket: its length in so many bytes, big-endian, then msgpack.
+LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
 _REPEAT_S = 0.05  # code that swallows the interruption gets it again
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -85,21 +85,20 @@ class Confinement:
 
 
 class SandboxedProcess:
-    """Serves `connection` until it is closed."""
+    """Serves a connection, one request after the other, until it is closed."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self) -> None:
         self._confinement = Confinement()
         self._graders: dict[str, tuple[GraderFunction, bool]] = {}
         self._games: dict[int, TextGame] = {}
 
-    def serve(self) -> None:
-        """Answer requests one by one."""
-        decode = msgspec.msgpack.Decoder(TimedRequest).decode
-        encode = msgspec.msgpack.Encoder().encode
-        while (payload := receive_payload(self._connection)) is not None:
-            timed = decode(payload)
-            self._connection.sendall(frame(encode(self._answer(timed.request, timed.timeout_s))))
+    def serve(self, connection: socket.socket) -> None:
+        decode, encode = msgspec.msgpack.Decoder(TimedRequest).decode, msgspec.msgpack.encode
+        with connection.makefile("rwb") as stream:
+            while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
+                timed = decode(stream.read(int.from_bytes(header, "big")))
+                stream.write(frame(encode(self._answer(timed.request, timed.timeout_s))))
+                stream.flush()
 
     def _answer(self, request: Request, timeout_s: float) -> Reply:
         if isinstance(request, Load):
@@ -162,6 +161,11 @@ class SandboxedProcess:
         return as_step(game.act(request.text))
 
 
+def frame(payload: bytes) -> bytes:
+    """Return `payload` with its length in front."""
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
 def _close(game: TextGame) -> Done:
     game.close()
     return Done()
@@ -200,7 +204,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, _interrupt)
     with socket.socket(fileno=arguments.fd) as connection:
-        SandboxedProcess(connection).serve()
+        SandboxedProcess().serve(connection)
     return 0
 
 

@@ -9,14 +9,15 @@ import importlib
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvicorn
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError
-from pipelinerl.role import run_role
-
-if TYPE_CHECKING:
-    from pipelinerl.role import RoleContext
+from pipelinerl.inference.auth import TokenMiddleware
+from pipelinerl.role import RoleContext, run_role
+from pipelinerl.sandbox.services import local_pool
 
 KEY = "environment"
 TARGET_KEY = "_target_"
@@ -70,15 +71,15 @@ def make_app(environment: Mapping[str, Any]) -> App:
     made = find_target(environment)(**_settings(environment))
     if not callable(made):
         raise DomainError(f"{KEY}: {environment[TARGET_KEY]} returned a {type(made).__name__}, expected {_EXPECTED}.")
-    return _with_health(made)
+    return with_health(made)
 
 
 def _settings(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in environment.items() if key != TARGET_KEY}
 
 
-def _with_health(app: App) -> App:
-    """Answer `/health` in front of the application, which may not."""
+def with_health(app: App) -> App:
+    """Return the application with an answer to `/health` in front of it."""
 
     async def serve(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] == _HEALTH_PATH:
@@ -92,16 +93,13 @@ def _with_health(app: App) -> App:
 
 def main(context: RoleContext) -> None:
     """Serve the application of this job behind the token check, until SIGTERM."""
-    import uvicorn
-
-    from pipelinerl.inference.auth import TokenMiddleware
+    # The check before a run imports this module and needs no FastAPI.
     from pipelinerl.sandbox.service import verifier_app
-    from pipelinerl.sandbox.services import local_pool
 
     config, job = context.config, context.job
     app: Any
     if job.kind == "verifier":
-        app = verifier_app(local_pool(config.verifier), config.verifier.max_queue)
+        app = with_health(verifier_app(local_pool(config.verifier), config.verifier.max_queue))
     elif config.environment is not None:
         app = make_app(config.environment)
     else:

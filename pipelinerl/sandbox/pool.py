@@ -14,22 +14,21 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from pipelinerl.sandbox.child import LENGTH_BYTES, frame
 from pipelinerl.sandbox.protocol import (
-    ENVIRONMENT_BUSY,
     ActInGame,
     CloseGame,
     Done,
     Failed,
     GameOpened,
+    GameRequest,
     GameStep,
     Grade,
     GradeAnswer,
@@ -41,18 +40,16 @@ from pipelinerl.sandbox.protocol import (
     SandboxKind,
     TimedRequest,
     clean_text,
-    frame,
-    read_payload,
 )
 
 LOAD_TIMEOUT_S = 120.0
 _KILL_GRACE_S = 0.5
 _OPENING_ATTEMPTS = 3
+_MAX_REPLY_BYTES = 256 << 20
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL", "REDIS_URL", "DEATH_FD")
 # Failures that leave the process as it was.
 _HARMLESS = ("grader_raised", "grader_bad_result")
 _decode = msgspec.msgpack.Decoder(Reply).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(eq=False)
@@ -64,7 +61,6 @@ class SandboxChild:
     writer: asyncio.StreamWriter
     loaded: set[str] = field(default_factory=set)
     num_graded: int = 0
-    games: set[int] = field(default_factory=set)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def end(self) -> None:
@@ -79,6 +75,8 @@ class SandboxChild:
 async def start_child(memory_bytes: int) -> SandboxChild:
     """Start a sandboxed process with `memory_bytes` of address space."""
     ours, theirs = socket.socketpair()
+    # Foreign code is found where this process finds its modules.
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pipelinerl.sandbox.child"),
@@ -87,12 +85,7 @@ async def start_child(memory_bytes: int) -> SandboxChild:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            # Foreign code is found where this process finds its modules.
-            env={
-                **without_secrets(os.environ),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
+            env={**without_secrets(os.environ), **environ},
             start_new_session=True,
         )
     ours.setblocking(False)
@@ -106,23 +99,16 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class SandboxPool:
-    """What both pools share: starting, asking and ending processes. Use as an async context manager.
-
-    Attributes:
-        outcomes: how often each reason or status occurred.
-    """
+    """What both pools share: starting, asking and ending processes. Use as an async context manager."""
 
     def __init__(self, kind: SandboxKind, size: int, timeout_s: float, memory_bytes: int) -> None:
         self._kind, self._size, self._timeout_s, self._memory_bytes = kind, size, timeout_s, memory_bytes
         self._children: list[SandboxChild] = []
-        self.outcomes: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for child in list(self._children):
             await self._end(child)
 
@@ -135,32 +121,31 @@ class SandboxPool:
         self._children.append(child)
         return child
 
-    async def _load(self, child: SandboxChild, path: str) -> Failed | None:
-        """Let `child` import a grader or game that it does not have yet; return why that failed."""
-        if path in child.loaded:
-            return None
-        reply = await self._exchange(child, Load(self._kind, path), LOAD_TIMEOUT_S, f"importing {path}")
-        if isinstance(reply, Done):
+    async def _ask(self, child: SandboxChild, request: Request, path: str, timeout_s: float, what: str) -> Reply:
+        """Return the reply to `request`. `path`: grader or game to import first, if the child does not have it yet."""
+        if path and path not in child.loaded:
+            reply = await self._exchange(child, Load(self._kind, path), LOAD_TIMEOUT_S, f"importing {path}")
+            if not isinstance(reply, Done):
+                return reply
             child.loaded.add(path)
-            return None
-        return reply if isinstance(reply, Failed) else self._out_of_turn()
+        return await self._exchange(child, request, timeout_s, what)
 
     async def _exchange(self, child: SandboxChild, request: Request, timeout_s: float, what: str) -> Reply:
         """Send one request and return its reply. A child that does not give one in time is ended."""
         try:
-            payload = _encode(TimedRequest(request, timeout_s))
+            payload = msgspec.msgpack.encode(TimedRequest(request, timeout_s))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return Failed(f"{self._kind}_bad_request", f"{what} cannot be sent to its process: {error}")
         try:
             async with asyncio.timeout(timeout_s + _KILL_GRACE_S):
                 child.writer.write(frame(payload))
-                answer = await read_payload(child.reader)
-            if answer is not None:
-                return _decode(answer)
-            failure = Failed(f"{self._kind}_died", f"{what}: its process ended")
+                length = int.from_bytes(await child.reader.readexactly(LENGTH_BYTES), "big")
+                if length <= _MAX_REPLY_BYTES:
+                    return _decode(await child.reader.readexactly(length))
+            failure = Failed(f"{self._kind}_bad_result", f"{what}: an answer of {length} bytes")
         except TimeoutError:
             failure = Failed(f"{self._kind}_timeout", f"{what} took more than {timeout_s:g} s and was killed")
-        except ConnectionError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             failure = Failed(f"{self._kind}_died", f"{what}: its process ended")
         except asyncio.CancelledError:
             # The answer that is under way belongs to nobody: the process cannot be used again.
@@ -171,8 +156,8 @@ class SandboxPool:
         await self._end(child)
         return failure
 
-    def _out_of_turn(self) -> Failed:
-        return Failed(f"{self._kind}_bad_result", "an answer out of turn")
+    def _failure(self, reply: Reply) -> Failed:
+        return reply if isinstance(reply, Failed) else Failed(f"{self._kind}_bad_result", "an answer out of turn")
 
     async def _end(self, child: SandboxChild) -> None:
         if child in self._children:
@@ -191,7 +176,6 @@ class GraderPool(SandboxPool):
 
     Attributes:
         waiting: requests that are graded or queued.
-        seconds: time spent grading.
     """
 
     def __init__(self, size: int, timeout_s: float, memory_bytes: int, max_uses: int = 5000) -> None:
@@ -200,30 +184,24 @@ class GraderPool(SandboxPool):
         self._max_uses = max_uses
         self._idle: list[SandboxChild] = []
         self.waiting = 0
-        self.seconds = 0.0
 
     async def grade(self, request: GradeRequest) -> GradeAnswer:
         """Grade one answer. Always returns; the deadline starts when a process has the request."""
         self.waiting += 1
         try:
             async with self._places:
-                answer = await self._grade_now(request)
+                return await self._grade_now(request)
         finally:
             self.waiting -= 1
-        self.outcomes[answer.reason if isinstance(answer, Failed) else answer.status] += 1
-        return answer
 
     async def _grade_now(self, request: GradeRequest) -> GradeAnswer:
-        started = monotonic()
         child = await self._take(request.grader)
         is_usable = False
         try:
-            answer: Reply | None = await self._load(child, request.grader)
-            if answer is None:
-                clean = msgspec.structs.replace(request, text=clean_text(request.text))
-                answer = await self._exchange(child, clean, request.timeout_s or self._timeout_s, request.grader)
-            if not isinstance(answer, Grade | Failed):
-                answer = self._out_of_turn()
+            clean = msgspec.structs.replace(request, text=clean_text(request.text))
+            timeout_s = request.timeout_s or self._timeout_s
+            reply = await self._ask(child, clean, request.grader, timeout_s, request.grader)
+            answer = reply if isinstance(reply, Grade) else self._failure(reply)
             # An interrupted grader may have left a library in any state.
             is_usable = isinstance(answer, Grade) or answer.transient or answer.reason in _HARMLESS
         finally:
@@ -232,7 +210,6 @@ class GraderPool(SandboxPool):
                 self._idle.append(child)
             else:
                 await self._end(child)
-            self.seconds += monotonic() - started
         return answer
 
     async def _take(self, grader: str) -> SandboxChild:
@@ -269,91 +246,83 @@ class GamePool(SandboxPool):
     def num_games(self) -> int:
         return len(self._last_used)
 
+    async def answer(self, request: GameRequest) -> Reply:
+        """Do what a client asks for. Always returns."""
+        if isinstance(request, OpenGame):
+            return await self.open(request)
+        if isinstance(request, ActInGame):
+            return await self.act(request.number, request.text)
+        await self.close(request.number)
+        return Done()
+
     async def open(self, request: OpenGame) -> GameOpened | Failed:
         """Begin a game. Always returns."""
-        await self._close_idle()
+        oldest = monotonic() - self._idle_timeout_s
+        for number in [number for number in self._games if self._last_used.get(number, oldest) < oldest]:
+            await self.close(number)
         # Games whose process is not known yet count too, so that many beginnings at once stay below the limit.
-        if len(self._last_used) >= self._max_games:
-            return self._counted(Failed(ENVIRONMENT_BUSY, f"{len(self._last_used)} games are in progress", True))
+        if self.num_games >= self._max_games:
+            return Failed("environment_busy", f"{self.num_games} games are in progress", True)
         number = next(self._numbers)
+        reply: Reply = _lost(number)
         try:
-            answer = await self._begin(number, request)
+            for _ in range(_OPENING_ATTEMPTS):
+                self._last_used[number] = monotonic()
+                child = self._games[number] = await self._least_busy()
+                reply = await self._move(child, msgspec.structs.replace(request, number=number), request.game)
+                if isinstance(reply, GameOpened):
+                    self._last_used[number] = monotonic()
+                    return reply
+                if not isinstance(reply, Failed) or reply.reason != "environment_lost":
+                    break  # else another game ended the process before it was this one's turn
         except BaseException:
             self._forget(number)
             raise
-        if isinstance(answer, GameOpened):
-            return answer
         self._forget(number)
-        return self._counted(answer if isinstance(answer, Failed) else self._out_of_turn())
-
-    async def _begin(self, number: int, request: OpenGame) -> Reply:
-        answer: Reply = self._out_of_turn()
-        for _ in range(_OPENING_ATTEMPTS):
-            self._last_used[number] = monotonic()
-            child = await self._least_busy()
-            self._games[number] = child
-            child.games.add(number)
-            answer = await self._ask(child, msgspec.structs.replace(request, number=number), request.game)
-            if isinstance(answer, GameOpened):
-                self._last_used[number] = monotonic()
-                break
-            if not isinstance(answer, Failed) or answer.reason != "environment_lost":
-                break  # else another game ended the process before it was this one's turn
-        return answer
+        return self._failure(reply)
 
     async def act(self, number: int, text: str) -> GameStep | Failed:
         """Make a move. Always returns; the deadline starts when it is this game's turn."""
         child = self._games.get(number)
         if child is None:
-            return self._counted(_lost(f"no game {number}: its process ended, or it was idle"))
+            return _lost(number)
         self._last_used[number] = monotonic()
-        answer = await self._ask(child, ActInGame(clean_text(text), number), f"game {number}")
-        if isinstance(answer, GameStep):
-            return answer
+        reply = await self._move(child, ActInGame(clean_text(text), number))
+        if isinstance(reply, GameStep):
+            return reply
         self._forget(number)
-        return self._counted(answer if isinstance(answer, Failed) else self._out_of_turn())
+        return self._failure(reply)
 
     async def close(self, number: int) -> None:
         """End a game; a number without a game is no error."""
         child = self._games.get(number)
         if child is not None:
             self._forget(number)
-            await self._ask(child, CloseGame(number), f"closing game {number}")
+            await self._move(child, CloseGame(number))
 
-    async def _close_idle(self) -> None:
-        oldest = monotonic() - self._idle_timeout_s
-        for number in [number for number in self._games if self._last_used.get(number, oldest) < oldest]:
-            await self.close(number)
+    async def _move(self, child: SandboxChild, request: GameRequest, path: str = "") -> Reply:
+        async with child.turn:
+            if child not in self._children:
+                return _lost(request.number)
+            return await self._ask(child, request, path, self._timeout_s, f"game {request.number}")
 
     async def _least_busy(self) -> SandboxChild:
         async with self._starting:
             if len(self._children) < self._size:
                 return await self._start()
-        return min(self._children, key=lambda each: len(each.games))
-
-    async def _ask(self, child: SandboxChild, request: OpenGame | ActInGame | CloseGame, what: str) -> Reply:
-        async with child.turn:
-            if child not in self._children:
-                return _lost(f"{what}: the process of this game ended")
-            if isinstance(request, OpenGame) and (failure := await self._load(child, request.game)) is not None:
-                return failure
-            return await self._exchange(child, request, self._timeout_s, what)
+        holders = list(self._games.values())
+        return min(self._children, key=holders.count)
 
     async def _end(self, child: SandboxChild) -> None:
-        for number in list(child.games):
+        for number in [number for number, holder in self._games.items() if holder is child]:
             self._forget(number)
         await super()._end(child)
 
     def _forget(self, number: int) -> None:
-        child = self._games.pop(number, None)
+        self._games.pop(number, None)
         self._last_used.pop(number, None)
-        if child is not None:
-            child.games.discard(number)
-
-    def _counted(self, failure: Failed) -> Failed:
-        self.outcomes[failure.reason] += 1
-        return failure
 
 
-def _lost(message: str) -> Failed:
+def _lost(number: int) -> Failed:
+    message = f"no game {number}: its process ended, or it was idle"
     return Failed("environment_lost", message, transient=True)

@@ -1,15 +1,13 @@
-"""What rollouts, services and sandboxed processes say to each other: plain data, frames, and marks on functions.
+"""What rollouts, services and sandboxed processes say to each other, and the marks on functions and classes.
 
-Messages travel as msgpack between processes and as JSON over HTTP, so neither end can make the other run anything but
-functions and classes marked with `@grader` and `@text_game`.
+Messages travel as msgpack between processes and as JSON over HTTP: plain data, so neither end can make the other run
+anything but functions and classes marked with `@grader` and `@text_game`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import math
-import socket
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, get_args, overload
 
@@ -17,11 +15,7 @@ import msgspec
 
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 
-VERIFY_PATH = "/verify"
-GAMES_PATH = "/games"
-ENVIRONMENT_BUSY = "environment_busy"
-LENGTH_BYTES = 4
-MAX_FRAME_BYTES = 256 << 20
+SERVICE_PATH = "/ask"
 _QUOTED_CHARACTERS = 300
 
 GradeStatus = Literal["correct", "wrong", "no_answer", "unparsable"]
@@ -116,13 +110,14 @@ class GameOpened(msgspec.Struct, frozen=True, tag="opened"):
     text: str
 
 
+GameRequest = OpenGame | ActInGame | CloseGame
 Request = Load | GradeRequest | OpenGame | ActInGame | CloseGame
 Reply = Done | Grade | GameOpened | GameStep | Failed
 GradeAnswer = Grade | Failed
 
 
 class TimedRequest(msgspec.Struct):
-    """A request to a sandboxed process and the seconds it may take."""
+    """A request to a sandboxed process and the seconds that it may take."""
 
     request: Request
     timeout_s: float
@@ -264,36 +259,3 @@ def error_of(failure: Failed) -> RolloutError:
 def clean_text(text: str) -> str:
     """Replace lone surrogates, which no encoding can carry."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def frame(payload: bytes) -> bytes:
-    """Return `payload` with its length in front."""
-    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
-
-
-async def read_payload(reader: asyncio.StreamReader) -> bytes | None:
-    """Return the next payload, or None when the other end is gone."""
-    try:
-        length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-        return await reader.readexactly(length) if length <= MAX_FRAME_BYTES else None
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-def receive_payload(connection: socket.socket) -> bytes | None:
-    """The blocking form of `read_payload`."""
-    header = _receive_exactly(connection, LENGTH_BYTES)
-    if header is None:
-        return None
-    length = int.from_bytes(header, "big")
-    return _receive_exactly(connection, length) if length <= MAX_FRAME_BYTES else None
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = connection.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

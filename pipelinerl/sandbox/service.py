@@ -1,23 +1,21 @@
-"""The verifier service and the game service as web applications.
+"""The verifier service and the game service as web applications with one route.
 
-Neither runs a grader or a game itself, so it answers whatever they do. A request waits for a sandboxed process.
+Neither runs a grader or a game itself, so it answers whatever they do.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 
 from pipelinerl.sandbox.pool import GamePool, GraderPool
-from pipelinerl.sandbox.protocol import GAMES_PATH, VERIFY_PATH, ActInGame, GradeRequest, OpenGame
+from pipelinerl.sandbox.protocol import SERVICE_PATH, Failed, GameRequest, GradeRequest, Reply
 
 MAX_BODY_BYTES = 64 << 20
-T = TypeVar("T")
-_encode = msgspec.json.Encoder().encode
 
 
 def verifier_app(pool: GraderPool, max_queue: int) -> FastAPI:
@@ -25,28 +23,15 @@ def verifier_app(pool: GraderPool, max_queue: int) -> FastAPI:
 
     Args:
         pool: grades; closed when the application ends.
-        max_queue: requests that are graded or wait; one more gets status 503, and the client retries it.
+        max_queue: requests that are graded or wait; one more is refused, and its client retries it.
     """
-    app = _app(pool)
 
-    @app.get("/stats")
-    async def stats() -> Response:
-        numbers = {
-            "waiting": pool.waiting,
-            "processes": pool.num_processes,
-            "grading_seconds": round(pool.seconds, 3),
-            "outcomes": dict(pool.outcomes),
-        }
-        return _json(200, numbers)
-
-    @app.post(VERIFY_PATH)
-    async def verify(request: Request) -> Response:
+    async def answer(request: GradeRequest) -> Reply:
         if pool.waiting >= max_queue:
-            return _json(503, {"error": f"{pool.waiting} requests are waiting already"})
-        wanted = await _read(request, GradeRequest)
-        return wanted if isinstance(wanted, Response) else _json(200, await pool.grade(wanted))
+            return Failed("verifier_busy", f"{pool.waiting} requests are waiting already", transient=True)
+        return await pool.grade(request)
 
-    return app
+    return _app(pool, GradeRequest, answer)
 
 
 def create_app(
@@ -66,32 +51,11 @@ def create_app(
         idle_timeout_s: a game without a move for this long is closed.
     """
     pool = GamePool(processes, timeout_s, memory_mib << 20, max_games, idle_timeout_s)
-    app = _app(pool)
-
-    @app.get("/stats")
-    async def stats() -> Response:
-        return _json(200, {"games": pool.num_games, "processes": pool.num_processes, "failures": dict(pool.outcomes)})
-
-    @app.post(GAMES_PATH)
-    async def open_game(request: Request) -> Response:
-        wanted = await _read(request, OpenGame)
-        return wanted if isinstance(wanted, Response) else _json(200, await pool.open(wanted))
-
-    @app.post(GAMES_PATH + "/{number}")
-    async def act(number: int, request: Request) -> Response:
-        wanted = await _read(request, ActInGame)
-        return wanted if isinstance(wanted, Response) else _json(200, await pool.act(number, wanted.text))
-
-    @app.delete(GAMES_PATH + "/{number}")
-    async def close(number: int) -> Response:
-        await pool.close(number)
-        return Response(status_code=204)
-
-    return app
+    return _app(pool, GameRequest, pool.answer)
 
 
-def _app(pool: GraderPool | GamePool) -> FastAPI:
-    """An application that closes `pool` when it ends."""
+def _app(pool: GraderPool | GamePool, requests: Any, answer: Callable[[Any], Awaitable[Reply]]) -> FastAPI:
+    """An application that answers messages of the type `requests` and closes `pool` when it ends."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -100,25 +64,17 @@ def _app(pool: GraderPool | GamePool) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
 
-    @app.get("/health")
-    async def health() -> Response:
-        return Response()
+    @app.post(SERVICE_PATH)
+    async def ask(request: Request) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                return Response(f"more than {MAX_BODY_BYTES} bytes", 413)
+        try:
+            message = msgspec.json.decode(bytes(body), type=requests)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return Response(str(error), 400)
+        return Response(msgspec.json.encode(await answer(message)), media_type="application/json")
 
     return app
-
-
-async def _read(request: Request, kind: type[T]) -> T | Response:
-    """Return the message in the body, or the response that refuses it."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return _json(413, {"error": f"more than {MAX_BODY_BYTES} bytes"})
-    try:
-        return msgspec.json.decode(bytes(body), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return _json(400, {"error": str(error)})
-
-
-def _json(status: int, content: object) -> Response:
-    return Response(_encode(content), status_code=status, media_type="application/json")

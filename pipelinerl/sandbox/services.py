@@ -22,12 +22,12 @@ from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.client import open_session
 from pipelinerl.sandbox.pool import GraderPool
 from pipelinerl.sandbox.protocol import (
-    ENVIRONMENT_BUSY,
-    GAMES_PATH,
-    VERIFY_PATH,
+    SERVICE_PATH,
     ActInGame,
+    CloseGame,
     Failed,
     GameOpened,
+    GameRequest,
     GameStep,
     Grade,
     GradeAnswer,
@@ -45,7 +45,6 @@ RETURN_TIMEOUT_S = 120.0
 _GAME_TIMEOUT_S = 600.0
 _QUOTED_BYTES = 300
 _decode = msgspec.json.Decoder(Reply).decode
-_encode = msgspec.json.Encoder().encode
 
 
 class Services:
@@ -73,12 +72,12 @@ class Services:
         return_timeout_s: float,
     ) -> None:
         self._kind, self._session, self._return_timeout_s = kind, session, return_timeout_s
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.load = {url.rstrip("/"): 0 for url in urls}
 
-    async def ask(self, path: str, body: bytes) -> tuple[str, Reply]:
-        """Post to the least busy service and return (its address, its reply); the address's load is 1 higher.
+    async def ask(self, request: GradeRequest | OpenGame) -> tuple[str, Reply]:
+        """Ask the least busy service and return (its address, its reply); the address's load is 1 higher.
 
         Failures that may pass (busy, refused, 5xx) are retried on another service.
 
@@ -93,9 +92,9 @@ class Services:
             self.load[url] += 1
             is_taken = is_away = False
             try:
-                reply = await self.send("POST", url + path, body)
-                if reply is not None and not (isinstance(reply, Failed) and reply.reason == ENVIRONMENT_BUSY):
-                    is_taken = True
+                reply = await self.send(url, request)
+                is_taken = not (isinstance(reply, Failed) and reply.reason == f"{self._kind}_busy")
+                if is_taken:
                     return url, reply
                 trouble = f"{url}: {reply}"
             except RetryableRolloutError as error:
@@ -110,18 +109,22 @@ class Services:
             await asyncio.sleep(min(_FIRST_DELAY_S * 2 ** (attempt - 1), _LONGEST_DELAY_S))
         raise AssertionError("unreachable")
 
-    async def send(self, method: str, url: str, body: bytes | None = None) -> Reply | None:
-        """Send one request and return the reply, None if it is empty.
+    async def send(self, url: str, request: GradeRequest | GameRequest) -> Reply:
+        """Send one request and return the reply.
 
         Raises:
             RetryableRolloutError: the service does not answer, or not properly.
-            RolloutError: it refuses the request.
+            RolloutError: it refuses the request, or that cannot be sent.
         """
         assert self._session is not None, "only services without urls have no session"
+        try:
+            body = msgspec.json.encode(request)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise RolloutError(f"{self._kind}_bad_request", f"the problem cannot be sent: {error}") from error
         unreachable = f"{self._kind}_unreachable"
         try:
-            async with self._session.request(
-                method, url, data=body, headers=self._headers, timeout=self._timeout
+            async with self._session.post(
+                url + SERVICE_PATH, data=body, headers=self.headers, timeout=self._timeout
             ) as response:
                 content = await response.read()
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
@@ -132,7 +135,7 @@ class Services:
         if response.status >= 300:
             raise RolloutError(f"{self._kind}_refused", f"{url}: status {response.status}: {text}")
         try:
-            return _decode(content) if content else None
+            return _decode(content)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise RetryableRolloutError(unreachable, f"{url}: not an answer of this service: {error}") from error
 
@@ -145,8 +148,7 @@ class RemoteVerifier:
 
     async def grade(self, request: GradeRequest) -> GradeAnswer:
         """Return a service's grade. See `Services.ask` for what it raises."""
-        body = _encode(msgspec.structs.replace(request, text=clean_text(request.text)))
-        url, reply = await self._services.ask(VERIFY_PATH, body)
+        url, reply = await self._services.ask(msgspec.structs.replace(request, text=clean_text(request.text)))
         self._services.load[url] -= 1
         if isinstance(reply, Grade | Failed):
             return reply
@@ -214,10 +216,9 @@ class Environments:
         headers: to send with each request.
     """
 
-    def __init__(self, services: Services, session: aiohttp.ClientSession | None, token: str) -> None:
+    def __init__(self, services: Services, session: aiohttp.ClientSession | None) -> None:
         self._services, self.session = services, session
-        self.urls = list(services.load)
-        self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self.urls, self.headers = list(services.load), services.headers
 
     def __bool__(self) -> bool:
         return bool(self.urls)
@@ -229,30 +230,22 @@ class Environments:
             RetryableRolloutError: no service accepted it.
             RolloutError: the game could not begin.
         """
-        try:
-            body = _encode(OpenGame(game, problem))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RolloutError("environment_bad_request", f"the problem cannot be sent: {error}") from error
-        url, reply = await self._services.ask(GAMES_PATH, body)
+        url, reply = await self._services.ask(OpenGame(game, problem))
         if isinstance(reply, GameOpened):
             return RemoteGame(self._services, url, reply)
         self._services.load[url] -= 1
-        if isinstance(reply, Failed):
-            raise error_of(reply)
-        raise RetryableRolloutError("environment_unreachable", f"{url}: an answer out of turn")
+        raise _error_of(reply, url)
 
 
 class RemoteGame:
     """A game in an environment service."""
 
     def __init__(self, services: Services, url: str, opened: GameOpened) -> None:
-        self._services, self._service = services, url
-        self._url = f"{url}{GAMES_PATH}/{opened.number}"
-        self._text = opened.text
+        self._services, self._url, self._opened = services, url, opened
 
     async def start(self) -> str:
         """Return the first text for the model."""
-        return self._text
+        return self._opened.text
 
     async def act(self, action: str) -> GameStep:
         """Make a move.
@@ -260,18 +253,22 @@ class RemoteGame:
         Raises:
             RolloutError: the game failed; `RetryableRolloutError` where that says nothing about the game.
         """
-        reply = await self._services.send("POST", self._url, _encode(ActInGame(clean_text(action))))
+        reply = await self._services.send(self._url, ActInGame(clean_text(action), self._opened.number))
         if isinstance(reply, GameStep):
             return reply
-        if isinstance(reply, Failed):
-            raise error_of(reply)
-        raise RetryableRolloutError("environment_unreachable", f"{self._url}: an answer out of turn")
+        raise _error_of(reply, self._url)
 
     async def close(self) -> None:
         """End the game; the service closes idle games if this does not reach it."""
-        self._services.load[self._service] -= 1
+        self._services.load[self._url] -= 1
         with contextlib.suppress(RolloutError):
-            await self._services.send("DELETE", self._url)
+            await self._services.send(self._url, CloseGame(self._opened.number))
+
+
+def _error_of(reply: Reply, url: str) -> RolloutError:
+    if isinstance(reply, Failed):
+        return error_of(reply)
+    return RetryableRolloutError("environment_unreachable", f"{url}: an answer out of turn")
 
 
 _environments: ContextVar[Environments | None] = ContextVar("pipelinerl_environments", default=None)
@@ -279,7 +276,7 @@ _environments: ContextVar[Environments | None] = ContextVar("pipelinerl_environm
 
 def current_environments() -> Environments:
     """Return the environment services of the running rollout; there may be none."""
-    return _environments.get() or Environments(Services("environment", [], "", None, 0, 0), None, "")
+    return _environments.get() or Environments(Services("environment", [], "", None, 0, 0), None)
 
 
 @contextlib.asynccontextmanager
@@ -289,7 +286,7 @@ async def open_environments(
     """Make services current for this task and the tasks that it starts."""
     async with open_session() as session:
         services = Services("environment", urls, token, session, _GAME_TIMEOUT_S, return_timeout_s)
-        environments = Environments(services, session, token)
+        environments = Environments(services, session)
         previous = _environments.set(environments)
         try:
             yield environments

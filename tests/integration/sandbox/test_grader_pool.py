@@ -80,7 +80,6 @@ async def test_r1_misbehaviour_is_a_failure_with_a_reason_and_the_slot_comes_bac
             answer = await grade(pool, name, timeout_s=SHORT_S if reason == "grader_timeout" else None)
             assert isinstance(answer, Failed) and answer.reason == reason, (name, answer)
             assert time.monotonic() - started < 2 * LIMIT_S, name
-            assert pool.outcomes[reason] == 1, name
             assert await grade(pool, "exact", "4") == Grade(1.0, "correct"), name
         assert pool.num_processes == 0, name
 

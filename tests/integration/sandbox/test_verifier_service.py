@@ -18,6 +18,7 @@ from pipelinerl.config.task import VerifierConfig
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
 from pipelinerl.inference.auth import TokenMiddleware
+from pipelinerl.sandbox.main import with_health
 from pipelinerl.sandbox.protocol import Failed, GradeRequest
 from pipelinerl.sandbox.service import verifier_app
 from pipelinerl.sandbox.services import RemoteVerifier, Services, local_pool
@@ -30,9 +31,8 @@ LIMIT_S = 60.0
 
 @contextlib.asynccontextmanager
 async def service(max_queue: int = 100) -> AsyncIterator[str]:
-    app: Any = TokenMiddleware(
-        verifier_app(local_pool(VerifierConfig(processes=1, timeout_s=LIMIT_S)), max_queue), TOKEN
-    )
+    pool = local_pool(VerifierConfig(processes=1, timeout_s=LIMIT_S))
+    app: Any = TokenMiddleware(with_health(verifier_app(pool, max_queue)), TOKEN)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
@@ -67,14 +67,12 @@ async def test_only_health_is_open() -> None:
     async with service() as url, aiohttp.ClientSession() as session:
         async with session.get(f"{url}/health") as response:
             assert response.status == 200
-        for path in ("/verify", "/stats", "/docs", "/openapi.json"):
+        for path in ("/ask", "/docs", "/openapi.json"):
             async with session.post(f"{url}{path}") as response:
                 assert response.status == 401
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with session.post(f"{url}/verify", data=b"{torn", headers=headers) as response:
+        async with session.post(f"{url}/ask", data=b"{torn", headers=headers) as response:
             assert response.status == 400
-        async with session.get(f"{url}/stats", headers=headers) as response:
-            assert (await response.json())["outcomes"] == {}
 
 
 async def test_health_answers_while_a_grader_spins() -> None:
@@ -89,6 +87,16 @@ async def test_health_answers_while_a_grader_spins() -> None:
     async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN) as verifier:
         answer = await verifier.grade(GradeRequest(blocks, "", {}, timeout_s=1.0))
         assert isinstance(answer, Failed) and answer.reason == "grader_timeout"
+
+
+async def test_a_full_service_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fakes.graders import exact
+
+    monkeypatch.setattr(client_module, "_FIRST_DELAY_S", 0.0)
+    async with service(max_queue=0) as url, open_verifier(VerifierConfig(), [url], TOKEN):
+        with pytest.raises(RetryableRolloutError, match="verifier_busy") as caught:
+            await verify(exact, "4", {"answer": "4"})
+        assert caught.value.reason == "verifier_unreachable"
 
 
 async def test_a_wrong_token_fails_the_rollout() -> None:
@@ -126,7 +134,7 @@ async def test_a_restarting_service_is_waited_for_and_a_busy_one_only_so_often(m
     answers: list[Any] = []
 
     class Scripted(Services):
-        async def send(self, method: str, url: str, body: bytes | None = None) -> Any:
+        async def send(self, url: str, request: Any) -> Any:
             answer = answers.pop(0)
             if answer is right:
                 return answer
