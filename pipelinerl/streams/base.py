@@ -47,19 +47,11 @@ CONSUMERS: dict[str, tuple[str, ...]] = {
 
 
 class StreamSpec(msgspec.Struct, frozen=True):
-    """Address of one log: `topic` says what flows, `instance` who writes (a job name), `partition` which share.
-
-    `policy` is empty while a run trains one policy. The streams of another one would be named `topic@policy`.
-    """
+    """Address of one log: `topic` says what flows, `instance` who writes (a job name), `partition` which share."""
 
     topic: str
     instance: str = "0"
     partition: int = 0
-    policy: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.topic}@{self.policy}" if self.policy else self.topic
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):

@@ -1,7 +1,8 @@
 """Streams in files: one JSON line per record (see `shards` for the layout).
 
 A record is one `write` call of one line, so a reader sees it whole as soon as `write` returns. A crash inside the call
-leaves a torn last line: readers wait on it, and the next writer cuts it off. Readers wait for changes of the folder.
+leaves a torn last line: readers wait on it, and the next writer cuts it off. A waiting reader looks again every
+`POLL_S`, which also works where another machine writes.
 """
 
 from __future__ import annotations
@@ -22,25 +23,22 @@ from pipelinerl.rundir.durable import FsyncPolicy, Syncer, sync_path
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import Entry, StreamReader, StreamSpec, StreamWriter
 from pipelinerl.streams.shards import (
-    IndexWriter,
     commit,
     list_shards,
     lock_stream,
     partition_dir,
-    places,
     repair_shard,
-    seek,
     shard_of,
     shard_path,
     strip_old_shards,
 )
-from pipelinerl.streams.waiting import DirectoryWatch
 
 T = TypeVar("T")
 
 # Both are small for the sake of the processor's caches: decoded large records would be pushed out before they are used.
 CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 1 << 16
+POLL_S = 0.01
 
 
 class FileBackend:
@@ -62,14 +60,14 @@ class FileBackend:
         return FileReader[Any](partition_dir(self._root, spec), record_type, offset)
 
     def places(self, spec: StreamSpec) -> list[int]:
-        return places(partition_dir(self._root, spec))
+        return list_shards(partition_dir(self._root, spec))
 
     def commit(self, spec: StreamSpec, offset: int) -> None:
         commit(partition_dir(self._root, spec), offset)
 
     @classmethod
     def check(cls, config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
-        """Every run can use files; on several nodes `output_dir` has to be shared, which is checked there."""
+        """Every run can use files; that several nodes share `output_dir` is checked with them."""
 
     @classmethod
     def serve(
@@ -108,7 +106,7 @@ class FileWriter(Generic[T]):
         self._stripper: threading.Thread | None = None
         self._mutex = threading.Lock()
         self._fd = -1
-        self._first = self._next = self._size = 0
+        self._next = self._size = 0
         # A shard could not be started: the next write tries again, even if its record fits into the one before.
         self._is_shard_due = False
         self._broken: str | None = None
@@ -142,7 +140,6 @@ class FileWriter(Generic[T]):
                 raise self._error(f"offset {self._next} cannot be written: {error}") from error
             offset, self._next, self._size = self._next, self._next + 1, self._size + len(line)
             try:
-                self._index.wrote(self._next - self._first, self._size)
                 self._syncer.wrote()
             except OSError as error:
                 # After a failed fsync nobody knows which pages reached the disk, so nothing may follow.
@@ -181,34 +178,33 @@ class FileWriter(Generic[T]):
 
     def _open_last_shard(self) -> None:
         shards = list_shards(self._directory)
-        self._first = shards[-1] if shards else 0
-        path = shard_path(self._directory, self._first)
+        first = shards[-1] if shards else 0
+        path = shard_path(self._directory, first)
         records, self._size = repair_shard(path) if shards else (0, 0)
-        self._next = self._first + records
-        self._open(path, self._size)
+        self._next = first + records
+        self._open(path)
 
     def _start_shard(self) -> None:
         self._is_shard_due = True
-        self._open(shard_path(self._directory, self._next), 0)
-        self._first, self._size, self._is_shard_due = self._next, 0, False
+        self._open(shard_path(self._directory, self._next))
+        self._size, self._is_shard_due = 0, False
         if not self._keep_tokens and (self._stripper is None or not self._stripper.is_alive()):
             self._stripper = threading.Thread(
                 target=strip_old_shards, args=(self._directory,), name="stream-retention", daemon=True
             )
             self._stripper.start()
 
-    def _open(self, path: Path, size: int) -> None:
-        """Continue in the shard at `path`, which has `size` bytes; after an error the current one stays in use."""
+    def _open(self, path: Path) -> None:
+        """Continue in the shard at `path`; after an error the current one stays in use."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            index = IndexWriter(path, fd, size)
             if self._syncer.policy != "never":
                 sync_path(self._directory)
             self._syncer.replace(fd)
         except OSError:
             os.close(fd)
             raise
-        old, self._fd, self._index = self._fd, fd, index
+        old, self._fd = self._fd, fd
         if old >= 0:
             os.close(old)
 
@@ -238,18 +234,12 @@ class FileReader(Generic[T]):
     """Reader of `directory` (one partition of one stream) from `offset` on. The stream need not exist yet.
 
     Args:
-        directory: folder of the shards; created if absent, because a folder is what can be watched.
+        directory: folder of the shards.
         record_type: struct, or union of structs, that the stream holds.
         offset: first record to return. It may lie in the future.
-        use_inotify: False takes the bounded wait, for tests.
-
-    Raises:
-        StreamError: the folder cannot be created.
     """
 
-    def __init__(self, directory: Path, record_type: Any, offset: int = 0, use_inotify: bool = True) -> None:
-        if offset < 0:
-            raise StreamError(f"stream {directory}: cannot read from offset {offset}, offsets count from 0")
+    def __init__(self, directory: Path, record_type: Any, offset: int = 0) -> None:
         self._directory = directory
         self._codec = RecordCodec[T](record_type)
         self._wanted = offset
@@ -258,12 +248,8 @@ class FileReader(Generic[T]):
         self._fd = -1
         self._position = 0
         self._lines: deque[bytes] = deque()
-        self._watch: DirectoryWatch | None = None
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._watch = DirectoryWatch(directory, use_inotify)
-        except OSError as error:
-            raise StreamError(f"stream {directory}: cannot be opened for reading: {error}") from error
+        self._woken = threading.Event()
+        self._closed = False
 
     @property
     def offset(self) -> int:
@@ -277,31 +263,29 @@ class FileReader(Generic[T]):
             StreamError: the next record is corrupt or gone, with file, offset and reason; the records before it have
                 been returned, and every further call raises again.
         """
-        if self._watch is None:
+        if self._closed:
             raise self._error(self.offset, "the reader is closed")
         deadline = time.monotonic() + timeout_s
-        while True:
-            entries = self._take(max_records)
+        while not (entries := self._take(max_records)):
             rest = deadline - time.monotonic()
-            if entries or rest <= 0:
-                return entries
-            self._check_gap()
-            if self._watch.wait(rest):
+            if rest <= 0:
+                self._check_gap()
+                break
+            if self._woken.wait(min(rest, POLL_S)):
+                self._woken.clear()
                 return self._take(max_records)
+        return entries
 
     def wake(self) -> None:
-        if (watch := self._watch) is not None:
-            watch.wake()
+        self._woken.set()
 
     def close(self) -> None:
-        """Free the file and the watch. May be called twice."""
+        """Free the file. May be called twice."""
+        self._closed = True
         self._lines.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self._watch is not None:
-            watch, self._watch = self._watch, None
-            watch.close()
 
     def _take(self, max_records: int) -> list[Entry[T]]:
         entries: list[Entry[T]] = []
@@ -373,9 +357,8 @@ class FileReader(Generic[T]):
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
-        self._shard = first
-        records, self._position = seek(shard_path(self._directory, first), fd, max(0, self._wanted - first))
-        self._next = first + records
+        self._shard = self._next = first
+        self._position = 0
 
     def _check_gap(self) -> None:
         """A shard that starts after the next record means that the records in between are gone, if none shows up."""

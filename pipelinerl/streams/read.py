@@ -35,8 +35,6 @@ def read_entries(
     Raises:
         StreamError: a record cannot be read; file or key, offset and reason.
     """
-    if not streams.places(topic, instance):
-        return
     reader = streams.reader(topic, instance, record_type, start)
     try:
         while end is None or reader.offset < end:

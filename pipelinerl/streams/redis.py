@@ -6,12 +6,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
-
-import redis
 
 from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError
@@ -22,16 +19,17 @@ from pipelinerl.streams.files import FileReader
 from pipelinerl.streams.redis_server import (
     CHECK_RETRIES,
     REDIS_URL_KEY,
+    Client,
+    RedisError,
+    RedisServer,
     check_place,
     check_server,
     check_url,
     connect,
-    own_server,
     redis_url,
-    remember_place,
 )
-from pipelinerl.streams.redis_writer import ARCHIVE_FOLDER, FIELD, SLICE_S, Keys, RedisWriter, offset_of, stream_keys
-from pipelinerl.streams.shards import commit, list_shards, partition_dir, places
+from pipelinerl.streams.redis_writer import ARCHIVE_FOLDER, FIELD, Keys, RedisWriter, offset_of, stream_keys
+from pipelinerl.streams.shards import commit, list_shards, partition_dir
 
 T = TypeVar("T")
 
@@ -45,10 +43,12 @@ FETCH_BYTES = 1 << 18
 BATCH_BYTES = 1 << 14
 # A log can be read from any offset; the places that are named to a reader are this far apart.
 LOG_STRIDE = 64
+# Blocking reads are cut into slices, so that `wake` is noticed.
+SLICE_S = 0.5
 
 
 class RedisBackend:
-    """The Redis backend. Raises StreamError if there is no server, or one that would lose records."""
+    """Raises StreamError if there is no server, or one that would lose records."""
 
     is_on_disk: ClassVar[bool] = False
 
@@ -63,20 +63,9 @@ class RedisBackend:
             check_server(client, url)
 
     def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
-        config = self._config
-        share = LARGE_SHARE if consumers else SMALL_SHARE
-        return RedisWriter[Any](
-            connect(self._url),
-            stream_keys(self._run_id, spec),
-            record_type,
-            partition_dir(self._root, spec),
-            config.fsync,
-            limit_bytes=int(config.byte_budget * share),
-            consumers=consumers,
-            timeout_s=config.backpressure_timeout_s,
-            shard_bytes=config.shard_bytes,
-            keep_tokens=config.retention == "all",
-        )
+        limit = int(self._config.byte_budget * (LARGE_SHARE if consumers else SMALL_SHARE))
+        keys, folder = stream_keys(self._run_id, spec), partition_dir(self._root, spec)
+        return RedisWriter[Any](connect(self._url), keys, record_type, folder, self._config, limit, consumers)
 
     def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]:
         keys = stream_keys(self._run_id, spec)
@@ -87,9 +76,9 @@ class RedisBackend:
         try:
             with contextlib.closing(connect(self._url)) as client:
                 ends: list[Any] = [client.xrange(log, count=1), client.xrevrange(log, count=1)]
-        except redis.RedisError as error:
+        except RedisError as error:
             raise StreamError(f"stream {log}: the server does not answer: {error}") from error
-        archived = places(self._archive(spec))
+        archived = list_shards(self._archive(spec))
         if not all(ends):
             return archived
         first, last = (offset_of(rows[0][0]) for rows in ends)
@@ -106,32 +95,28 @@ class RedisBackend:
         check_url(config, environ, num_nodes)
 
     @classmethod
-    def serve(
-        cls, config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str]
-    ) -> AbstractContextManager[Mapping[str, str]]:
-        url = redis_url(config, environ)
-        check_place(run_dir, url)
-        remember_place(run_dir, url)
-        return contextlib.nullcontext(environ) if url else own_server(config, run_dir, environ)
+    @contextlib.contextmanager
+    def serve(cls, config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+        if url := redis_url(config, environ):
+            check_place(run_dir, url)
+            yield environ
+            return
+        with RedisServer(run_dir.root / "redis", config) as server:
+            check_place(run_dir, server.url, "the run's own server")
+            yield {**environ, REDIS_URL_KEY: server.url}
 
     @classmethod
     def reopen(
         cls, config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
-    ) -> AbstractContextManager[Mapping[str, str]]:
-        url = redis_url(config, environ)
-        # A server of the run's own that is still up has an address, too.
-        if not (is_running and url):
-            check_place(run_dir, url)
-        if url:
-            return contextlib.nullcontext(environ)
-        if is_running:
+    ) -> contextlib.AbstractContextManager[Mapping[str, str]]:
+        if is_running and not redis_url(config, environ):
             raise ConfigError(
                 "streams.backend",
                 "redis",
                 f"the address of the running run's own server in {REDIS_URL_KEY}",
                 "Its password is in no file. Wait for the end of the run, or use a server of your own (streams.url).",
             )
-        return own_server(config, run_dir, environ)
+        return cls.serve(config, run_dir, environ)
 
 
 class RedisReader(Generic[T]):
@@ -147,21 +132,12 @@ class RedisReader(Generic[T]):
     """
 
     def __init__(
-        self,
-        client: redis.Redis,
-        keys: Keys,
-        record_type: Any,
-        offset: int = 0,
-        archive: Path | None = None,
-        consumer: str | None = None,
+        self, client: Client, keys: Keys, record_type: Any, offset: int, archive: Path, consumer: str | None = None
     ) -> None:
-        if offset < 0:
-            raise StreamError(f"stream {keys.log}: cannot read from offset {offset}, offsets count from 0")
-        self._client, self._keys, self._key = client, keys, keys.log
+        self._client, self._keys = client, keys
         self._record_type, self._archive, self._consumer = record_type, archive, consumer
         self._archived: FileReader[T] | None = None
         self._told, self._told_at = -1, 0.0
-        self._untold_bytes = 0
         self._codec = RecordCodec[T](record_type)
         self._next = offset
         self._record_bytes = FETCH_BYTES // 16
@@ -182,23 +158,20 @@ class RedisReader(Generic[T]):
         """
         if self._closed:
             raise self._error("the reader is closed")
-        deadline = time.monotonic() + timeout_s
-        block_s = 0.0
-        if self._rows and self._untold_bytes >= FETCH_BYTES:
-            # A writer may need the room of large records before all are taken that came in one reply.
-            self._ask(self._tell)
-        while not self._rows:
-            if entries := self._from_archive(max_records):
-                return entries
-            self._fetch(block_s)
-            rest = deadline - time.monotonic()
-            if not self._rows and (rest <= 0 or self._woken.is_set()):
-                self._woken.clear()
-                return []
-            block_s = max(0.0, min(rest, SLICE_S))
-        if self._is_next_missing() and (entries := self._open_archive(max_records)):
-            return entries
-        return self._take(max_records)
+        deadline, block_s = time.monotonic() + timeout_s, 0.0
+        try:
+            self._tell()
+            while not (entries := self._take_archived(max_records) or self._take(max_records)):
+                self._fetch(block_s)
+                rest = deadline - time.monotonic()
+                if not self._rows and (rest <= 0 or self._woken.is_set()):
+                    self._woken.clear()
+                    break
+                block_s = max(0.0, min(rest, SLICE_S))
+                self._tell()
+        except RedisError as error:
+            raise self._error(f"the server does not answer: {error}") from error
+        return entries
 
     def wake(self) -> None:
         self._woken.set()
@@ -214,45 +187,26 @@ class RedisReader(Generic[T]):
         """Load raw entries, waiting up to `block_s` for the first."""
         count = max(1, FETCH_BYTES // max(1, self._record_bytes))
         block_ms = int(block_s * 1000) + 1 if block_s > 0 else None
-        self._ask(self._tell)
-        reply = self._ask(lambda: self._client.xread({self._key: f"{self._next}-0"}, count=count, block=block_ms))
+        reply: Any = self._client.xread({self._keys.log: f"{self._next}-0"}, count=count, block=block_ms)
         if reply:
             self._rows.extend(reply[0][1])
 
     def _tell(self) -> None:
-        """Let the writer know that everything before the next record was taken. Saying it twice does no harm."""
+        """Let the writer know that everything before the next record was read. Saying it twice does no harm."""
         now = time.monotonic()
-        if self._consumer is None or (self._told == self._next and now < self._told_at + TELL_AGAIN_S):
-            return
-        with self._client.pipeline(transaction=False) as pipe:
-            pipe.hset(self._keys.consumed, self._consumer, self._next)
-            pipe.xadd(self._keys.notice, {self._consumer: self._next}, maxlen=1, approximate=False)
-            pipe.execute()
-        self._told, self._told_at, self._untold_bytes = self._next, now, 0
+        if self._consumer is not None and (self._told != self._next or now > self._told_at + TELL_AGAIN_S):
+            self._client.hset(self._keys.consumed, self._consumer, str(self._next))
+            self._told, self._told_at = self._next, now
 
-    def _ask(self, command: Callable[[], Any]) -> Any:
-        try:
-            return command()
-        except redis.RedisError as error:
-            raise self._error(f"the server does not answer: {error}") from error
-
-    def _is_next_missing(self) -> bool:
-        """Whether the next record has left Redis. The log's last entry never leaves, so this always shows."""
-        return self._rows[0][0] != b"%d-0" % (self._next + 1)
-
-    def _open_archive(self, max_records: int) -> list[Entry[T]]:
-        if self._archive is None or not list_shards(self._archive):
-            return []
-        self._archived = FileReader[T](self._archive, self._record_type, self._next)
-        if entries := self._from_archive(max_records):
-            self._rows.clear()
-        return entries
-
-    def _from_archive(self, max_records: int) -> list[Entry[T]]:
+    def _take_archived(self, max_records: int) -> list[Entry[T]]:
         if self._archived is None:
-            return []
+            # The log's last entry never leaves, so a later one shows that the next record has.
+            if not self._rows or self._is_next(self._rows[0][0]) or not list_shards(self._archive):
+                return []
+            self._archived = FileReader[T](self._archive, self._record_type, self._next)
         entries = list(self._archived.read(0, max_records))
         if entries:
+            self._rows.clear()
             self._next = entries[-1].offset + 1
         else:
             self._archived.close()
@@ -265,10 +219,8 @@ class RedisReader(Generic[T]):
         while self._rows and len(entries) < max_records and taken_bytes < BATCH_BYTES:
             row_id, fields = self._rows[0]
             try:
-                if row_id != b"%d-0" % (self._next + 1):
+                if not self._is_next(row_id):
                     raise StreamError(f"the record is gone, the next one there has the id {row_id.decode()}")
-                if FIELD not in fields:
-                    raise StreamError(f"the entry has no field {FIELD!r}")
                 record = self._codec.decode(fields[FIELD])
             except StreamError as error:
                 if entries:
@@ -279,9 +231,11 @@ class RedisReader(Generic[T]):
             entries.append(Entry(self._next, record))
             self._record_bytes = len(fields[FIELD])
             taken_bytes += self._record_bytes
-            self._untold_bytes += self._record_bytes
             self._next += 1
         return entries
 
+    def _is_next(self, row_id: bytes) -> bool:
+        return row_id == b"%d-0" % (self._next + 1)
+
     def _error(self, reason: str) -> StreamError:
-        return StreamError(f"stream {self._key}, offset {self._next}: {reason}")
+        return StreamError(f"stream {self._keys.log}, offset {self._next}: {reason}")

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import redis
@@ -34,7 +34,11 @@ from pipelinerl.rundir.layout import RunDir
 
 logger = logging.getLogger(__name__)
 
+Client = redis.Redis
+RedisError, ResponseError = redis.RedisError, redis.ResponseError
+
 REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
+#: Names the server that holds the records: a key that only that one has, and its address without a password.
 PLACE_FILE = "redis_server"
 # A command waits out a lost connection with growing pauses: about half a minute, enough for a server that is restarted.
 OUTAGE_RETRIES = 33
@@ -49,9 +53,7 @@ MAX_RESTARTS = 3
 HEADROOM_BYTES = 32 * 2**20
 _PORT_TRIES = 4
 _PR_SET_PDEATHSIG = 1
-_OWN = "the run's own server"
 _SCHEME = re.compile(r"[a-z]+", re.I)
-_DATA_BASE = re.compile(r"[?&]db=(\d+)(?:&|$)")
 _SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
 
 
@@ -60,14 +62,14 @@ def redis_url(config: RedisStreams, environ: Mapping[str, str]) -> str | None:
     return environ.get(REDIS_URL_KEY) or config.url or None
 
 
-def connect(url: str, retries: int = OUTAGE_RETRIES) -> redis.Redis:
+def connect(url: str, retries: int = OUTAGE_RETRIES) -> Client:
     """Return a client. Nothing is sent yet.
 
     Raises:
         StreamError: `url` is not a Redis URL.
     """
     try:
-        return redis.Redis.from_url(
+        return Client.from_url(
             url,
             protocol=2,
             decode_responses=False,
@@ -83,7 +85,7 @@ def connect(url: str, retries: int = OUTAGE_RETRIES) -> redis.Redis:
         ) from None
 
 
-def check_server(client: redis.Redis, url: str) -> None:
+def check_server(client: Client, url: str) -> None:
     """Refuse a server that would lose records.
 
     Raises:
@@ -91,7 +93,7 @@ def check_server(client: redis.Redis, url: str) -> None:
     """
     try:
         info = client.info()
-    except redis.RedisError as error:
+    except RedisError as error:
         raise StreamError(
             f"the Redis server {shown(url)} does not answer: {error}. Check the address {_SOURCES} and the password; "
             "an address with a password, redis://:PASSWORD@HOST:PORT/0, goes into PIPELINERL_REDIS_URL"
@@ -143,46 +145,27 @@ def shown(url: str) -> str:
     return f"{scheme}://{place.partition('?')[0]}"
 
 
-def check_place(run_dir: RunDir, url: str | None) -> None:
-    """Refuse another server than the one that holds the records of this run: its streams would look empty there.
-
-    Args:
-        run_dir: of the run.
-        url: of the server that is about to be used; None: one of the run's own.
+def check_place(run_dir: RunDir, url: str, name: str = "") -> None:
+    """Refuse another server than the one with the records of this run: its streams would look empty there.
 
     Raises:
-        ConfigError: the records are elsewhere; it shows both addresses without their passwords.
+        ConfigError: with both addresses, without their passwords; StreamError: the server does not answer.
     """
-    file = run_dir.streams / PLACE_FILE
-    known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
-    place = _place(url)
-    if known is None or known == place:
-        return
-    if known == _OWN:
-        next_step = f"Unset {REDIS_URL_KEY} and leave streams.url out."
-    else:
-        next_step = f"Set streams.url as before, or {REDIS_URL_KEY} in the environment if the address has a password."
-    raise ConfigError("streams.url", place, f"{known}, which holds the records of {run_dir.root}", next_step)
-
-
-def remember_place(run_dir: RunDir, url: str | None) -> None:
-    """Write down which server holds the records, without its password."""
-    replace_file(run_dir.streams / PLACE_FILE, f"{_place(url)}\n".encode())
-
-
-def _place(url: str | None) -> str:
-    if url is None:
-        return _OWN
-    # The only option that makes it another place.
-    number = _DATA_BASE.search(url)
-    return shown(url) if number is None else f"{shown(url)}?db={number[1]}"
-
-
-@contextlib.contextmanager
-def own_server(config: RedisStreams, run_dir: RunDir, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """A server of the run's own on the run's files; yields `environ` with its address."""
-    with RedisServer(run_dir.root / "redis", config) as server:
-        yield {**environ, REDIS_URL_KEY: server.url}
+    file, name = run_dir.streams / PLACE_FILE, name or shown(url)
+    key, _, place = file.read_text(encoding="utf-8").strip().partition(" ") if file.is_file() else ("", "", "")
+    with contextlib.closing(connect(url, CHECK_RETRIES)) as client:
+        check_server(client, url)
+        if not key:
+            key = f"pipelinerl:{secrets.token_hex(8)}:place"
+            client.set(key, 1)
+            replace_file(file, f"{key} {name}\n".encode())
+        elif not client.exists(key):
+            raise ConfigError(
+                "streams.url",
+                name,
+                f"{place}, which holds the records of {run_dir.root}",
+                f"Set streams.url and {REDIS_URL_KEY} as at the start of the run.",
+            )
 
 
 class RedisServer:
@@ -274,7 +257,7 @@ class RedisServer:
                 try:
                     client.ping()
                     return
-                except redis.RedisError as error:
+                except RedisError as error:
                     if self._process.poll() is not None or time.monotonic() > deadline:
                         raise WorkerError(f"the Redis server did not start: {error}; {self._last_words()}") from error
         finally:

@@ -1,13 +1,12 @@
 """Appends records to one Redis stream, within a budget of bytes.
 
-Offset n has the explicit id `n+1`-0 (Redis has no id 0-0), and a counter beside the log says how many records were
-written. A script compares the counter first, so a write that is repeated after a lost connection is one write, and a
-server that came back without its last records is noticed: they are sent again from memory, or the error says which are
-lost.
+Offset n has the explicit id `n+1`-0 (Redis has no id 0-0), and a counter says how many records were written. A script
+compares the counter first, so a write that is repeated after a lost connection is one write, and a server that came
+back without its last records is noticed: they are sent again from memory, or the error says which are lost.
 
-A record that does not fit into the budget waits until the stream's consumers have taken older ones (back-pressure).
-Those move to the archive, file shards with the same offsets in the run directory. Nothing is dropped: a reader that
-starts far back finds them there.
+A record that does not fit into the budget waits until the stream's consumers have read older ones. Those move to the
+archive, file shards with the same offsets in the run directory. Nothing is dropped: a reader that starts far back
+finds them there.
 """
 
 from __future__ import annotations
@@ -20,42 +19,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import redis
-
+from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import NoRoom, StreamError
 from pipelinerl.records.codec import RecordCodec
-from pipelinerl.rundir.durable import FsyncPolicy
 from pipelinerl.streams.base import StreamSpec
 from pipelinerl.streams.files import FileWriter
+from pipelinerl.streams.redis_server import Client, RedisError, ResponseError
 from pipelinerl.streams.shards import list_shards, lock_stream
 
 T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 ARCHIVE_FOLDER = "archive"
 FIELD = b"r"
-# Redis needs about this much for an entry beside its bytes.
+# Redis needs about this much for an entry in addition to its bytes.
 OVERHEAD_BYTES = 128
 MOVE_BYTES = 32 * 2**20
 MOVE_ENTRIES = 64
-# Blocking commands are cut into slices, so that `end_waits` and `wake` are noticed.
-SLICE_S = 0.5
+# How often a writer of a full stream looks for room.
+ROOM_POLL_S = 0.05
 # What a server with `appendfsync everysec` may have lost after a crash is at most about two seconds old.
 TAIL_S = 5.0
 TAIL_BYTES = 64 * 2**20
 AOF_TIMEOUT_MS = 5_000
 
 _CONFLICT, _FULL = -1, -2
-# ARGV: number of the record, field, bytes, limit (0: none), overhead. A log of one entry accepts one more of any size.
+# ARGV: number of the record, field, bytes, limit, overhead. A log of one entry accepts one more of any size.
 _APPEND = """
 local count = tonumber(redis.call('GET', KEYS[2]) or '0')
 local number = tonumber(ARGV[1])
 local id = ARGV[1] .. '-0'
 if count == number - 1 then
   local size = #ARGV[3] + tonumber(ARGV[5])
-  local limit = tonumber(ARGV[4])
-  if limit > 0 and tonumber(redis.call('GET', KEYS[3]) or '0') + size > limit
+  if tonumber(redis.call('GET', KEYS[3]) or '0') + size > tonumber(ARGV[4])
     and redis.call('XLEN', KEYS[1]) > 1 then return -2 end
   redis.call('XADD', KEYS[1], id, ARGV[2], ARGV[3])
   redis.call('SET', KEYS[2], ARGV[1])
@@ -71,31 +67,28 @@ return -1
 _TRIM = """
 if redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1]) == 0 then return 0 end
 local left = tonumber(redis.call('GET', KEYS[2]) or '0') - tonumber(ARGV[2])
-if left < 0 then left = 0 end
-redis.call('SET', KEYS[2], string.format('%d', left))
+redis.call('SET', KEYS[2], string.format('%d', math.max(left, 0)))
 return 1
 """
 
 
 class Keys(NamedTuple):
-    """Keys of one stream: the log, the number of records ever written, the bytes in the log now, a hash with the next
-    offset of each consumer, and a stream of one entry that is renewed when a consumer moves on."""
+    """Keys of one stream: the log, the number of records ever written, the bytes in the log now, and a hash with the
+    next offset of each consumer."""
 
     log: str
     written: str
     size: str
     consumed: str
-    notice: str
 
 
 def stream_keys(run_id: str, spec: StreamSpec) -> Keys:
     """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
-    base = f"{{pipelinerl:{run_id}:{spec.name}:{spec.instance}:{spec.partition}}}"
-    return Keys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed", "notice")))
+    base = f"{{pipelinerl:{run_id}:{spec.topic}:{spec.instance}:{spec.partition}}}"
+    return Keys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed")))
 
 
 def offset_of(row_id: bytes) -> int:
-    """Offset of the entry with this id."""
     return int(row_id.split(b"-")[0]) - 1
 
 
@@ -107,11 +100,9 @@ class RedisWriter(Generic[T]):
         keys: of the stream.
         record_type: struct, or union of structs, that the stream holds.
         directory: folder of the stream in the run directory: its lock and its archive.
-        fsync: `flush` waits for the server's append-only file unless `never`; `always`: every write does.
-        limit_bytes: what the stream may hold in Redis; 0: no limit.
+        config: `flush` waits for the server's append-only file unless `fsync` is `never`; `always`: every write does.
+        limit_bytes: what the stream may hold in Redis.
         consumers: must have read a record before it may leave Redis; without any, the older half of the log may.
-        timeout_s: how long a write waits for them.
-        shard_bytes, keep_tokens: of the archive, see `FileWriter`.
 
     Raises:
         StreamError: the stream has a writer already, the server does not answer, or it has lost records.
@@ -119,20 +110,16 @@ class RedisWriter(Generic[T]):
 
     def __init__(
         self,
-        client: redis.Redis,
+        client: Client,
         keys: Keys,
         record_type: Any,
         directory: Path,
-        fsync: FsyncPolicy,
-        *,
-        limit_bytes: int = 0,
+        config: RedisStreams,
+        limit_bytes: int,
         consumers: Sequence[str] = (),
-        timeout_s: float = 600.0,
-        shard_bytes: int = 256 * 2**20,
-        keep_tokens: bool = True,
     ) -> None:
-        self._client, self._keys, self._fsync = client, keys, fsync
-        self._limit_bytes, self._consumers, self._timeout_s = limit_bytes, list(consumers), timeout_s
+        self._client, self._keys, self._config = client, keys, config
+        self._limit_bytes, self._consumers = limit_bytes, list(consumers)
         self._codec = RecordCodec[T](record_type)
         self._mutex = threading.Lock()
         # Sent records that the server may still lose: (number, time, bytes).
@@ -142,7 +129,9 @@ class RedisWriter(Generic[T]):
         self._warned = False
         self._waits_no_more = threading.Event()
         archive = directory / ARCHIVE_FOLDER
-        self._open_archive = lambda: FileWriter[T](archive, record_type, shard_bytes, fsync, keep_tokens)
+        self._open_archive = lambda: FileWriter[T](
+            archive, record_type, config.shard_bytes, config.fsync, config.retention == "all"
+        )
         self._archive: FileWriter[T] | None = None
         self._lock = lock_stream(directory)
         try:
@@ -150,8 +139,12 @@ class RedisWriter(Generic[T]):
             self._next = int(client.get(keys.written) or 0)
             if list_shards(archive):
                 self._archive = self._open_archive()
-                self._expect_archived(self._archive.next_offset)
-        except redis.RedisError as error:
+                if (archived := self._archive.next_offset) > self._next:
+                    raise self._error(
+                        f"the server has {self._next} records, but {archived} have been there: those after the archive "
+                        "are lost. Restore the server's append-only file, or start a new run"
+                    )
+        except RedisError as error:
             self.close()
             raise self._error(f"cannot be opened for writing: {error}") from error
         except StreamError:
@@ -176,16 +169,16 @@ class RedisWriter(Generic[T]):
             self._check_usable()
             number = self._next + 1
             try:
-                while (count := self._send(number, data, self._limit_bytes)) != number:
+                while (count := self._send(number, data)) != number:
                     if count == _FULL:
                         self._make_room()
                     else:
                         self._resend(count)
-            except redis.RedisError as error:
+            except RedisError as error:
                 raise self._error(f"offset {self._next} cannot be written: {error}") from error
             self._remember(number, data)
             self._next = number
-            if self._fsync == "always":
+            if self._config.fsync == "always":
                 self._wait_for_disk()
             return number - 1
 
@@ -193,7 +186,7 @@ class RedisWriter(Generic[T]):
         """Wait until the server has all records on its disk, unless the policy is `never`."""
         with self._mutex:
             self._check_usable()
-            if self._fsync != "never":
+            if self._config.fsync != "never":
                 self._wait_for_disk()
 
     def end_waits(self) -> None:
@@ -210,17 +203,9 @@ class RedisWriter(Generic[T]):
                 self._archive.close()
             self._lock.release()
 
-    def _expect_archived(self, archived: int) -> None:
-        """Notice a server that came back empty, or with less than has been moved out of it."""
-        if archived > self._next:
-            raise self._error(
-                f"the server has {self._next} records, but {archived} have been there: those after the archive are "
-                "lost, and the run cannot continue. Restore the server's append-only file, or start a new run"
-            )
-
-    def _send(self, number: int, data: bytes, limit: int = 0) -> int:
+    def _send(self, number: int, data: bytes) -> int:
         keys = [self._keys.log, self._keys.written, self._keys.size]
-        count = int(self._append(keys=keys, args=[number, FIELD, data, limit, OVERHEAD_BYTES]))
+        count = int(self._append(keys=keys, args=[number, FIELD, data, self._limit_bytes, OVERHEAD_BYTES]))
         if count == _CONFLICT:
             self._unusable = f"holds another record at offset {number - 1}: a second writer was at work"
             raise self._error(self._unusable)
@@ -248,44 +233,40 @@ class RedisWriter(Generic[T]):
         try:
             client: Any = self._client
             synced = client.execute_command("WAITAOF", 1, 0, AOF_TIMEOUT_MS)
-        except redis.ResponseError as error:
+        except ResponseError as error:
             # An older server, or one without an append-only file: durability is then its owner's choice.
             if not self._warned:
                 self._warned = True
                 logger.warning("%s: the server cannot confirm that records are on its disk: %s", self._keys.log, error)
             return
-        except redis.RedisError as error:
+        except RedisError as error:
             raise self._error(f"cannot be flushed: {error}") from error
         if synced[0] < 1:
             raise self._error(f"the server did not write its records to the disk within {AOF_TIMEOUT_MS} ms")
 
     def _make_room(self) -> None:
-        """Move records to the archive; if none may go yet, wait until a consumer has taken some.
+        """Move records to the archive; if none may go yet, wait until a consumer has read some.
 
         Raises:
             NoRoom: nothing can be moved, and nobody is waited for any more.
             StreamError: no consumer took a step in time, or records are missing.
         """
-        started, is_told = time.monotonic(), False
+        end, is_told = time.monotonic() + self._config.backpressure_timeout_s, False
         refusal = f"offset {self._next} cannot be written: the stream is full"
-        while True:
-            mark = self._last_notice()
-            if self._move(self._first_to_keep()):
-                if is_told:
-                    logger.info("%s has room again after %.1f s", self._keys.log, time.monotonic() - started)
-                return
+        while not self._move(self._first_to_keep()):
             if self._waits_no_more.is_set():
                 raise NoRoom(str(self._error(f"{refusal}, and its reader is not waited for any more")))
-            if (rest := started + self._timeout_s - time.monotonic()) <= 0:
+            if time.monotonic() > end:
                 raise self._error(
                     f"{refusal} ({self._limit_bytes} bytes, its share of streams.byte_budget), and for "
-                    f"{self._timeout_s:g} s (streams.backpressure_timeout_s) nobody took a record: {self._consumed()}. "
-                    "See what that process waits for (`python -m pipelinerl status`), or raise the budget"
+                    f"{self._config.backpressure_timeout_s:g} s (streams.backpressure_timeout_s) nobody read a record: "
+                    f"{self._consumed()}. See what that process waits for (`python -m pipelinerl status`), or raise "
+                    "the budget"
                 )
             if not is_told:
                 is_told = True
                 logger.warning("%s is full: waiting for %s", self._keys.log, " and ".join(self._consumers))
-            self._client.xread({self._keys.notice: mark}, block=int(min(rest, SLICE_S) * 1000) + 1)
+            self._waits_no_more.wait(ROOM_POLL_S)
 
     def _move(self, end: int) -> int:
         """Move records before offset `end` to the archive, about MOVE_BYTES at most; return how many bytes are free."""
@@ -324,10 +305,6 @@ class RedisWriter(Generic[T]):
             return self._next - max(1, int(reply) // 2)
         taken: Any = self._client.hmget(self._keys.consumed, self._consumers)
         return min(self._next - 1, *(int(offset or 0) for offset in taken))
-
-    def _last_notice(self) -> str:
-        last: Any = self._client.xrevrange(self._keys.notice, count=1)
-        return last[0][0].decode() if last else "0-0"
 
     def _consumed(self) -> str:
         taken: Any = self._client.hmget(self._keys.consumed, self._consumers)

@@ -84,6 +84,19 @@ def config(root: Path) -> RunConfig:
     )
 
 
+class NoticedEvent(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.set()
+        try:
+            return super().wait(timeout)
+        finally:
+            self.waits.clear()
+
+
 class RunningActor:
     """The real actor without worker processes: every rollout ends at once, with one sample."""
 
@@ -102,18 +115,9 @@ class RunningActor:
         self.actor = Actor(context, problems, pool)
         self.groups, self.publisher, self.progress = self.actor.groups, self.actor.publisher, self.actor.progress
         # Set while the writer of groups waits for the preprocessor.
-        self.waits = threading.Event()
-        client: Any = self.publisher.groups._writer._client  # type: ignore[attr-defined]
-        wait_for_notice = client.xread
-
-        def noticed(*args: Any, **options: Any) -> Any:
-            self.waits.set()
-            try:
-                return wait_for_notice(*args, **options)
-            finally:
-                self.waits.clear()
-
-        client.xread = noticed
+        writer: Any = self.publisher.groups._writer  # type: ignore[attr-defined]
+        writer._waits_no_more = NoticedEvent()
+        self.waits = writer._waits_no_more.waits
 
     def answer(self, start: StartRollout) -> RolloutEnded:
         version, index = self.progress.current_version, int(start.rollout_id.rpartition("r")[2])
@@ -303,8 +307,8 @@ def test_l8_a_preprocessor_that_has_no_room_ends_with_the_training(hub: StreamHu
     preprocessor = preprocess_loop(hub, tmp_path)
     writer: Any = preprocessor._outputs._batches
     writer._limit_bytes = 1
-    waits, wait_for_notice = threading.Event(), writer._client.xread
-    writer._client.xread = lambda *args, **options: (waits.set(), wait_for_notice(*args, **options))[1]
+    writer._waits_no_more = NoticedEvent()
+    waits = writer._waits_no_more.waits
     batching = threading.Thread(target=preprocessor.run, daemon=True)
     batching.start()
     messages = hub.writer("trainer", "finetune_0", TrainerMessage)

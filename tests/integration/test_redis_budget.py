@@ -13,7 +13,6 @@ import redis
 from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
-from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, PREPROCESSOR_CONSUMER, StreamSpec
 from pipelinerl.streams.hub import StreamHub
@@ -98,7 +97,7 @@ def test_d6_a_stream_that_stays_full_ends_with_the_name_of_the_reader(
 ) -> None:
     hub = open_hub(server, tmp_path, backpressure_timeout_s=0.1)
     writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
-    with pytest.raises(StreamError, match=r"is full .* nobody took a record: preprocessor has not come yet"):
+    with pytest.raises(StreamError, match=r"is full .* nobody read a record: preprocessor has not come yet"):
         for n in range(100):
             writer.write(record(n))
     reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
@@ -127,13 +126,13 @@ def test_a_stream_whose_reader_is_no_part_of_the_run_is_never_waited_for(
 def test_closing_a_writer_ends_its_wait_for_room(server: RedisServer, client: Any, tmp_path: Path) -> None:
     writer = open_hub(server, tmp_path).writer(ACTOR_TOPIC, "actor_0", MetricRecord)
     waits, errors = threading.Event(), []
-    wait_for_consumers = writer._last_notice  # type: ignore[attr-defined]
+    first_to_keep = writer._first_to_keep  # type: ignore[attr-defined]
 
-    def mark() -> str:
+    def mark() -> int:
         waits.set()
-        return str(wait_for_consumers())
+        return int(first_to_keep())
 
-    writer._last_notice = mark  # type: ignore[attr-defined]
+    writer._first_to_keep = mark  # type: ignore[attr-defined]
 
     def write() -> None:
         try:
@@ -163,7 +162,7 @@ def test_d6_a_reader_repeats_how_far_it_has_come_when_the_server_has_forgotten_i
     assert read_steps(reader, fits) == list(range(fits))
     reader.read(0)
     assert client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER) == b"%d" % fits
-    client.delete(KEYS.consumed, KEYS.notice)
+    client.delete(KEYS.consumed)
     took: list[int] = []
     thread = threading.Thread(target=lambda: took.extend(read_steps(reader, 1)), daemon=True)
     thread.start()
@@ -180,15 +179,15 @@ def test_d6_a_reader_that_could_not_say_how_far_it_has_come_says_it_at_its_next_
     reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
     writer.write(record(0))
     assert read_steps(reader, 1) == [0]
-    pipeline = reader._client.pipeline  # type: ignore[attr-defined]
+    hset = reader._client.hset  # type: ignore[attr-defined]
 
-    def lost(**_: Any) -> Any:
+    def lost(*_: Any) -> Any:
         raise redis.ConnectionError("reset by peer")
 
-    reader._client.pipeline = lost  # type: ignore[attr-defined]
+    reader._client.hset = lost  # type: ignore[attr-defined]
     with pytest.raises(StreamError, match="the server does not answer: reset by peer"):
         reader.read(0)
-    reader._client.pipeline = pipeline  # type: ignore[attr-defined]
+    reader._client.hset = hset  # type: ignore[attr-defined]
     assert reader.read(0) == []
     assert client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER) == b"1"
 
@@ -262,14 +261,3 @@ def test_a_crash_between_copy_and_removal_doubles_nothing(server: RedisServer, c
     assert int(client.get(KEYS.size)) == len(client.xrange(KEYS.log)[0][1][FIELD]) + OVERHEAD_BYTES
     assert list_shards(partition_dir(RunDir(tmp_path).streams, SPEC) / ARCHIVE_FOLDER) == [0]
     assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), 6) == list(range(6))
-
-
-def test_a_stream_of_json_records_without_sizes_is_read_and_continued(
-    server: RedisServer, client: Any, tmp_path: Path
-) -> None:
-    for n in range(3):
-        client.xadd(KEYS.log, {FIELD: encode(record(n, 10))}, id=f"{n + 1}-0")
-    client.set(KEYS.written, 3)
-    hub = open_hub(server, tmp_path)
-    assert hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord).write(record(3, 10)) == 3
-    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), 4) == [0, 1, 2, 3]

@@ -16,17 +16,18 @@ import pytest
 import redis
 
 from pipelinerl.config.resources import RedisStreams
-from pipelinerl.errors import StreamError
+from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import StreamSpec
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.redis import RedisReader
+from pipelinerl.streams.redis import RedisBackend, RedisReader
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer, check_server, connect, shown
 from pipelinerl.streams.redis_writer import FIELD, RedisWriter, stream_keys
 
-CONFIG = RedisStreams(backend="redis")
+CONFIG = RedisStreams(backend="redis", fsync="interval")
+NO_ARCHIVE = Path("/nonexistent")
 KEYS = stream_keys("run", StreamSpec("metrics", "a"))
 
 
@@ -41,11 +42,11 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def open_writer(server: RedisServer, tmp_path: Path) -> RedisWriter[MetricRecord]:
-    return RedisWriter(connect(server.url), KEYS, MetricRecord, tmp_path / "lock", "interval")
+    return RedisWriter(connect(server.url), KEYS, MetricRecord, tmp_path / "lock", CONFIG, CONFIG.byte_budget)
 
 
 def open_reader(server: RedisServer, offset: int = 0) -> RedisReader[MetricRecord]:
-    return RedisReader(connect(server.url), KEYS, MetricRecord, offset)
+    return RedisReader(connect(server.url), KEYS, MetricRecord, offset, NO_ARCHIVE)
 
 
 def read_steps(reader: RedisReader[MetricRecord], count: int) -> list[int]:
@@ -151,8 +152,8 @@ def test_o1_a_full_server_is_a_stream_error(tmp_path: Path) -> None:
 def test_a_server_that_is_gone_is_a_stream_error(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", CONFIG) as server:
         client = connect(server.url, retries=1)
-        writer: RedisWriter[MetricRecord] = RedisWriter(client, KEYS, MetricRecord, tmp_path / "lock", "never")
-        reader: RedisReader[MetricRecord] = RedisReader(connect(server.url, retries=1), KEYS, MetricRecord)
+        writer: RedisWriter[MetricRecord] = RedisWriter(client, KEYS, MetricRecord, tmp_path / "lock", CONFIG, 10**6)
+        reader: RedisReader[MetricRecord] = RedisReader(client, KEYS, MetricRecord, 0, NO_ARCHIVE)
     with pytest.raises(StreamError, match="offset 0 cannot be written"):
         writer.write(record(0))
     with pytest.raises(StreamError, match="does not answer"):
@@ -161,6 +162,19 @@ def test_a_server_that_is_gone_is_a_stream_error(tmp_path: Path) -> None:
 
 def hub(environ_url: str, tmp_path: Path, **config: object) -> StreamHub:
     return StreamHub(RedisStreams(backend="redis", **config), RunDir(tmp_path), "r", {REDIS_URL_KEY: environ_url})
+
+
+def test_d3_a_run_continues_only_with_the_server_that_has_its_records(server: RedisServer, tmp_path: Path) -> None:
+    run_dir, environ = RunDir(tmp_path / "run"), {REDIS_URL_KEY: server.url}
+    for _ in range(2):
+        with RedisBackend.serve(CONFIG, run_dir, environ) as served:
+            assert served == environ
+    (place,) = [file.read_text() for file in run_dir.root.rglob("*") if file.is_file()]
+    address = server.url.rpartition("@")[2].partition("/")[0]
+    assert address in place and server.url.split(":")[2].partition("@")[0] not in place
+    for other in ({REDIS_URL_KEY: server.url.removesuffix("0") + "1"}, {}):
+        with pytest.raises(ConfigError, match=f"{address}.* holds the records"):
+            RedisBackend.serve(CONFIG, run_dir, other).__enter__()
 
 
 def test_d6_servers_that_could_lose_records_are_refused(server: RedisServer, tmp_path: Path) -> None:

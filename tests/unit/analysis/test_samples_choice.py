@@ -11,7 +11,6 @@ from fakes.recorded_run import RecordedRun
 from pipelinerl.analysis.select import Wanted, choose, fates_of, load, samples_of_step
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
-from pipelinerl.streams import shards
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
@@ -19,14 +18,8 @@ GROUPS = 40
 
 
 @pytest.fixture
-def dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places to start at every few records."""
-    monkeypatch.setattr(shards, "INDEX_EVERY_BYTES", 1500)
-
-
-@pytest.fixture
-def run(tmp_path: Path, dense: None) -> RecordedRun:
-    run = RecordedRun(tmp_path, streams={"shard_bytes": 8000})
+def run(tmp_path: Path) -> RecordedRun:
+    run = RecordedRun(tmp_path, streams={"shard_bytes": 1500})
     run.write(*run.plain_groups(GROUPS))
     return run
 
@@ -116,13 +109,8 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
     assert sorted(run.root.rglob("*")) == before
 
 
-@pytest.mark.parametrize("every_bytes", [1, 1500, 1 << 20])
-@pytest.mark.parametrize("shard_bytes", [10_000, 1 << 20])
-def test_a_step_that_is_not_there_is_refused_with_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_bytes: int, shard_bytes: int
-) -> None:
-    """Also where a place to start at is the end of the stream, as it is with batches larger than EVERY_BYTES."""
-    monkeypatch.setattr(shards, "INDEX_EVERY_BYTES", every_bytes)
+@pytest.mark.parametrize("shard_bytes", [1, 10_000, 1 << 20])
+def test_a_step_that_is_not_there_is_refused_with_the_last_one(tmp_path: Path, shard_bytes: int) -> None:
     run = RecordedRun(tmp_path, streams={"shard_bytes": shard_bytes})
     streams = run.streams()
     for last, group in enumerate(run.plain_groups(5), 1):
