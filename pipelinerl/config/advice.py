@@ -18,7 +18,7 @@ _SIXTEEN_BITS = ("bfloat16", "float16", "half", "auto")
 
 def advice(config: RunConfig) -> list[str]:
     """Remarks on settings that work but are probably not meant."""
-    return [*(line for remark in _REMARKS for line in remark(config)), *unused_agent_keys(config)]
+    return [line for remark in _REMARKS for line in remark(config)]
 
 
 def _remark_task(config: RunConfig) -> Iterator[str]:
@@ -28,27 +28,22 @@ def _remark_task(config: RunConfig) -> Iterator[str]:
 
 def _remark_training(config: RunConfig) -> Iterator[str]:
     rl, finetune = config.finetune.rl, config.finetune
+    warmup, steps = finetune.num_warmup_steps, finetune.max_train_steps
     if rl.kl_estimator == "k1" and (rl.kl_coef > 0 or (rl.final_kl_coef or 0.0) > 0):
         yield (
             "finetune.rl.kl_estimator=k1 with finetune.rl.kl_coef: as a loss its expected gradient is 0 on-policy. "
             "Use k2 or k3, or finetune.rl.reward_minus_kl_coef"
         )
-    if finetune.lr_scheduler_type != "constant" and finetune.num_warmup_steps >= finetune.max_train_steps:
-        yield (
-            f"finetune.num_warmup_steps={finetune.num_warmup_steps} is not below "
-            f"finetune.max_train_steps={finetune.max_train_steps}: the learning rate is still rising at the end"
-        )
+    if finetune.lr_scheduler_type != "constant" and warmup >= steps:
+        yield f"finetune.num_warmup_steps={warmup} is not below finetune.max_train_steps={steps}"
     if rl.target_entropy is None and rl.entropy_bonus_step != default_of("finetune.rl.entropy_bonus_step"):
         yield "finetune.rl.entropy_bonus_step does nothing without finetune.rl.target_entropy"
 
 
 def _remark_servers(config: RunConfig) -> Iterator[str]:
-    slots = config.vllm_config.number("max-num-seqs")
-    if slots is not None and slots < config.actor.llm_max_rollouts:
-        yield (
-            f"actor.llm_max_rollouts={config.actor.llm_max_rollouts} is above the servers' max-num-seqs={slots}: "
-            "the rest waits inside the server"
-        )
+    slots, rollouts = config.vllm_config.number("max-num-seqs"), config.actor.llm_max_rollouts
+    if slots is not None and slots < rollouts:
+        yield f"actor.llm_max_rollouts={rollouts} is above the servers' max-num-seqs={slots}: the rest waits there"
     servers, target = config.world.env_replicas, (config.environment or {}).get("_target_")
     if target and not servers:
         yield f"environment: no server of {target} is started with world.env_replicas=0; set world.env_replicas=1"
@@ -61,16 +56,13 @@ def _remark_evaluations(config: RunConfig) -> Iterator[str]:
     if every >= steps and every != default_of("eval_every_n_versions"):
         yield (
             f"eval_every_n_versions={every} is not below finetune.max_train_steps={steps}: evaluations are only before "
-            "and after training. Versions are optimizer steps, not samples: set for instance eval_every_n_versions=50"
+            "and after training. Versions are optimizer steps, not samples"
         )
     # What rollouts report is not known yet, but a name like a built-in one is probably a typo.
     name = config.finetune.keep_best
     if name is not None and name not in _OF_EVALUATIONS:
         for near in get_close_matches(name, _OF_EVALUATIONS, n=1):
-            yield (
-                f"finetune.keep_best={name} keeps no model unless your rollouts report a metric of that name; "
-                f"is {near} meant?"
-            )
+            yield f"finetune.keep_best={name} works only if your rollouts report that metric; is {near} meant?"
 
 
 def _remark_precision(config: RunConfig) -> Iterator[str]:
@@ -92,7 +84,10 @@ def _remark_precision(config: RunConfig) -> Iterator[str]:
     )
 
 
-_REMARKS = (_remark_task, _remark_training, _remark_servers, _remark_evaluations, _remark_precision)
+_REMARKS = (
+    *(_remark_task, _remark_training, _remark_servers, _remark_evaluations, _remark_precision),
+    unused_agent_keys,
+)
 
 
 def steps_of_epochs(num_problems: int, attempts: int, max_epochs: int, samples_per_step: int) -> int:
@@ -105,29 +100,18 @@ def epoch_notes(config: RunConfig, num_problems: int) -> list[str]:
     finetune, epochs = config.finetune, config.finetune.max_epochs
     if epochs is None:
         return []
+    most = finetune.max_train_steps
     steps = steps_of_epochs(num_problems, config.attempts, epochs, finetune.samples_per_step)
-    key = f"finetune.max_epochs={epochs}"
-    if steps > finetune.max_train_steps:
-        return [
-            f"finetune.max_train_steps={finetune.max_train_steps} ends the run before {key}, which takes {steps} steps "
-            "with one sample per rollout"
-        ]
+    takes = f"the {steps} steps that finetune.max_epochs={epochs} takes with one sample per rollout"
+    if steps > most:
+        return [f"finetune.max_train_steps={most} is below {takes}"]
     notes = []
     if config.max_lag is None and config.pop_old_data:
-        notes.append(
-            f"{key} with max_lag=null: samples that are dropped because training is slower than sampling count as "
-            "used. Set max_lag to train on all problems"
-        )
+        notes.append("max_lag=null: dropped samples count as used. Set max_lag to train on all problems")
     # Those that are not below max_train_steps have a note already.
-    if finetune.lr_scheduler_type != "constant" and steps <= finetune.num_warmup_steps < finetune.max_train_steps:
-        notes.append(
-            f"finetune.num_warmup_steps={finetune.num_warmup_steps} is not below the {steps} steps that {key} takes "
-            "with one sample per rollout: the learning rate is still rising at the end"
-        )
-    every = config.eval_every_n_versions
-    if steps <= every < finetune.max_train_steps and every != default_of("eval_every_n_versions"):
-        notes.append(
-            f"eval_every_n_versions={every} is not below the {steps} steps that {key} takes with one sample per "
-            "rollout: evaluations are only before and after training"
-        )
+    warmup, every = finetune.num_warmup_steps, config.eval_every_n_versions
+    if finetune.lr_scheduler_type != "constant" and steps <= warmup < most:
+        notes.append(f"finetune.num_warmup_steps={warmup} is not below {takes}")
+    if steps <= every < most and every != default_of("eval_every_n_versions"):
+        notes.append(f"eval_every_n_versions={every} is not below {takes}")
     return notes

@@ -1,21 +1,18 @@
 """Section `agent`: where an agent function's prompts come from, and what `actor.agent_func_path` sets elsewhere.
 
-`settle_agent` is called by the composition, before validation, `unused_agent_keys` after it. They look files up by name
-and read none.
+Files are looked up by name and not read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipelinerl.config.run import RunConfig
 from pipelinerl.config.task import AgentConfig
 from pipelinerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipelinerl.config.run import RunConfig
 
 AGENT_ROLLOUT = "pipelinerl.agents.agent_func.generate_agent_rollout"
 PROMPT_LOADER = "pipelinerl.domains.prompt_data.load_prompts"
@@ -32,13 +29,11 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
     actor = data.get("actor")
     if not isinstance(actor, dict) or not isinstance(actor.get("agent_func_path"), str):
         return
-    actor["agent_func_path"] = _found(actor["agent_func_path"], search_dirs)
-    if not Path(actor["agent_func_path"]).is_absolute():
-        actor["agent_func_path"] = str(Path(actor["agent_func_path"]).absolute())
+    actor["agent_func_path"] = str(Path(_found(actor["agent_func_path"], search_dirs)).absolute())
     if actor.get("rollout_policy") is None:
         actor["rollout_policy"] = AGENT_ROLLOUT
     agent = data.get("agent") or {}
-    prompts, held_out = agent.get("prompt_data"), agent.get("eval_data")
+    prompts = agent.get("prompt_data")
     if data.get("dataset_loader") is not None or not isinstance(prompts, str | list) or not prompts:
         return
     data["dataset_loader"] = PROMPT_LOADER
@@ -47,31 +42,22 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
         "model_path": data.get("model_path"),
         "trust_remote_code": bool((data.get("finetune") or {}).get("trust_remote_code")),
     }
-    names = _data_sets(prompts, "agent.prompt_data", search_dirs)
-    data["train_dataset_names"] = names
+    data["train_dataset_names"] = names = _data_sets(prompts, "agent.prompt_data", search_dirs)
     if agent.get("prompt_data_probs") is not None:
         data["dataset_loader_params"]["shares"] = _shares(agent["prompt_data_probs"], names)
-    data["test_dataset_names"] = _data_sets(held_out, "agent.eval_data", search_dirs)
+    data["test_dataset_names"] = _data_sets(agent.get("eval_data"), "agent.eval_data", search_dirs)
 
 
-def unused_agent_keys(config: RunConfig) -> list[str]:
-    """Return a remark about keys of this section that are set and that nothing reads."""
-    settings = [
-        name for name, field in AgentConfig.model_fields.items() if getattr(config.agent, name) != field.default
-    ]
-    if config.actor.agent_func_path is None:
-        reason = "without actor.agent_func_path"
-    elif config.dataset_loader != PROMPT_LOADER:
-        settings = [
-            name for name in settings if name in ("prompt_data", "prompt_data_probs", "eval_data", *_LOADER_KEYS)
-        ]
-        reason = f"with dataset_loader={config.dataset_loader}, which loads the problems by itself"
-    else:
-        return []
-    if not settings:
-        return []
-    names = ", ".join(f"agent.{name}" for name in settings)
-    return [f"{names} {'does' if len(settings) == 1 else 'do'} nothing {reason}"]
+def unused_agent_keys(config: RunConfig) -> Iterator[str]:
+    """A remark about keys of this section that are set and that nothing reads."""
+    changed = [key for key, field in AgentConfig.model_fields.items() if getattr(config.agent, key) != field.default]
+    reason = "without actor.agent_func_path"
+    if config.actor.agent_func_path is not None:
+        of_loader = ("prompt_data", "prompt_data_probs", "eval_data", *_LOADER_KEYS)
+        changed = [key for key in changed if key in of_loader and config.dataset_loader != PROMPT_LOADER]
+        reason = f"with dataset_loader={config.dataset_loader}"
+    if changed:
+        yield f"{', '.join(f'agent.{key}' for key in changed)} has no effect {reason}"
 
 
 def _data_sets(value: Any, key: str, search_dirs: Sequence[Path]) -> list[str]:
@@ -82,21 +68,13 @@ def _data_sets(value: Any, key: str, search_dirs: Sequence[Path]) -> list[str]:
     """
     if value is None:
         return []
-    if isinstance(value, str):
-        whole = _found(value, search_dirs)
-        parts: list[Any] = [value] if Path(whole).is_file() else [part.strip() for part in value.split(",")]
-    else:
-        parts = list(value)
+    parts: list[Any] = [value] if isinstance(value, str) else list(value)
+    if isinstance(value, str) and not Path(_found(value, search_dirs)).is_file():
+        parts = [part.strip() for part in value.split(",")]
     for part in parts:
-        if not isinstance(part, str) or _is_number(part):
-            raise ConfigError(
-                key,
-                value,
-                "names of data sets, without numbers between them",
-                "Write how often each is drawn into agent.prompt_data_probs, or name a data set more often.",
-            )
-        if not part:
-            raise ConfigError(key, value, "a name between two commas", "Remove the comma, or name another data set.")
+        if not isinstance(part, str) or not part or not math.isnan(_number(part)):
+            next_step = "How often each is drawn goes into agent.prompt_data_probs."
+            raise ConfigError(key, value, "names of data sets with commas between them", next_step)
     return [_found(part, search_dirs) for part in parts]
 
 
@@ -107,31 +85,23 @@ def _shares(value: Any, names: Sequence[str]) -> dict[str, float]:
         ConfigError: `value` is not one number above 0 for each name, or a name is there twice.
     """
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    numbers = [float(part) if _is_number(str(part)) else math.nan for part in parts]
+    numbers = [_number(part) for part in parts]
     if len(numbers) != len(names) or not all(0 < number < math.inf for number in numbers):
-        raise ConfigError(
-            "agent.prompt_data_probs",
-            value,
-            f"{len(names)} numbers above 0, one for each data set of agent.prompt_data",
-            "Write for instance agent.prompt_data_probs=0.7,0.3 for two of them, or leave it at null: all prompts are "
-            "then drawn equally often.",
-        )
+        expected = f"{len(names)} numbers above 0, one for each data set of agent.prompt_data"
+        next_step = "Write for instance agent.prompt_data_probs=0.7,0.3 for two, or null to draw all equally often."
+        raise ConfigError("agent.prompt_data_probs", value, expected, next_step)
     if len(set(names)) != len(names):
-        raise ConfigError(
-            "agent.prompt_data",
-            list(names),
-            "each data set once with agent.prompt_data_probs",
-            "Name it once, with the sum of its numbers.",
-        )
+        expected = "each data set once with agent.prompt_data_probs"
+        raise ConfigError("agent.prompt_data", list(names), expected, "Name it once, with the sum of its numbers.")
     return dict(zip(names, numbers, strict=True))
 
 
-def _is_number(text: str) -> bool:
+def _number(value: Any) -> float:
+    """`value` as a number; NaN if it is none."""
     try:
-        float(text)
+        return float(str(value))
     except ValueError:
-        return False
-    return True
+        return math.nan
 
 
 def _found(name: str, search_dirs: Sequence[Path]) -> str:

@@ -18,7 +18,7 @@ import yaml
 from pipelinerl.config.conf_files import conf_dir
 from pipelinerl.config.faults import nearest_key
 from pipelinerl.config.former_keys import DROPPED, RENAMED, UNSUPPORTED
-from pipelinerl.config.keys import is_known, known_keys
+from pipelinerl.config.keys import is_known, known_keys, value_at
 from pipelinerl.config.section import DOTTED
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 
@@ -121,7 +121,7 @@ class Conversion:
             (chooser,) = [each for each in known_keys() if each.name == key.chooser]
             chosen = self._get(key.chooser)
             if chosen is _ABSENT:
-                chosen = _value_at(self._included, key.chooser)
+                chosen = value_at(self._included, key.chooser, _ABSENT)
             if chosen is _ABSENT:
                 chosen = chooser.field.get_default()
             tag = chosen if chosen in (chooser.choice or {}) else DOTTED
@@ -162,7 +162,7 @@ class Conversion:
         self._say("cannot", key, text)
 
     def _get(self, key: str) -> Any:
-        return _value_at(self.data, key)
+        return value_at(self.data, key, _ABSENT)
 
     def _set(self, key: str, value: Any) -> None:
         section = self.data
@@ -186,14 +186,6 @@ class Conversion:
                 if not section[head]:
                     del section[head]
         return value
-
-
-def _value_at(data: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(data, dict) or part not in data:
-            return _ABSENT
-        data = data[part]
-    return data
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -94,6 +94,15 @@ def values_of(key: str) -> list[str]:
     return [str(name) for name in names if name != DOTTED]
 
 
+def value_at(data: Any, key: str, default: Any = None) -> Any:
+    """What nested mappings hold at a dotted key."""
+    for part in key.split("."):
+        if not isinstance(data, Mapping) or part not in data:
+            return default
+        data = data[part]
+    return data
+
+
 def schema_defaults(model: type[Section] = RunConfig) -> dict[str, Any]:
     """Defaults of all keys that exist whatever is chosen, as nested plain data; required keys are left out."""
     data: dict[str, Any] = {}

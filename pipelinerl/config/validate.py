@@ -1,7 +1,7 @@
 """Rules between sections, which the types cannot state.
 
-Each rule yields a `ConfigError` for what it refuses. What needs the machine
-(GPUs, ports, the model's files) is checked before the start, in `run/preflight.py`.
+A rule yields key, what is expected, and what to do. What needs the machine (GPUs, ports, the model's files) is checked
+before the start, in `run/preflight.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pipelinerl.config.agent import AGENT_ROLLOUT
 from pipelinerl.config.algorithm import GeometricMaskCorrection, IcepopCorrection
 from pipelinerl.config.faults import raise_faults
 from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK
+from pipelinerl.config.keys import value_at
 from pipelinerl.config.resources import GPU_LISTS, FSDPSettings, RedisStreams
 from pipelinerl.config.run import ConventionalSchedule, RunConfig
 from pipelinerl.config.stages import READING_MODES, STAGE_KINDS, has_stage
@@ -22,9 +23,8 @@ from pipelinerl.errors import ConfigError
 #: Some of the shipped experiments; `--help` lists all.
 EXPERIMENTS = ("math", "guessing", "quickstart")
 _CPU_BLOCK = 32
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
 
-Faults = Iterator[ConfigError]
+Faults = Iterator[tuple[str, str, str]]
 
 
 def validate(config: RunConfig) -> None:
@@ -33,7 +33,9 @@ def validate(config: RunConfig) -> None:
     Raises:
         ConfigError: with one line for each broken rule.
     """
-    raise_faults([fault for rule in _RULES for fault in rule(config)])
+    data = config.model_dump()
+    found = [fault for rule in _RULES for fault in rule(config)]
+    raise_faults([ConfigError(key, value_at(data, key), expected, next_step) for key, expected, next_step in found])
 
 
 def missing_task(config: RunConfig) -> ConfigError | None:
@@ -41,225 +43,125 @@ def missing_task(config: RunConfig) -> ConfigError | None:
 
     No rule: files that others start from have no task.
     """
-    if not has_stage(config, "actor"):
+    functions = {"actor.rollout_policy": config.actor.rollout_policy, "dataset_loader": config.dataset_loader}
+    missing = [key for key, path in functions.items() if path is None]
+    if not missing or not has_stage(config, "actor"):
         return None
-    for key, value, function in (
-        ("actor.rollout_policy", config.actor.rollout_policy, "generate_rollout"),
-        ("dataset_loader", config.dataset_loader, "load_problems"),
-    ):
-        if value is None:
-            return ConfigError(
-                key,
-                value,
-                f"the dotted path of a {function}: there is no task",
-                f"Start an experiment (--config-name {'|'.join(EXPERIMENTS)}, --help lists all), or set "
-                "actor.rollout_policy and dataset_loader to functions of yours (docs/domains.md).",
-            )
-    return None
+    next_step = (
+        f"Start an experiment (--config-name {'|'.join(EXPERIMENTS)}, --help lists all), or set actor.rollout_policy "
+        "and dataset_loader to functions of yours (docs/domains.md)."
+    )
+    return ConfigError(missing[0], None, "the dotted path of a function: there is no task", next_step)
 
 
 def _groups(config: RunConfig) -> Faults:
     rl = config.finetune.rl
-    if config.attempts < 2 and rl.uses_group:
-        yield ConfigError(
-            "attempts",
-            config.attempts,
-            f"at least 2 with finetune.rl.advantage_estimator={rl.advantage_estimator}, which compares rollouts of one "
-            "problem",
-            "Set attempts=8, or finetune.rl.advantage_estimator=reinforce (REINFORCE++ with "
-            "finetune.rl.normalize_reward=true).",
-        )
     low, high = rl.filter_reward_low, rl.filter_reward_high
-    if low is not None and high is not None and low >= high:
-        yield ConfigError(
-            "finetune.rl.filter_reward_low", low, f"less than finetune.rl.filter_reward_high={high}", "Swap them."
-        )
+    if config.attempts < 2 and rl.uses_group:
+        expected = f"at least 2 with finetune.rl.advantage_estimator={rl.advantage_estimator}"
+        yield "attempts", expected, "Set attempts=8, or finetune.rl.advantage_estimator=reinforce."
     if config.attempts < 2 and (low is not None or high is not None):
-        yield ConfigError(
-            "attempts",
-            config.attempts,
-            "at least 2 with finetune.rl.filter_reward_low or filter_reward_high, which look at the mean of a group",
-            "Set attempts=8, or both bounds to null.",
-        )
+        expected = "at least 2 with finetune.rl.filter_reward_low or filter_reward_high"
+        yield "attempts", expected, "Set attempts=8, or both bounds to null."
+    if low is not None and high is not None and low >= high:
+        yield "finetune.rl.filter_reward_low", f"less than finetune.rl.filter_reward_high={high}", "Swap them."
 
 
 def _reference(config: RunConfig) -> Faults:
-    rl, temperature = config.finetune.rl, config.sampling_temperature
+    rl = config.finetune.rl
     if rl.reference == "servers" and rl.needs_reference and not config.has_reference_pool:
-        yield ConfigError(
-            "finetune.rl.reference",
-            "servers",
-            "auto or local in a world without servers of the reference model",
-            "Leave it at auto, or set world.preprocessor_fraction=1 (or world.num_preprocessor_llms=1).",
-        )
-    if temperature != 1 and rl.needs_reference and not config.uses_local_reference(config.has_reference_pool):
-        yield ConfigError(
-            "llm.parameters.temperature",
-            temperature,
-            "1.0 with log-probs of reference servers, which ignore the temperature",
-            "Set it to 1.0, or finetune.rl.reference=local.",
-        )
+        expected = "auto or local in a world without servers of the reference model"
+        yield "finetune.rl.reference", expected, "Leave it at auto, or set world.preprocessor_fraction=1."
+    local = config.uses_local_reference(config.has_reference_pool)
+    if config.sampling_temperature != 1 and rl.needs_reference and not local:
+        expected = "1.0 with log-probs of reference servers, which ignore the temperature"
+        yield "llm.parameters.temperature", expected, "Set it to 1.0, or finetune.rl.reference=local."
 
 
 def _loss(config: RunConfig) -> Faults:
-    rl, longest = config.finetune.rl, config.llm.parameters.max_tokens
+    rl, bounds = config.finetune.rl, config.finetune.rl.correction
+    longest = f"Set it to llm.parameters.max_tokens={config.llm.parameters.max_tokens}"
+    buffer, limit = rl.overlong_buffer_tokens, rl.overlong_limit_tokens
     if rl.aggregation == "constant_length" and rl.constant_length_tokens is None:
-        yield ConfigError(
-            "finetune.rl.constant_length_tokens",
-            None,
-            "a number of tokens with finetune.rl.aggregation=constant_length",
-            f"Set it to llm.parameters.max_tokens, which is {longest}.",
-        )
-    if rl.overlong_buffer_tokens and rl.overlong_limit_tokens is None:
-        yield ConfigError(
-            "finetune.rl.overlong_limit_tokens",
-            None,
-            "a number of tokens with finetune.rl.overlong_buffer_tokens above 0",
-            f"Set it to llm.parameters.max_tokens, which is {longest}, or to the sum over turns if there are several.",
-        )
-    elif rl.overlong_limit_tokens is not None and rl.overlong_buffer_tokens > rl.overlong_limit_tokens:
-        yield ConfigError(
-            "finetune.rl.overlong_buffer_tokens",
-            rl.overlong_buffer_tokens,
-            f"at most finetune.rl.overlong_limit_tokens={rl.overlong_limit_tokens}",
-            "Lower it.",
-        )
+        expected = "a number of tokens with finetune.rl.aggregation=constant_length"
+        yield "finetune.rl.constant_length_tokens", expected, f"{longest}."
+    if buffer and limit is None:
+        expected = "a number of tokens with finetune.rl.overlong_buffer_tokens above 0"
+        yield "finetune.rl.overlong_limit_tokens", expected, f"{longest}, or to the sum over turns."
+    if limit is not None and buffer > limit:
+        yield "finetune.rl.overlong_buffer_tokens", f"at most finetune.rl.overlong_limit_tokens={limit}", "Lower it."
     if rl.target_entropy is not None and rl.final_entropy_bonus is not None:
-        yield ConfigError(
-            "finetune.rl.final_entropy_bonus",
-            rl.final_entropy_bonus,
-            f"null with finetune.rl.target_entropy={rl.target_entropy}, which moves the bonus",
-            "Remove one of the two.",
-        )
-    bounds = rl.correction
-    if not isinstance(bounds, IcepopCorrection | GeometricMaskCorrection):
-        return
-    if bounds.importance_low >= bounds.importance_high:
-        yield ConfigError(
-            "finetune.rl.importance_low",
-            bounds.importance_low,
-            f"less than finetune.rl.importance_high={bounds.importance_high}",
-            "Swap them.",
-        )
+        yield "finetune.rl.final_entropy_bonus", "null with finetune.rl.target_entropy", "Remove one of the two."
+    if isinstance(bounds, IcepopCorrection | GeometricMaskCorrection) and (
+        bounds.importance_low >= bounds.importance_high
+    ):
+        expected = f"less than finetune.rl.importance_high={bounds.importance_high}"
+        yield "finetune.rl.importance_low", expected, "Swap them."
 
 
 def _updates(config: RunConfig) -> Faults:
     """Weight updates and lag fit the schedule."""
     interval, allowed = config.finetune.weight_update_interval, config.finetune.max_version_lag
-    key = "finetune.weight_update_interval"
+    key, lag_key = "finetune.weight_update_interval", "finetune.max_version_lag"
     if isinstance(config.pacing, ConventionalSchedule):
         oldest = config.pacing.steps_per_generation - 1
         if interval > 1:
-            yield ConfigError(
-                key,
-                interval,
-                "1 with schedule=conventional, which sends weights after each round",
-                f"Set steps_per_generation={interval} instead.",
-            )
+            expected = "1 with schedule=conventional, which sends weights after each round"
+            yield key, expected, f"Set steps_per_generation={interval} instead."
         if allowed is not None and allowed < oldest:
-            yield ConfigError(
-                "finetune.max_version_lag",
-                allowed,
-                f"at least steps_per_generation - 1 = {oldest} with schedule=conventional",
-                "Leave it out: the lag is bounded by steps_per_generation.",
-            )
+            yield lag_key, f"at least steps_per_generation - 1 = {oldest}", "Set it to null: the rounds bound the lag."
         return
     if interval > 1 and config.max_lag == 0:
-        yield ConfigError(
-            key,
-            interval,
-            "1 with max_lag=0, which trains only on the newest policy",
-            "Raise max_lag, or update after every step.",
-        )
+        yield key, "1 with max_lag=0, which trains only on the newest policy", "Raise max_lag."
     if allowed is not None and interval - 1 > allowed:
-        yield ConfigError(
-            "finetune.max_version_lag",
-            allowed,
-            f"at least {key} - 1 = {interval - 1}; below, every sample would be stale",
-            "Raise it, or update more often.",
-        )
+        yield lag_key, f"at least {key} - 1 = {interval - 1}; below, every sample would be stale", "Raise it."
 
 
 def _trainer(config: RunConfig) -> Faults:
     finetune, backend = config.finetune, config.backend
     if finetune.dtype == "tf32" and isinstance(backend, FSDPSettings) and backend.param_dtype != "fp32":
-        yield ConfigError(
-            "backend.param_dtype",
-            backend.param_dtype,
-            "fp32 with finetune.dtype=tf32, which multiplies fp32 weights",
-            "Set backend.param_dtype=fp32, or finetune.dtype=bf16.",
-        )
+        expected = "fp32 with finetune.dtype=tf32, which multiplies fp32 weights"
+        yield "backend.param_dtype", expected, "Set backend.param_dtype=fp32, or finetune.dtype=bf16."
     if finetune.dtype == "tf32" and finetune.attn_implementation in ("flex_attention", "flash_attention_2"):
-        yield ConfigError(
-            "finetune.attn_implementation",
-            finetune.attn_implementation,
-            "auto, sdpa or eager with finetune.dtype=tf32: this one is compiled, or for half precision",
-            "Set finetune.attn_implementation=auto.",
-        )
+        expected = "auto, segments, sdpa or eager with finetune.dtype=tf32"
+        yield "finetune.attn_implementation", expected, "Set finetune.attn_implementation=auto."
     if finetune.interrupt_train_steps == 0 or finetune.interrupt_train_steps > finetune.max_train_steps:
-        yield ConfigError(
-            "finetune.interrupt_train_steps",
-            finetune.interrupt_train_steps,
-            f"-1 (off), or from 1 to finetune.max_train_steps={finetune.max_train_steps}",
-            "Raise finetune.max_train_steps, or leave it at -1.",
-        )
+        expected = f"-1 (off), or from 1 to finetune.max_train_steps={finetune.max_train_steps}"
+        yield "finetune.interrupt_train_steps", expected, "Leave it at -1, or raise finetune.max_train_steps."
     if finetune.keep_best is not None and not config.test_dataset_names:
-        yield ConfigError(
-            "finetune.keep_best",
-            finetune.keep_best,
-            "null without held-out problems, as nothing is evaluated",
-            "Name some in test_dataset_names, or leave it out.",
-        )
+        expected = "null without held-out problems, as nothing is evaluated"
+        yield "finetune.keep_best", expected, "Name some in test_dataset_names."
 
 
 def _adapter(config: RunConfig) -> Faults:
     """With `finetune.lora.sync=adapter` the servers hold the frozen model, and all that is trained are A and B."""
     lora, vllm = config.finetune.lora, config.vllm_config
     if lora.sync == "adapter" and not lora.enabled:
-        yield ConfigError(
-            "finetune.lora.sync",
-            "adapter",
-            "merged with finetune.lora.enabled=false: there is no adapter, all weights are trained",
-            "Add finetune.lora.enabled=true, or remove the key.",
-        )
+        expected = "merged with finetune.lora.enabled=false: all weights are trained"
+        yield "finetune.lora.sync", expected, "Set finetune.lora.enabled=true, or remove the key."
     if not lora.sends_adapter:
         return
-    merged, condition = "or set finetune.lora.sync=merged.", "with finetune.lora.sync=adapter"
+    condition, merged = "with finetune.lora.sync=adapter", "or set finetune.lora.sync=merged."
     if lora.bias != "none":
-        yield ConfigError(
-            "finetune.lora.bias",
-            lora.bias,
-            f"none {condition}: servers accept no biases with an adapter",
-            f"Leave biases untrained, {merged}",
-        )
+        expected = f"none {condition}: servers accept no biases with an adapter"
+        yield "finetune.lora.bias", expected, f"Leave biases untrained, {merged}"
     if lora.r > LARGEST_ADAPTER_RANK:
-        yield ConfigError(
-            "finetune.lora.r",
-            lora.r,
-            f"at most {LARGEST_ADAPTER_RANK} {condition}: vLLM has no room for more",
-            f"Lower it, {merged}",
-        )
+        yield "finetune.lora.r", f"at most {LARGEST_ADAPTER_RANK} (of vLLM) {condition}", f"Lower it, {merged}"
     key, quantization = vllm.option("quantization")
-    if vllm.quantization is not None:
-        key, quantization = "vllm_config.quantization", vllm.quantization
-    if quantization is not None:
-        expected = f"no quantization {condition}: the trainer computes with the model as it is"
-        yield ConfigError(key, quantization, expected, f"Remove it, {merged}")
+    if vllm.quantization is not None or quantization is not None:
+        key = key if vllm.quantization is None else "vllm_config.quantization"
+        yield key, f"no quantization {condition}: the trainer has the model as it is", f"Remove it, {merged}"
     key, load_format = vllm.option("load-format")
     if load_format == "dummy":
         expected = f"servers that load their weights {condition}: updates do not bring the model"
-        yield ConfigError(key, load_format, expected, f"Remove it, {merged}")
+        yield key, expected, f"Remove it, {merged}"
     if config.world.colocated:
-        yield ConfigError(
-            "world.placement",
-            "colocated",
-            f"disaggregated {condition}: sleeping servers may drop their weights, and updates do not bring them back",
-            f"Place servers and trainer apart, {merged}",
-        )
+        expected = f"disaggregated {condition}: sleeping servers may drop the model, and updates do not bring it back"
+        yield "world.placement", expected, f"Place servers and trainer apart, {merged}"
     if (vllm.number("pipeline-parallel-size") or 1) > 1:
-        key, size = vllm.option("pipeline-parallel-size")
+        key, _ = vllm.option("pipeline-parallel-size")
         expected = f"1 {condition}: each worker checks that the whole adapter has its place"
-        yield ConfigError(key, size, expected, f"Use tensor-parallel-size, {merged}")
+        yield key, expected, f"Use tensor-parallel-size, {merged}"
 
 
 def _lengths(config: RunConfig) -> Faults:
@@ -268,168 +170,101 @@ def _lengths(config: RunConfig) -> Faults:
     key, value = vllm.option("max-model-len")
     context = vllm.number("max-model-len")
     if value is not None and (context is None or context < 2):
-        yield ConfigError(key, value, "a number of tokens", "Write for instance max_model_len: 4096.")
+        yield key, "a number of tokens", "Write for instance max_model_len: 4096."
     if context is not None and config.finetune.seq_length < context:
-        yield ConfigError(
-            "finetune.seq_length",
-            config.finetune.seq_length,
-            f"at least {key}={context}; longer samples could not be trained",
-            f"Set finetune.seq_length={context}, or lower max_model_len (and max_tokens).",
-        )
+        expected = f"at least {key}={context}; longer samples could not be trained"
+        yield "finetune.seq_length", expected, f"Set finetune.seq_length={context}, or lower max_model_len."
     for section, parameters in (("llm", config.llm.parameters), ("test_llm", config.test_llm.parameters)):
         if context is not None and parameters.max_tokens >= context:
-            yield ConfigError(
-                f"{section}.parameters.max_tokens",
-                parameters.max_tokens,
-                f"less than {key}={context}, so that a prompt fits too",
-                "Lower it, or raise max_model_len and finetune.seq_length.",
-            )
-            break
+            expected = f"less than {key}={context}, so that a prompt fits too"
+            yield f"{section}.parameters.max_tokens", expected, "Lower it, or raise max_model_len."
+            break  # evaluation follows
         if parameters.min_tokens > parameters.max_tokens:
-            yield ConfigError(
-                f"{section}.parameters.min_tokens",
-                parameters.min_tokens,
-                f"at most {section}.parameters.max_tokens={parameters.max_tokens}",
-                "Lower it.",
-            )
-    key, value = vllm.option("block-size")
+            expected = f"at most {section}.parameters.max_tokens={parameters.max_tokens}"
+            yield f"{section}.parameters.min_tokens", expected, "Lower it."
+    key, _ = vllm.option("block-size")
     size = vllm.number("block-size")
     if config.world.device == "cpu" and size is not None and (size == 0 or size % _CPU_BLOCK):
-        yield ConfigError(key, value, f"a multiple of {_CPU_BLOCK} on a CPU", f"Set it to {_CPU_BLOCK}.")
+        yield key, f"a multiple of {_CPU_BLOCK} on a CPU", f"Set it to {_CPU_BLOCK}."
 
 
-def _shares(config: RunConfig) -> Faults:
+def _world(config: RunConfig) -> Faults:
     """Somebody samples and somebody trains, unless the mode says otherwise."""
-    world = config.world
-    stages = STAGE_KINDS[config.debug.mode]
-    for kind, key, share, count in (
-        ("actor_llm", "world.actor_fraction", world.actor_fraction, world.num_actor_llms),
-        ("finetune", "world.finetune_fraction", world.finetune_fraction, world.num_finetune_ranks),
-    ):
-        if kind in stages and share <= 0 and count is None:
-            work = "a server samples" if kind == "actor_llm" else "a trainer runs"
-            yield ConfigError(key, share, f"more than 0, so that {work}", "Set it to 1 or more.")
-
-
-def _shared_devices(config: RunConfig) -> Faults:
-    world, colocated = config.world, config.world.colocated
-    if colocated is None:
+    world, stages = config.world, STAGE_KINDS[config.debug.mode]
+    if "actor_llm" in stages and world.actor_fraction <= 0 and world.num_actor_llms is None:
+        yield "world.actor_fraction", "more than 0, so that a server samples", "Set it to 1 or more."
+    if "finetune" in stages and world.finetune_fraction <= 0 and world.num_finetune_ranks is None:
+        yield "world.finetune_fraction", "more than 0, so that a trainer runs", "Set it to 1 or more."
+    if world.colocated is None:
         return
     if config.schedule != "conventional":
-        yield ConfigError(
-            "schedule",
-            config.schedule,
-            "conventional with world.placement=colocated: servers and trainer alternate",
-            "Add schedule=conventional: steps_per_generation=1 is on-policy, 2 is at most one version old.",
-        )
-    if colocated.offload_optimizer and config.backend.type != "plain":
-        yield ConfigError(
-            "world.offload_optimizer",
-            True,
-            f"false with backend={config.backend.type}",
-            "Use backend=plain, or a DeepSpeed configuration with offload.",
-        )
-    if world.num_preprocessor_llms or (world.num_preprocessor_llms is None and world.preprocessor_fraction > 0):
-        yield ConfigError(
-            "world.preprocessor_fraction",
-            world.preprocessor_fraction,
-            "0 with world.placement=colocated: the reference model is next to the trainer",
-            "Set it to 0 and leave finetune.rl.reference at auto.",
-        )
+        expected = "conventional with world.placement=colocated: servers and trainer alternate"
+        yield "schedule", expected, "Set schedule=conventional; steps_per_generation=1 is on-policy."
+    if world.colocated.offload_optimizer and config.backend.type != "plain":
+        yield "world.offload_optimizer", f"false with backend={config.backend.type}", "Set backend=plain."
+    if config.has_reference_pool:
+        expected = "0 with world.placement=colocated: the reference model is next to the trainer"
+        yield "world.preprocessor_fraction", expected, "Set it to 0 and leave finetune.rl.reference at auto."
 
 
 def _gpu_lists(config: RunConfig) -> Faults:
     """Lists of GPUs name those of every pool."""
-    lists = {key: getattr(config.world, key) for key in GPU_LISTS}
-    if all(value is None for value in lists.values()):
-        return
     stages = STAGE_KINDS[config.debug.mode]
     wanted = {
         "actor_gpus": "actor_llm" in stages,
         "preprocessor_gpus": config.has_reference_pool,
         "finetune_gpus": "finetune" in stages,
     }
+    lists = {key: getattr(config.world, key) for key in GPU_LISTS}
+    given = ", ".join(f"world.{key}" for key, value in lists.items() if value is not None)
     for key, value in lists.items():
+        flat = key == "finetune_gpus"
         if value is None:
-            if wanted[key]:
-                others = ", ".join(f"world.{other}" for other, given in lists.items() if given is not None)
-                example = "[1]" if key == "finetune_gpus" else "[[0]]"
-                yield ConfigError(
-                    f"world.{key}", None, f"a list of GPUs, as in {others}", f"Set for instance world.{key}={example}."
-                )
-        elif any(len(set(gpus)) != len(gpus) or not gpus for gpus in ([value] if key == "finetune_gpus" else value)):
-            yield ConfigError(
-                f"world.{key}",
-                value,
-                "each GPU once for one server, and once for all ranks together (NCCL refuses two ranks on one)",
-                "Remove what is there twice.",
-            )
+            if given and wanted[key]:
+                next_step = f"Set for instance world.{key}={'[1]' if flat else '[[0]]'}."
+                yield f"world.{key}", f"a list of GPUs, as in {given}", next_step
+        elif any(len(set(gpus)) != len(gpus) or not gpus for gpus in ([value] if flat else value)):
+            expected = "each GPU once for one server, and once for all ranks together (NCCL refuses two ranks on one)"
+            yield f"world.{key}", expected, "Remove what is there twice."
 
 
 def _run(config: RunConfig) -> Faults:
     part, supervise, streams = config.train_subset, config.supervise, config.streams
     if part is not None and (set(part) != {"begin", "end"} or not 0 <= part["begin"] < part["end"]):
-        yield ConfigError(
-            "train_subset",
-            part,
-            "{begin: B, end: E} with 0 <= B < E",
-            "Write for instance train_subset={begin:0,end:100}.",
-        )
+        expected = "{begin: B, end: E} with 0 <= B < E"
+        yield "train_subset", expected, "Write for instance train_subset={begin:0,end:100}."
     if supervise.heartbeat_timeout_s <= supervise.heartbeat_interval_s:
-        yield ConfigError(
-            "supervise.heartbeat_timeout_s",
-            supervise.heartbeat_timeout_s,
-            f"more than supervise.heartbeat_interval_s={supervise.heartbeat_interval_s}",
-            "Use at least ten intervals.",
-        )
-    if isinstance(streams, RedisStreams) and streams.url and urlsplit(streams.url).scheme not in _REDIS_SCHEMES:
-        yield ConfigError(
-            "streams.url", streams.url, "redis://HOST:PORT/DB", "Leave it out to have the launcher start a server."
-        )
+        expected = f"more than supervise.heartbeat_interval_s={supervise.heartbeat_interval_s}"
+        yield "supervise.heartbeat_timeout_s", expected, "Use at least ten intervals."
+    url = streams.url if isinstance(streams, RedisStreams) else None
+    if url and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+        yield "streams.url", "redis://HOST:PORT/DB", "Leave it out to have the launcher start a server."
 
 
 def _stage_alone(config: RunConfig) -> Faults:
     """A run reads what it wrote; a stage alone reads what another run wrote."""
-    source, mode = config.debug.streams_from, config.debug.mode
+    key, source, mode = "debug.streams_from", config.debug.streams_from, config.debug.mode
     if mode not in READING_MODES:
         if source is not None:
-            yield ConfigError(
-                "debug.streams_from",
-                source,
-                f"null with debug.mode={mode!r}: a run reads its own streams",
-                "Leave it out; to continue that run, give its folder as output_dir.",
-            )
+            next_step = "Leave it out; to continue that run, give its folder as output_dir."
+            yield key, f"null with debug.mode={mode!r}: a run reads its own streams", next_step
     elif source is None:
-        yield ConfigError(
-            "debug.streams_from", None, f"the output_dir of another run with debug.mode={mode}", "Name a recorded run."
-        )
+        yield key, f"the output_dir of another run with debug.mode={mode}", "Name a recorded run."
     elif Path(source).absolute() == Path(config.output_dir).absolute():
-        yield ConfigError(
-            "debug.streams_from", source, "another run than output_dir", "Choose another output_dir for this stage."
-        )
+        yield key, "another run than output_dir", "Choose another output_dir for this stage."
 
 
 def _agent_function(config: RunConfig) -> Faults:
     path = config.actor.agent_func_path
-    if path is None:
-        return
-    if config.actor.rollout_policy != AGENT_ROLLOUT:
-        yield ConfigError(
-            "actor.rollout_policy",
-            config.actor.rollout_policy,
-            f"null with actor.agent_func_path={path}",
-            "Set one of the two; --config-name agent starts without a task.",
-        )
-    if config.dataset_loader is None:
-        yield ConfigError(
-            "agent.prompt_data",
-            config.agent.prompt_data,
-            "a JSONL file or the name of a Hugging Face dataset, for actor.agent_func_path",
-            "Set it, and agent.input_key to the column of the prompts.",
-        )
+    if path is not None and config.actor.rollout_policy != AGENT_ROLLOUT:
+        next_step = "Set one of the two; --config-name agent starts without a task."
+        yield "actor.rollout_policy", f"null with actor.agent_func_path={path}", next_step
+    if path is not None and config.dataset_loader is None:
+        expected = "a JSONL file or the name of a Hugging Face dataset, for actor.agent_func_path"
+        yield "agent.prompt_data", expected, "Set it, and agent.input_key to the column of the prompts."
 
 
 _RULES = (
-    *(_groups, _reference, _loss, _updates, _trainer, _adapter, _lengths, _shares, _shared_devices, _gpu_lists, _run),
+    *(_groups, _reference, _loss, _updates, _trainer, _adapter, _lengths, _world, _gpu_lists, _run),
     *(_stage_alone, _agent_function),
 )
