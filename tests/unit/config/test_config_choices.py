@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
 from pipelinerl.config import RunConfig, load_config, save_config, to_dictconfig
 from pipelinerl.config.algorithm import CustomAdvantage, CustomLoss, GspoLoss, RLConfig
 from pipelinerl.config.compose import compose
-from pipelinerl.config.keys import known_keys, values_of
+from pipelinerl.config.keys import Key, known_keys, values_of
 from pipelinerl.config.resources import CustomStreams, DeepSpeedSettings, FSDPSettings, PlainSettings, RedisStreams
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError
@@ -27,17 +30,13 @@ def composed(*words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("key", CHOOSERS, ids=lambda key: key.name)
-def test_every_type_can_be_chosen_and_reloads_equal(key: object, tmp_path: object) -> None:
-    for tag in values_of(key.name):  # type: ignore[attr-defined]
-        data: dict[str, object] = {"output_dir": "x"}
-        section: dict[str, object] = data
-        *heads, leaf = key.name.split(".")  # type: ignore[attr-defined]
-        for head in heads:
-            section[head] = {}
-            section = section[head]  # type: ignore[assignment]
-        section[leaf] = tag
-        made = RunConfig.model_validate(data)
-        assert load_config(save_config(made, tmp_path / "exp.yaml")) == made  # type: ignore[operator]
+def test_every_type_can_be_chosen_and_reloads_equal(key: Key, tmp_path: Path) -> None:
+    for tag in values_of(key.name):
+        data: Any = tag
+        for part in reversed(key.name.split(".")):
+            data = {part: data}
+        made = config(**data)
+        assert load_config(save_config(made, tmp_path / "exp.yaml")) == made
 
 
 def test_a_loss_brings_its_own_defaults() -> None:
@@ -74,11 +73,11 @@ def test_a_key_of_another_type_is_refused_by_name(words: list[str], key: str) ->
 
 
 @pytest.mark.parametrize("key", CHOOSERS, ids=lambda key: key.name)
-def test_an_unknown_type_is_refused_with_the_names(key: object) -> None:
+def test_an_unknown_type_is_refused_with_the_names(key: Key) -> None:
     with pytest.raises(ConfigError) as caught:
-        composed(f"++{key.name}=nonsense")  # type: ignore[attr-defined]
-    assert (caught.value.key, caught.value.got) == (key.name, "nonsense")  # type: ignore[attr-defined]
-    assert all(name in caught.value.expected for name in values_of(key.name))  # type: ignore[attr-defined]
+        composed(f"++{key.name}=nonsense")
+    assert (caught.value.key, caught.value.got) == (key.name, "nonsense")
+    assert all(name in caught.value.expected for name in values_of(key.name))
 
 
 def test_null_leaves_a_key_of_another_type_unset() -> None:

@@ -89,24 +89,8 @@ def test_wrong_types_are_one_line_each() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "llm.parameters.temperature=-1",  # test_llm.parameters.temperature follows it
-        "attempts=0",
-        "max_lag=-1",
-        "actor.llm_max_rollouts=0",
-    ],
-)
-def test_a_bad_value_is_reported_under_the_key_that_was_set(setting: str) -> None:
-    text = message("--config-name=quickstart", "output_dir=x", setting)
-    assert text.startswith(setting.partition("=")[0] + ": got ") and len(text.splitlines()) == 1
-
-
-def test_a_value_of_a_file_is_blamed_on_the_key_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nllm: {parameters: {temperature: -1}}\n")
-    text = message("--config-dir", str(tmp_path), "--config-name=mine", "output_dir=x")
-    assert text.startswith("llm.parameters.temperature: got -1, ") and str(tmp_path / "mine.yaml") in text
+def test_evaluation_that_follows_training_is_not_blamed_as_well() -> None:
+    assert faults("output_dir=x", "llm.parameters.temperature=-1") == [("llm.parameters.temperature", -1)]
 
 
 @pytest.mark.parametrize(

@@ -14,41 +14,9 @@ from pipelinerl.config.compose import compose
 from pipelinerl.errors import ConfigError
 
 ODD = [
-    "null",
-    "~",
-    "1e-3",
-    "1.0",
-    "0x1F",
-    "yes",
-    "no",
-    "${x}",
-    r"\${x}",
-    r"a\\${x}",
-    "",
-    " ",
-    "2020-01-01",
-    "1_000",
-    ".inf",
-]
-ODD += [
-    "nan",
-    "'",
-    '"',
-    "a: b",
-    "#c",
-    "- d",
-    "line\nbreak",
-    "tab\t",
-    "é",
-    "\x85",
-    "{",
-    "[",
-    "*a",
-    "&a",
-    "!t",
-    "???",
-    "0o7",
-    "12:30",
+    *("null", "~", "1e-3", "1.0", "0x1F", "yes", "no", "${x}", r"\${x}", r"a\\${x}", "", " ", "2020-01-01", "1_000"),
+    *(".inf", "nan", "'", '"', "a: b", "#c", "- d", "line\nbreak", "tab\t", "é", "\x85", "{", "[", "*a", "&a", "!t"),
+    *("???", "0o7", "12:30"),
 ]
 
 
@@ -56,17 +24,16 @@ def full(**values: object) -> RunConfig:
     return RunConfig.model_validate({"output_dir": "x", **values})
 
 
-@pytest.mark.parametrize("text", ODD)
-def test_o3_odd_strings_reload_equal_and_reach_user_code(tmp_path: Path, text: str) -> None:
-    config = full(
-        model_path=text, custom={"value": text, "list": [text, None, {"deep": text}]}, train_dataset_names=[text]
-    )
-    again = load_config(save_config(config, tmp_path / "conf" / "exp.yaml"))
-    assert again == config
-    if text != "???":  # OmegaConf's own mark for a missing value
-        cfg = to_dictconfig(config)
-        assert cfg.model_path == text
-        assert cfg.custom.value == text and cfg.custom.list[2].deep == text and cfg.custom.list[1] is None
+def test_o3_odd_strings_reload_equal_and_reach_user_code(tmp_path: Path) -> None:
+    for text in ODD:
+        custom = {"value": text, "list": [text, None, {"deep": text}]}
+        config = full(model_path=text, custom=custom, train_dataset_names=[text])
+        assert load_config(save_config(config, tmp_path / "conf" / "exp.yaml")) == config
+        if text != "???":  # OmegaConf's own mark for a missing value
+            cfg = to_dictconfig(config)
+            assert (cfg.model_path, cfg.custom.value, cfg.custom.list[2].deep) == (text, text, text)
+            assert cfg.custom.list[1] is None
+    assert [path.name for path in (tmp_path / "conf").iterdir()] == ["exp.yaml"]
 
 
 @pytest.mark.parametrize("name", ["base", "guessing", "quickstart"])
@@ -77,17 +44,7 @@ def test_o3_composed_configurations_reload_equal(tmp_path: Path, name: str) -> N
 
 
 def test_o3_numbers_and_nulls_keep_their_types(tmp_path: Path) -> None:
-    values = {
-        "a": 1,
-        "b": 1.0,
-        "c": None,
-        "d": True,
-        "e": 1e-6,
-        "f": [1, "1"],
-        "g": {},
-        "h": 10**20,
-        "i": {1: "int key"},
-    }
+    values = {"a": 1, "b": 1.0, "c": None, "d": True, "e": 1e-6, "f": [1, "1"], "g": {}, "h": 10**20, "i": {1: "x"}}
     again = load_config(save_config(full(custom=values), tmp_path / "exp.yaml"))
     assert again.custom == values
     assert [type(again.custom[key]) for key in "abcde"] == [type(values[key]) for key in "abcde"]
@@ -112,20 +69,12 @@ def test_o3_any_plain_value_reloads_equal(tmp_path: Path, value: object) -> None
     assert load_config(save_config(config, tmp_path / "exp.yaml")) == config
 
 
-def test_user_code_gets_every_key_resolved() -> None:
-    config = compose(["output_dir=x", "--config-name=guessing"]).config
-    assert config is not None
-    cfg = to_dictconfig(config)
-    assert cfg.attempts == 8
-    assert cfg.dataset_loader == "pipelinerl.domains.guessing.load_problems"
-
-
 def test_a_missing_a_damaged_and_a_foreign_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the resolved configuration of a run"):
         load_config(tmp_path / "none.yaml")
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("a: [")
-    with pytest.raises(ConfigError, match="The file is damaged"):
+    with pytest.raises(ConfigError, match="damaged"):
         load_config(damaged)
     damaged.write_text("3")
     with pytest.raises(ConfigError, match="a mapping of keys"):
@@ -133,8 +82,3 @@ def test_a_missing_a_damaged_and_a_foreign_file(tmp_path: Path) -> None:
     damaged.write_text(yaml.safe_dump({"output_dir": "x", "sed": 3}))
     with pytest.raises(ConfigError, match="the nearest is seed"):
         load_config(damaged)
-
-
-def test_nothing_but_the_file_is_left(tmp_path: Path) -> None:
-    save_config(full(), tmp_path / "exp.yaml")
-    assert [path.name for path in tmp_path.iterdir()] == ["exp.yaml"]
