@@ -1,23 +1,42 @@
 """The best model by evaluation: `finetune/best`, a link to one of the folders in `finetune/evaluated/<version>`.
 
-The trainer exports a version there when its evaluation falls due (a candidate). Whoever learns the result, the trainer
-while it lives and the launcher behind its end, folds it in here: the candidate takes the best one's place, or goes.
-Waits for the disk only. A crash at any point leaves the old best model or the new one, and a candidate that the next
-start settles or removes.
+An evaluation takes longer than a step, and its result comes when the weights are gone: so the trainer exports a version
+when its evaluation falls due (a candidate). Whoever learns the result, the trainer while it runs and the launcher after
+its end, settles the candidate: it becomes the best model or is removed. A crash at any point leaves the old best model
+or the new one, and a candidate that the next start settles or removes. No torch: the launcher imports this.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.records import EvaluationResult
-from pipelinerl.rundir.durable import point_link, remove_folder, replace_file
+from pipelinerl.rundir.durable import (
+    finish_folder,
+    partial_folder,
+    point_link,
+    remove_folder,
+    replace_file,
+    start_folder,
+)
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.base import StreamReader
+
+if TYPE_CHECKING:
+    from pipelinerl.finetune.backends.base import Backend
+    from pipelinerl.finetune.model_export import ModelExporter
+    from pipelinerl.finetune.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +46,13 @@ NOTE = "evaluation.json"
 MAX_CANDIDATES = 2
 # What the actor calls several data sets together.
 _ALL = "all"
-_OWN_METRICS = {"success_rate": "success_rate", "mean_reward": "mean_reward"}
 
 
 class EvaluatedVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `evaluation.json`: which weights lie beside it, and what their evaluation came to.
+    """Content of `evaluation.json`: which weights lie next to it, and the result of their evaluation.
 
-    `version` is the number of optimizer steps behind the weights, `due_version` names the evaluation. Without a `value`
-    the result is not known yet. Tokens of the evaluation were sampled by the versions `min_version` to `max_version`.
+    `version` is the number of optimizer steps of the weights, `due_version` names the evaluation. Without a `value` the
+    result is not known yet. Tokens of the evaluation were sampled by the versions `min_version` to `max_version`.
     """
 
     version: int
@@ -61,8 +79,6 @@ class BestModel:
         self._root = root
         self._metric = metric
         self._max_failure_rate = max_failure_rate
-        self._folded: set[tuple[int, int, bool]] = set()
-        self._values: dict[tuple[int, int], float] = {}
 
     def folder(self, version: int) -> Path:
         """Where `version` is exported."""
@@ -75,127 +91,113 @@ class BestModel:
 
     @property
     def candidates(self) -> list[EvaluatedVersion]:
-        """Versions whose result has not been taken yet, in the order in which they were exported."""
+        """Exported versions without a result, in the order of their evaluations."""
         best = self._best_folder()
         folders = [folder for folder in self._folders() if folder.name.isdecimal() and folder != best]
         found = [note for note in map(_read, folders) if note is not None]
         return sorted(found, key=lambda note: (note.incarnation, note.due_version))
 
     def make_room(self) -> None:
-        """Let one more candidate be exported. The oldest one is being measured; what came behind it will not be."""
+        """Let one more candidate be exported. The oldest is being measured; those after it will not be."""
         for note in self.candidates[1 : len(self.candidates) + 2 - MAX_CANDIDATES]:
             remove_folder(self.folder(note.version))
-
-    def fold(self, results: Iterable[EvaluationResult]) -> None:
-        """Take results, in the order of their stream; those that were taken before change nothing.
-
-        Of the results of one evaluation the first is over all data sets.
-        """
-        results = list(results)
-        measured = {(each.incarnation, each.due_version) for each in results if each.success_rate is not None}
-        for result in results:
-            key = (result.incarnation, result.due_version, result.is_final)
-            if result.success_rate is None:
-                # It was not made: the next start may make it. The final one may be due at the same version.
-                if key[:2] not in measured:
-                    self._settle(result)
-            elif key not in self._folded:
-                self._folded.add(key)
-                self._settle(result)
-
-    def knows(self, due_version: int, is_final: bool) -> bool:
-        """Whether any start of the run has made that evaluation."""
-        return any((due, final) == (due_version, is_final) for _, due, final in self._folded)
 
     def drop_rest(self) -> None:
         """Remove everything but the best model: no result comes for it any more."""
         for folder in self._folders():
             self._remove(folder)
 
-    def _settle(self, result: EvaluationResult) -> None:
-        value = self._value(result)
-        if value is not None:
-            self._values.setdefault((result.incarnation, result.due_version), value)
+    def settle(self, results: Sequence[EvaluationResult]) -> None:
+        """Promote or remove every candidate whose evaluation is over, given all `results` of the run so far."""
         for note in self.candidates:
-            if note.incarnation != result.incarnation or note.due_version > result.due_version:
+            own = [each for each in results if each.incarnation == note.incarnation]
+            # Of the results of one evaluation the first is over all data sets. One in which nothing was measured counts
+            # last: the final evaluation may be due at the same version.
+            same = [each for each in own if each.due_version == note.due_version]
+            same.sort(key=lambda each: each.success_rate is None)
+            if same:
+                reason = self._why_not(note, same[0], results)
+            elif any(each.due_version > note.due_version for each in own):
+                reason = "it was not evaluated"
+            else:
                 continue
-            reason = self._why_not(note, result, value)
-            if reason is None and value is not None:
-                self._promote(note, result, value)
-                continue
-            if self._remove(self.folder(note.version)):
+            if reason is None:
+                self._promote(note, same[0])
+            elif self._remove(self.folder(note.version)):
                 logger.info("version %d is not kept: %s", note.version, reason)
 
-    def _why_not(self, note: EvaluatedVersion, result: EvaluationResult, value: float | None) -> str | None:
+    def _why_not(
+        self, note: EvaluatedVersion, result: EvaluationResult, results: Sequence[EvaluationResult]
+    ) -> str | None:
         """Why a candidate cannot be the best one; None: it is."""
-        if note.due_version < result.due_version:
-            return "it was not evaluated"
         if result.success_rate is None:
             return f"all {result.num_rollouts} rollouts of its evaluation failed"
         if result.num_failed > self._max_failure_rate * result.num_rollouts:
             return f"{result.num_failed} of {result.num_rollouts} rollouts of its evaluation failed"
         if result.min_version != note.version:
             return f"its evaluation began with version {result.min_version}"
+        value = self._value(result)
         if value is None:
-            known = ", ".join([*_OWN_METRICS, *result.metrics])
+            known = ", ".join(["success_rate", "mean_reward", *result.metrics])
             logger.warning("%s=%s: evaluations have no such metric (they have %s)", KEY, self._metric, known)
             return f"its evaluation has no metric {self._metric}"
         best = self.best
-        if best is None:
-            return None
-        old = self._value_of_best(best, result)
-        # Of equal values the one counts for more that fewer versions had a part in.
-        if old is None or (value, -_num_later(result)) > (old, -_num_later(best)):
+        old = None if best is None else self._value_of_best(best, result, results)
+        # Of equal values the one measured over fewer versions counts more.
+        if best is None or old is None or (value, -_num_later(result)) > (old, -_num_later(best)):
             return None
         return f"{self._metric} {value:g}, version {best.version} has {old:g}"
 
     def _value(self, result: EvaluationResult) -> float | None:
-        own = _OWN_METRICS.get(self._metric)
-        return getattr(result, own) if own is not None else result.metrics.get(self._metric)
+        if self._metric in ("success_rate", "mean_reward"):
+            return getattr(result, self._metric)
+        return result.metrics.get(self._metric)
 
-    def _value_of_best(self, best: EvaluatedVersion, result: EvaluationResult) -> float | None:
-        """None: it was measured by something else (the configuration changed) and cannot be compared."""
+    def _value_of_best(
+        self, best: EvaluatedVersion, result: EvaluationResult, results: Sequence[EvaluationResult]
+    ) -> float | None:
+        """None: it was measured on other problems (the configuration changed) and cannot be compared."""
         names = {best.dataset_name, result.dataset_name}
-        # Of the same problems it may change too: failed rollouts do not say a name that others do, and two are "all".
+        # The name changes for the same problems too: failed rollouts do not say one that others do, and two are "all".
         if len(names) > 1 and not (_ALL in names and best.num_rollouts == result.num_rollouts):
             return None
         if best.metric == self._metric:
             return best.value
-        return self._values.get((best.incarnation, best.due_version))
+        key = (best.incarnation, best.due_version)
+        same = (self._value(each) for each in results if (each.incarnation, each.due_version) == key)
+        return next((value for value in same if value is not None), None)
 
-    def _promote(self, note: EvaluatedVersion, result: EvaluationResult, value: float) -> None:
-        folder, old = self.folder(note.version), self._best_folder()
+    def _promote(self, note: EvaluatedVersion, result: EvaluationResult) -> None:
+        folder, old, value = self.folder(note.version), self._best_folder(), self._value(result)
+        measured = replace(
+            note,
+            metric=self._metric,
+            value=value,
+            num_rollouts=result.num_rollouts,
+            num_failed=result.num_failed,
+            min_version=result.min_version,
+            max_version=result.max_version,
+            dataset_name=result.dataset_name,
+        )
         try:
-            write_note(
-                folder,
-                msgspec.structs.replace(
-                    note,
-                    metric=self._metric,
-                    value=value,
-                    num_rollouts=result.num_rollouts,
-                    num_failed=result.num_failed,
-                    min_version=result.min_version,
-                    max_version=result.max_version,
-                    dataset_name=result.dataset_name,
-                ),
-            )
+            write_note(folder, measured)
             point_link(self._root / "best", folder)
         except OSError as error:
             logger.warning(
-                "version %d is the best one by now (%s %g), but cannot be kept: %s. Free some space, or set %s=null",
+                "version %d is the best one so far (%s %g), but cannot be kept: %s. Free some space, or set %s=null",
                 *(note.version, self._metric, value, error, KEY),
             )
             return
         logger.info(
-            "version %d is the best one by now: %s %g, measured over versions %d to %d",
+            "version %d is the best one so far: %s %g, measured over versions %d to %d",
             *(note.version, self._metric, value, result.min_version, result.max_version),
         )
         if old is not None and old != folder and old.exists():
             remove_folder(old)
 
     def _remove(self, folder: Path) -> bool:
-        """Remove `folder`, unless it is the best one by now: with several nodes, trainer and launcher may both take the
-        last results, and what one of them has just kept is no better than the best one for the other."""
+        """Remove `folder`, unless it is the best one: on several nodes trainer and launcher may both settle the last
+        results, and what one has just kept is no better than the best one for the other."""
         if folder == self._best_folder():
             return False
         remove_folder(folder)
@@ -210,25 +212,126 @@ class BestModel:
         return sorted(root.iterdir()) if root.is_dir() else []
 
 
-def _num_later(measured: EvaluationResult | EvaluatedVersion) -> int:
-    """How many versions behind the first one had a part in an evaluation."""
-    return (measured.max_version or 0) - (measured.min_version or 0)
-
-
 def best_model_of(config: RunConfig, run_dir: RunDir) -> BestModel | None:
     """The best model of a run; None: the configuration does not ask for one."""
     metric = config.finetune.keep_best
     return None if metric is None else BestModel(run_dir.finetune, metric, config.actor.max_failure_rate)
 
 
-def note_text(note: EvaluatedVersion) -> bytes:
-    """`note` as the content of `evaluation.json`."""
+@dataclass
+class BestKeeper:
+    """Exports versions that are evaluated. All ranks take part in an export, rank 0 settles.
+
+    Args:
+        schedule: that of the actor.
+        best: used on rank 0 alone.
+        results: what the actor writes about evaluations, from the first one on; None on other ranks.
+    """
+
+    ranks: Ranks
+    schedule: EvaluationSchedule
+    backend: Backend
+    exporter: ModelExporter
+    best: BestModel
+    results: StreamReader[EvaluationResult] | None
+    incarnation: int
+    _due: int | None = field(default=None, init=False)
+    _known: list[EvaluationResult] = field(default_factory=list, init=False)
+
+    def begin(self, version: int) -> None:
+        """Settle what earlier starts left. Before `version` reaches the servers, as the actor evaluates then.
+
+        As the actor does: without any evaluation so far, one is made of the first version.
+        """
+        made = -1
+        if self.ranks.is_first:
+            self._settle()
+            self.best.drop_rest()
+            made = max((each.due_version for each in self._known if each.success_rate is not None), default=-1)
+        made = self.ranks.broadcast(made)
+        self.schedule.start_at(version if made < 0 else made)
+        self._due = version if made < 0 else self.schedule.take_due(version)
+
+    def offer(self, version: int, ready: Path | None = None) -> None:
+        """Export `version`, which the servers just got, if an evaluation is due. `ready` is an export of it."""
+        due, self._due = self._due, None
+        if due is None:
+            due = self.schedule.take_due(version)
+        if self.ranks.is_first:
+            self._settle()
+        if due is None:
+            return
+        if self.ranks.broadcast(int(self.ranks.is_first and not self._is_best(version))):
+            self._export(EvaluatedVersion(version=version, due_version=due, incarnation=self.incarnation), ready)
+            if self.ranks.is_first:
+                self._settle()
+
+    def offer_final(self, version: int, ready: Path) -> None:
+        """The final evaluation, which the trainer does not live to see, will measure `version`, exported at `ready`."""
+        if not self.ranks.is_first:
+            return
+        self._settle()
+        if self._is_best(version) or any(each.due_version == version and each.is_final for each in self._known):
+            return
+        self._export(EvaluatedVersion(version=version, due_version=version, incarnation=self.incarnation), ready)
+
+    def _settle(self) -> None:
+        assert self.results is not None
+        while entries := self.results.read(timeout_s=0):
+            self._known += [entry.record for entry in entries]
+        self.best.settle(self._known)
+
+    def _is_best(self, version: int) -> bool:
+        best = self.best.best
+        return best is not None and best.version == version
+
+    def _export(self, note: EvaluatedVersion, ready: Path | None) -> None:
+        """A full disk costs the candidate, not the run."""
+        final = self.best.folder(note.version)
+        try:
+            if self.ranks.is_first:
+                self.best.make_room()
+            if ready is None:
+                source = self.backend.export_source()
+                self.exporter.write(final, self.backend.policy, source, {NOTE: _note_text(note)})
+            elif self.ranks.is_first:
+                # The same bytes on the disk, where the file system can do that.
+                partial = start_folder(final)
+                shutil.copytree(ready, partial, copy_function=_link_or_copy, dirs_exist_ok=True)
+                (partial / NOTE).write_bytes(_note_text(note))
+                finish_folder(final)
+        except Exception as error:
+            # Tokenizers report a full disk as a plain Exception with the words of the operating system.
+            if not isinstance(error, OSError) and "os error" not in str(error):
+                raise
+            logger.warning(
+                "version %d is not exported for its evaluation and cannot become the best model: %s. Free some space, "
+                "or set %s=null",
+                *(note.version, error, KEY),
+            )
+            if partial_folder(final).exists():
+                remove_folder(partial_folder(final))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _num_later(measured: EvaluationResult | EvaluatedVersion) -> int:
+    """How many versions after the first one had a part in an evaluation."""
+    return (measured.max_version or 0) - (measured.min_version or 0)
+
+
+def _note_text(note: EvaluatedVersion) -> bytes:
     return msgspec.json.format(msgspec.json.encode(note), indent=1) + b"\n"
 
 
 def write_note(folder: Path, note: EvaluatedVersion) -> None:
     """Replace `evaluation.json` in one step. Raises OSError if the disk does not take it."""
-    replace_file(folder / NOTE, note_text(note), durable=True)
+    replace_file(folder / NOTE, _note_text(note), durable=True)
 
 
 def _read(folder: Path) -> EvaluatedVersion | None:

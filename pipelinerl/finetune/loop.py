@@ -26,10 +26,9 @@ from pipelinerl.config.schedule import EvaluationSchedule, update_interval
 from pipelinerl.config.task import LLMParameters
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends import create_backend
-from pipelinerl.finetune.best_model import best_model_of
+from pipelinerl.finetune.best_model import BestKeeper, best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, stop_on_sigterm
-from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
@@ -56,7 +55,6 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.open_run import recorded_streams
 from pipelinerl.streams.recorder import MetricRecorder
-from pipelinerl.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +225,7 @@ class Trainer:
             self.best.begin(self.state.step)
         self._deliver(self.first_probe)
         if self.best:
-            self.best.offer(self.state.step, self.backend.policy, self._exported_weights)
+            self.best.offer(self.state.step)
 
     def _train(self, batch: TrainingBatch) -> StepResult:
         result = self.steps.run(batch, self.state.entropy_control)
@@ -245,7 +243,7 @@ class Trainer:
         is_saved = step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
         exported = self._save() if is_saved else None
         if self.best and self._update_is_due(is_last=False):
-            self.best.offer(step, self.backend.policy, self._exported_weights, exported)
+            self.best.offer(step, exported)
         return is_saved
 
     def _deliver_rest(self) -> bool:
@@ -319,13 +317,10 @@ class Trainer:
 
     def _save(self, with_training_state: bool = True) -> Path:
         """Save model and training state; returns the folder of the model."""
-        folder = self.exporter.export(self.state.step, self.backend.policy, self._exported_weights())
+        folder = self.exporter.export(self.state.step, self.backend.policy, self.backend.export_source())
         if with_training_state:
             self.checkpoints.save(self.state, self.backend)
         return folder
-
-    def _exported_weights(self) -> WeightSource:
-        return self.backend.weight_source(self.backend.policy.compute_dtype, with_value_head=True)
 
     def _open_batches(self, stack: ExitStack) -> StreamReader[TrainingBatch]:
         """The batches after those that the state holds; those of another run with `debug.streams_from`."""
@@ -361,7 +356,7 @@ class Trainer:
             results = context.streams.reader(EVALUATION_TOPIC, ACTOR, EvaluationResult)
             stack.callback(results.close)
         schedule = EvaluationSchedule(context.config.eval_every_n_versions, self.config.last_step)
-        return BestKeeper(self.ranks, schedule, self.exporter, best, results, context.incarnation)
+        return BestKeeper(self.ranks, schedule, self.backend, self.exporter, best, results, context.incarnation)
 
     def _commit_streams(self, state: TrainerState) -> None:
         """Tell the streams that no resume goes further back than `state`."""

@@ -148,7 +148,7 @@ def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | 
     if best is None:
         return None
     try:
-        best.fold(collector.snapshot(lambda state: list(state.evaluations)))
+        best.settle(collector.snapshot(lambda state: list(state.evaluations)))
         best.drop_rest()
         found = best.best
     except OSError as error:

@@ -120,6 +120,10 @@ class Backend:
         rename = export_name if with_value_head else checkpoint_name
         return self._source(rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)))
 
+    def export_source(self) -> WeightSource:
+        """The weights of an exported model, in the dtype that products are computed in."""
+        return self.weight_source(self.policy.compute_dtype, with_value_head=True)
+
     def adapter_source(self, dtype: torch.dtype) -> WeightSource:
         """A and B of every adapter, alpha / r in B, cast to `dtype`: for servers that hold the frozen model."""
         masters, scales = self._served.values_in(dtype), sent_scales(self.policy)

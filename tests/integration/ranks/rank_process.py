@@ -18,9 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune.backends import create_backend
-from pipelinerl.finetune.best_model import BestModel
+from pipelinerl.finetune.best_model import BestKeeper, BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
-from pipelinerl.finetune.keep_best import BestKeeper
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import end_process, start_ranks
@@ -126,9 +125,10 @@ def main(name, folder, device):
     exporter = ModelExporter(folder, str(tokenizer), ranks)
     exporter.export(2, backend.policy, exported())
     results = kit.reader([]) if ranks.is_first else None
-    keeper = BestKeeper(ranks, EvaluationSchedule(1), exporter, BestModel(folder, "success_rate", 0.5), results, 0)
+    best = BestModel(folder, "success_rate", 0.5)
+    keeper = BestKeeper(ranks, EvaluationSchedule(1), backend, exporter, best, results, 0)
     keeper.begin(2)
-    keeper.offer(2, backend.policy, exported)
+    keeper.offer(2)
 
     # A fresh process in miniature: another model object takes the saved state and repeats step 2.
     runner, feed, backend = build(kit, config, ranks, scramble=True)

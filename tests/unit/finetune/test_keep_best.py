@@ -12,10 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.finetune import keep_best
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.best_model import BestModel
-from pipelinerl.finetune.keep_best import BestKeeper
+from pipelinerl.finetune.best_model import BestKeeper, BestModel
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.ranks import Ranks
@@ -106,7 +104,7 @@ def test_the_final_evaluation_is_settled_by_whoever_lives_to_see_it(evaluated, t
     ended = evaluated({0: 0.1, 2: 0.6}, every=2).go()
     assert ended.left() == [2, 4]
     launcher = BestModel(tmp_path / "run" / "finetune", "success_rate", 0.5)
-    launcher.fold([*ended.results, result(4, 0.7, is_final=True)])
+    launcher.settle([*ended.results, result(4, 0.7, is_final=True)])
     launcher.drop_rest()
     assert (ended.best["version"], ended.left()) == (4, [4])
     final, current = tmp_path / "run" / "finetune" / "best", tmp_path / "run" / "finetune" / "current"
@@ -124,38 +122,6 @@ def test_updates_and_evaluations_at_different_distances(evaluated):
     """Updates behind steps 2 and 4, evaluations every 1: the one due at 2 measures 2; nothing else is sent."""
     ended = evaluated({0: 0.1, 2: 0.6}, weight_update_interval=2).go()
     assert (ended.best["version"], ended.left()) == (2, [2, 4])
-
-
-def test_results_that_never_come_leave_two_candidates_at_most(evaluated):
-    ended = evaluated({}).go()
-    # 0 is taken for the one that is being measured.
-    assert ended.left() == [0, 4] and ended.best is None
-
-
-def test_an_evaluation_that_failed_altogether_does_not_cost_the_next_one_its_version(evaluated):
-    """Nothing came of the evaluation of 1; that of 2 is known at 3 only, when 3 is to be exported."""
-    run = evaluated({0: 0.1})
-    deliver = run.publisher.publish
-
-    def publish(version, *others):
-        report = deliver(version, *others)
-        if version == 2:
-            run.publish(result(1, None, num_failed=4, mean_reward=None))
-        return report
-
-    run.publisher.publish = publish
-    exporter_write, seen = run.exporter.write, []
-
-    def write(final, *arguments):
-        exporter_write(final, *arguments)
-        seen.append((final.name, run.left()))
-        if final.name == "3":
-            run.publish(result(2, 0.9))
-
-    run.exporter.write = write
-    run.go()
-    assert ("3", [0, 2, 3]) in seen, "2 is being measured"
-    assert run.best["version"] == 2
 
 
 def test_a_run_whose_first_evaluation_failed_altogether_makes_it_at_its_next_evaluated(evaluated):
@@ -211,17 +177,6 @@ def test_o1_a_full_disk_costs_the_candidate_and_not_the_run(evaluated, monkeypat
     assert "finetune.keep_best=null" in caplog.text and "No space left" in caplog.text
 
 
-def test_an_export_that_would_leave_no_room_for_the_training_state_is_not_made(evaluated, monkeypatch, caplog):
-    run = evaluated({0: 0.1, 3: 0.9}, save_checkpoint_steps=2)
-    model_bytes = sum(p.numel() * 4 for p in run.trainer.policy.parameters())
-    usage = shutil.disk_usage(run.root.parent)
-    # Enough for the model alone: a training state (weights and two moments) is there from step 2 on.
-    monkeypatch.setattr(keep_best.shutil, "disk_usage", lambda path: usage._replace(free=2 * model_bytes))
-    with caplog.at_level(logging.WARNING):
-        run.go()
-    assert run.best["version"] == 0 and "the next training state" in caplog.text
-
-
 def test_a_fault_that_is_not_the_disks_is_not_hidden(evaluated, monkeypatch):
     run = evaluated({})
     monkeypatch.setattr(run.exporter, "write", lambda *arguments: 1 / 0)
@@ -240,12 +195,11 @@ def test_other_ranks_take_part_exactly_when_the_first_one_says_so(kit, tmp_path,
             written.append(int(final.name))
 
     best = BestModel(tmp_path, "success_rate", 0.5)
-    keeper = BestKeeper(Ranks(1, 2), EvaluationSchedule(2, 10), Exporter(), best, None, 0)
-    policy = kit.policy()
-    source = PlainBackend(policy, kit.config(), Ranks()).weight_source
+    backend = PlainBackend(kit.policy(), kit.config(), Ranks())
+    keeper = BestKeeper(Ranks(1, 2), EvaluationSchedule(2, 10), backend, Exporter(), best, None, 0)
     keeper.begin(0)
     for version in range(5):
-        keeper.offer(version, policy, lambda: source(torch.float32))
+        keeper.offer(version)
     keeper.offer_final(5, tmp_path)
     assert written == [0, 4] and list(told) == [] and list(tmp_path.iterdir()) == []
 
@@ -254,10 +208,9 @@ def test_a_lora_run_keeps_its_adapter(kit, tmp_path, tokenizer_folder):
     policy = kit.policy()
     add_adapters(policy, LoraConfig(enabled=True, r=4), "base")
     exporter = ModelExporter(tmp_path, str(tokenizer_folder), Ranks())
-    source = PlainBackend(policy, kit.config(), Ranks()).weight_source
-    keeper = BestKeeper(
-        Ranks(), EvaluationSchedule(1), exporter, BestModel(tmp_path, "mean_reward", 0.5), kit.reader([]), 0
-    )
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    best = BestModel(tmp_path, "mean_reward", 0.5)
+    keeper = BestKeeper(Ranks(), EvaluationSchedule(1), backend, exporter, best, kit.reader([]), 0)
     keeper.begin(0)
-    keeper.offer(0, policy, lambda: source(torch.float32, with_value_head=True))
+    keeper.offer(0)
     assert (tmp_path / "evaluated" / "0" / "adapter" / "adapter_model.safetensors").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.best_model import EvaluatedVersion, note_text
+from pipelinerl.finetune.best_model import EvaluatedVersion, write_note
 from pipelinerl.run import session as session_module
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Outcome
@@ -31,7 +31,7 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     folder = run_dir.finetune / "evaluated" / "4"
     folder.mkdir(parents=True)
     note = EvaluatedVersion(version=4, due_version=4, incarnation=0, metric="success_rate", value=0.5, max_version=4)
-    (folder / "evaluation.json").write_bytes(note_text(note))
+    write_note(folder, note)
     run_dir.best_model.symlink_to("evaluated/4")
     config = RunConfig.model_validate(
         {"output_dir": str(tmp_path), "finetune": {"keep_best": "success_rate"}, "wandb": {"mode": "disabled"}}
