@@ -1,20 +1,19 @@
 """Training states on disk: `finetune/training_state/<step>/`, complete or absent, verified when read.
 
-Called by the loop of every rank at the same steps. Waits for the other ranks (each writes its own shard).
+All ranks save and restore together; each writes its own shard.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import UserError
+from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
 from pipelinerl.records import TrainingBatch
@@ -90,21 +89,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return not any(name.startswith("deepspeed/") for name in self.files)
 
 
-class Saveable(Protocol):
-    """The part of a backend that a checkpoint needs."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-
 class CheckpointStore:
     """Saves and restores training states below `root` (`finetune/training_state`).
 
     Args:
         keep_last: how many of the newest stay; None: all.
         keep_steps: steps whose states stay for ever.
-        on_safe: called (rank 0) after a save with the state before it, if it is there: no resume goes further back.
     """
 
     def __init__(
@@ -113,17 +103,22 @@ class CheckpointStore:
         ranks: Ranks,
         keep_last: int | None = None,
         keep_steps: frozenset[int] = frozenset(),
-        on_safe: Callable[[TrainerState], None] | None = None,
     ) -> None:
         self._root = root
         self._ranks = ranks
         self._keep_last = keep_last
         self._keep_steps = keep_steps
-        self._on_safe = on_safe
 
-    def save(self, state: TrainerState, backend: Saveable) -> Path:
-        """Write the state of all ranks and make it visible at once. Raises OSError if the disk does not take it."""
-        final = self._root / str(state.step)
+    def save(self, state: TrainerState, backend: Backend) -> TrainerState | None:
+        """Write the state of all ranks and make it visible at once.
+
+        Returns:
+            On rank 0 the state before it, if there is one: no resume goes further back.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        final, before = self._root / str(state.step), None
         if self._ranks.is_first:
             start_folder(final)
         self._ranks.barrier()
@@ -136,13 +131,12 @@ class CheckpointStore:
             (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
             finish_folder(final)
             self._prune()
-            steps = _steps(self._root)
-            if self._on_safe is not None and len(steps) > 1:
-                self._on_safe(decode_manifest(self._root / str(steps[1])).state)
+            if len(steps := _steps(self._root)) > 1:
+                before = decode_manifest(self._root / str(steps[1])).state
         self._ranks.barrier()
-        return final
+        return before
 
-    def restore(self, backend: Saveable) -> TrainerState | None:
+    def restore(self, backend: Backend) -> TrainerState | None:
         """Load the newest complete state into `backend`; None if there is none at all.
 
         Raises:

@@ -116,7 +116,6 @@ class Trainer:
             ranks,
             self.config.keep_last_checkpoints,
             frozenset(self.config.also_save_steps),
-            on_safe=self._commit_streams,
         )
         restored = self.checkpoints.restore(self.backend) or TrainerState()
         self.state = replace(restored, incarnation=context.incarnation)
@@ -148,12 +147,11 @@ class Trainer:
             start_timeout_s = config.vllm_config.start_timeout_s
             self.weights = WeightSync(self.backend, ranks, pool, self.first_probe, start_timeout_s)
         self.stop = StopRequest(ranks)
-        self.pauses, pause = open_pauses(context, ranks, self.backend, publisher, self.stop, stack)
+        self.pauses = open_pauses(context, ranks, self.backend, publisher, self.stop, stack)
 
         def wake() -> None:
             reader.wake()
-            if pause is not None:
-                pause.wake()
+            self.pauses.wake()
 
         stack.enter_context(stop_on_sigterm(self.stop, wake))
         max_epochs = self.config.max_epochs
@@ -182,7 +180,7 @@ class Trainer:
             if batch is None or self.stop.agreed():
                 return self._stop(saved_step)
             fetched = perf_counter()
-            if self.pauses is not None and not self.pauses.before_training(self.state.step):
+            if not self.pauses.before_training(self.state.step):
                 return self._stop(saved_step)
             switched = perf_counter()
             result = self._train(batch)
@@ -190,7 +188,7 @@ class Trainer:
             is_last, is_stopped = self._is_complete(), False
             update_starts = trained
             if self._update_is_due(is_last):
-                is_stopped = self.pauses is not None and not self.pauses.before_update(self.state.step)
+                is_stopped = not self.pauses.before_update(self.state.step)
                 update_starts = perf_counter()
                 if is_stopped:
                     logger.info("asked to stop while rollouts were ending: version %d is not sent", self.state.step)
@@ -252,14 +250,14 @@ class Trainer:
         logger.info("the passes over the problems are over: step %d was the last one", step)
         if not self.config.send_weight_updates or step % self.update_interval == 0:
             return True
-        if self.pauses is not None and not self.pauses.before_update(step):
+        if not self.pauses.before_update(step):
             return False
         self._deliver(self.first_probe, is_last=True)
         return True
 
     def _stop(self, saved_step: int) -> TrainerState:
         if self.state.step > saved_step:
-            self.checkpoints.save(self.state, self.backend)
+            self._save_state()
         logger.info("stopped on request after step %d; its training state is saved", self.state.step)
         return self.state
 
@@ -319,7 +317,7 @@ class Trainer:
         """Save model and training state; returns the folder of the model."""
         folder = self.exporter.export(self.state.step, self.backend.policy, self.backend.export_source())
         if with_training_state:
-            self.checkpoints.save(self.state, self.backend)
+            self._save_state()
         return folder
 
     def _open_batches(self, stack: ExitStack) -> StreamReader[TrainingBatch]:
@@ -358,10 +356,11 @@ class Trainer:
         schedule = EvaluationSchedule(context.config.eval_every_n_versions, self.config.last_step)
         return BestKeeper(self.ranks, schedule, self.backend, self.exporter, best, results, context.incarnation)
 
-    def _commit_streams(self, state: TrainerState) -> None:
-        """Tell the streams that no resume goes further back than `state`."""
-        self.context.streams.commit(TRAINING_DATA_TOPIC, PREPROCESSOR, state.data_offset)
-        self.context.streams.commit(ACTOR_TOPIC, ACTOR, state.actor_offset)
+    def _save_state(self) -> None:
+        before = self.checkpoints.save(self.state, self.backend)
+        if before is not None:
+            self.context.streams.commit(TRAINING_DATA_TOPIC, PREPROCESSOR, before.data_offset)
+            self.context.streams.commit(ACTOR_TOPIC, ACTOR, before.actor_offset)
 
 
 def samples_everything(parameters: LLMParameters) -> bool:

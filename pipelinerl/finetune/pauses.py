@@ -85,8 +85,8 @@ class RolloutPause:
         self.answers.wake()
 
 
-class PausedUpdates:
-    """Rollouts end before each update. Every rank has one; `pause` is None on all ranks but the first."""
+class Pauses:
+    """What every rank does around updates. `pause` is None on all ranks but the first, and if the run has none."""
 
     def __init__(self, pause: RolloutPause | None, ranks: Ranks) -> None:
         self._pause = pause
@@ -98,13 +98,24 @@ class PausedUpdates:
 
     def before_update(self, version: int) -> bool:
         """Wait until the servers may get `version`; False if the trainer was asked to stop meanwhile."""
-        return self._wait(version)
+        return True
+
+    def wake(self) -> None:
+        if self._pause is not None:
+            self._pause.wake()
 
     def _wait(self, version: int) -> bool:
         return bool(self._ranks.broadcast(int(self._pause is None or self._pause.wait(version))))
 
 
-class SharedDevices(PausedUpdates):
+class PausedUpdates(Pauses):
+    """Rollouts end before each update."""
+
+    def before_update(self, version: int) -> bool:
+        return self._wait(version)
+
+
+class SharedDevices(Pauses):
     """Servers and trainer alternate on the same devices; servers sleep from the pause to the next update.
 
     Args:
@@ -132,8 +143,7 @@ class SharedDevices(PausedUpdates):
         if not self._wait(next_update(self._config, steps_done)):
             return False
         if self._publisher is not None:
-            level = sleep_level_of(self._config, self._backend, len(self._publisher.servers)) if self._is_gpu else 0
-            self._publisher.sleep(level)
+            self._publisher.sleep(self._sleep_level(len(self._publisher.servers)) if self._is_gpu else 0)
         # No rank allocates before the servers have freed their memory.
         self._ranks.broadcast(1)
         if self._is_gpu:
@@ -153,45 +163,16 @@ class SharedDevices(PausedUpdates):
             self._is_training = False
         return True
 
+    def _sleep_level(self, num_servers: int) -> int:
+        metas = self._backend.weight_source(self._backend.policy.served_dtype).metadata()
+        weight_bytes = num_servers * sum(meta.num_bytes for meta in metas)
+        choice = self._config.world.colocated.sleep_level if self._config.world.colocated else "auto"
+        return sleep_level(choice, weight_bytes, psutil.virtual_memory().available)
+
     def _move_optimizer(self, device: torch.device) -> None:
         colocated = self._config.world.colocated
         if self._is_gpu and colocated and colocated.offload_optimizer and isinstance(self._backend, PlainBackend):
             self._backend.move_optimizer(device)
-
-
-def open_pauses(
-    context: RoleContext,
-    ranks: Ranks,
-    backend: Backend,
-    publisher: WeightPublisher | None,
-    stop: StopRequest,
-    stack: ExitStack,
-) -> tuple[PausedUpdates | None, RolloutPause | None]:
-    """Return what this rank does around updates, and rank 0's pause. None: the run has none.
-
-    `stack` closes the streams.
-    """
-    if not pauses_rollouts(context.config):
-        return None, None
-    pause = _open_pause(context, stop, stack) if ranks.is_first else None
-    if context.config.world.placement == "colocated":
-        return SharedDevices(context.config, pause, ranks, backend, publisher), pause
-    return PausedUpdates(pause, ranks), pause
-
-
-def _open_pause(context: RoleContext, stop: StopRequest, stack: ExitStack) -> RolloutPause:
-    supervise = context.config.supervise
-    requests = context.streams.writer(TURNS_TOPIC, context.job.name, PauseRequest)
-    answers = context.streams.reader(TURNS_TOPIC, _ACTOR, RolloutsPaused)
-    stack.callback(requests.close)
-    stack.callback(answers.close)
-    timeout_s = context.config.actor.rollout_timeout_s + supervise.weight_sync_timeout_s
-    if context.config.world.placement == "colocated":
-        # The wait includes a running evaluation.
-        timeout_s = max(timeout_s, supervise.progress_timeout_s)
-    return RolloutPause(
-        requests, answers, context.incarnation, context.heartbeat, timeout_s, should_stop=lambda: stop.requested
-    )
 
 
 def sleep_level(choice: str, weight_bytes: int, available_bytes: int) -> int:
@@ -208,12 +189,34 @@ def sleep_level(choice: str, weight_bytes: int, available_bytes: int) -> int:
     return 1 if weight_bytes <= _MAX_HOST_SHARE * available_bytes else 2
 
 
-def sleep_level_of(config: RunConfig, backend: Backend, num_servers: int) -> int:
-    """The level at which the servers of this run sleep now."""
-    metas = backend.weight_source(backend.policy.served_dtype).metadata()
-    weight_bytes = num_servers * sum(meta.num_bytes for meta in metas)
-    choice = config.world.colocated.sleep_level if config.world.colocated else "auto"
-    return sleep_level(choice, weight_bytes, psutil.virtual_memory().available)
+def open_pauses(
+    context: RoleContext,
+    ranks: Ranks,
+    backend: Backend,
+    publisher: WeightPublisher | None,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> Pauses:
+    """What this rank does around updates. `stack` closes the streams."""
+    config = context.config
+    if not pauses_rollouts(config):
+        return Pauses(None, ranks)
+    pause = None
+    if ranks.is_first:
+        requests = context.streams.writer(TURNS_TOPIC, context.job.name, PauseRequest)
+        answers = context.streams.reader(TURNS_TOPIC, _ACTOR, RolloutsPaused)
+        stack.callback(requests.close)
+        stack.callback(answers.close)
+        timeout_s = config.actor.rollout_timeout_s + config.supervise.weight_sync_timeout_s
+        if config.world.placement == "colocated":
+            # The wait includes a running evaluation.
+            timeout_s = max(timeout_s, config.supervise.progress_timeout_s)
+        pause = RolloutPause(
+            requests, answers, context.incarnation, context.heartbeat, timeout_s, should_stop=lambda: stop.requested
+        )
+    if config.world.placement == "colocated":
+        return SharedDevices(config, pause, ranks, backend, publisher)
+    return PausedUpdates(pause, ranks)
 
 
 def wait_for_servers(context: RoleContext) -> None:

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -32,7 +30,6 @@ _BY_NAME = {
     "float": torch.float32,
     "float32": torch.float32,
 }
-_IN_FILES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 #: vLLM refuses them in float16.
 _NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 #: From this compute capability on GPUs have bf16 (Ampere).
@@ -58,7 +55,7 @@ def wire_dtype(config: RunConfig, computed: torch.dtype, device: torch.device, p
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _BF16_FROM
     model = path or config.model_path
     model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.finetune.trust_remote_code)
-    return automatic_dtype(checkpoint_dtype(model_config, model), model_config.model_type, has_bf16)
+    return automatic_dtype(checkpoint_dtype(model_config), model_config.model_type, has_bf16)
 
 
 def named_dtype(vllm_kwargs: Mapping[str, Any], default: torch.dtype | None = None) -> torch.dtype | None:
@@ -68,7 +65,7 @@ def named_dtype(vllm_kwargs: Mapping[str, Any], default: torch.dtype | None = No
 
 
 def automatic_dtype(checkpoint: torch.dtype, model_type: str, has_bf16: bool = True) -> torch.dtype:
-    """What vLLM's `auto` is for a model whose configuration or files say `checkpoint`."""
+    """What vLLM's `auto` is for a model whose configuration says `checkpoint`."""
     allowed = [torch.bfloat16] if has_bf16 else []
     if model_type not in _NOT_IN_FLOAT16:
         allowed.append(torch.float16)
@@ -76,28 +73,10 @@ def automatic_dtype(checkpoint: torch.dtype, model_type: str, has_bf16: bool = T
     return checkpoint if checkpoint in allowed else (*allowed, torch.float32)[0]
 
 
-def checkpoint_dtype(model_config: Any, path: str) -> torch.dtype:
-    """The dtype that the configuration of a model states, else that of the tensors in its folder, else fp32."""
-    nested = ("vision_config", "encoder_config")
-    parts = [model_config, model_config.get_text_config(), *(getattr(model_config, name, None) for name in nested)]
-    stated = next((dtype for part in parts if (dtype := getattr(part, "dtype", None)) is not None), None)
-    if stated is not None:
-        found = getattr(torch, stated.removeprefix("torch."), None) if isinstance(stated, str) else stated
-        return found if isinstance(found, torch.dtype) else torch.float32
-    return _dtype_of_files(Path(path)) or torch.float32
-
-
-def _dtype_of_files(folder: Path) -> torch.dtype | None:
-    """The dtype that most others fit into without loss, as vLLM counts; None without such tensors."""
-    found: set[torch.dtype] = set()
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        found |= {_IN_FILES[kind] for kind in kinds if kind in _IN_FILES}
-    if not found:
-        return None
-    ordered = sorted(found, key=str)
-    return max(ordered, key=lambda dtype: sum(torch.promote_types(other, dtype) == dtype for other in ordered))
+def checkpoint_dtype(model_config: Any) -> torch.dtype:
+    """The dtype that the configuration of a model states, else fp32."""
+    stated = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
+    return getattr(torch, str(stated).removeprefix("torch."), torch.float32)
 
 
 class ServedValues:

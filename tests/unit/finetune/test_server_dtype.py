@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes.static_pool import StaticPool
-from safetensors.torch import save_file
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -87,15 +86,10 @@ def config_of(text=None, **parts):
     return SimpleNamespace(get_text_config=lambda: text, **{"dtype": None, **parts})
 
 
-def test_the_dtype_of_a_checkpoint_is_stated_or_that_of_its_tensors(tmp_path):
-    assert checkpoint_dtype(config_of(dtype=BF16, text=FP16), "/nowhere") == BF16
-    assert checkpoint_dtype(config_of(text="float16"), "/nowhere") == FP16
-    assert checkpoint_dtype(config_of(vision_config=SimpleNamespace(dtype=FP16)), "/nowhere") == FP16
-    assert checkpoint_dtype(config_of(), "/nowhere") == FP32
-    save_file({"a": torch.zeros(2, dtype=BF16), "ids": torch.zeros(2, dtype=torch.int64)}, tmp_path / "1.safetensors")
-    assert checkpoint_dtype(config_of(), str(tmp_path)) == BF16
-    save_file({"b": torch.zeros(2, dtype=FP32)}, tmp_path / "2.safetensors")
-    assert checkpoint_dtype(config_of(), str(tmp_path)) == FP32
+def test_the_dtype_of_a_checkpoint_is_the_stated_one():
+    assert checkpoint_dtype(config_of(dtype=BF16, text=FP16)) == BF16
+    assert checkpoint_dtype(config_of(text="float16")) == FP16
+    assert checkpoint_dtype(config_of()) == FP32
 
 
 @pytest.mark.parametrize(("saved", "served"), [(FP16, FP16), (BF16, BF16), (FP32, BF16), (None, BF16)])
@@ -103,7 +97,6 @@ def test_a_trainer_in_fp32_beside_auto_servers_computes_with_what_they_hold(kit,
     folder = tmp_path / "model"
     kit.model().to(saved or BF16).save_pretrained(folder)
     if saved is None:
-        # Nothing is stated, so the tensors say it.
         file = folder / "config.json"
         content = json.loads(file.read_text())
         file.write_text(json.dumps({key: value for key, value in content.items() if key != "dtype"}))
