@@ -15,7 +15,7 @@ from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 
 # Only the server that hangs is waited for so long; whatever works has to be quicker.
-HANG_S = 6.0
+HANG_S = 4.0
 LIMIT_S = 60.0
 SHAPES = {"0.weight": (3, 4), "0.bias": (3,), "1.weight": (5, 3)}
 ROUTES = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]

@@ -151,16 +151,13 @@ def test_m2_two_ranks_train_as_one(kit, tmp_path, backend):
         assert torch.equal(tensor, candidate[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "world_size"),
     [
         # Plain on one rank: test_finetune_gradients.py.
         ("plain", 2),
-        *(
-            pytest.param(backend, world_size, marks=pytest.mark.slow)
-            for backend in ("zero1", "zero2", "zero3", "fsdp")
-            for world_size in (1, 2)
-        ),
+        *((backend, world_size) for backend in ("zero1", "zero2", "zero3", "fsdp") for world_size in (1, 2)),
     ],
 )
 def test_m2_the_gradient_is_the_same_however_the_batch_is_packed_split_and_spread(kit, tmp_path, backend, world_size):

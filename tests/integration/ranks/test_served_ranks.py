@@ -14,14 +14,15 @@ from pipelinerl.finetune.tensor_files import read_tensors
 SCRIPT = Path(__file__).with_name("served_process.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "computed"),
     [
         ("plain", "bfloat16"),
-        pytest.param("fsdp", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("fsdp", "float32", marks=pytest.mark.slow),
-        pytest.param("fsdp_bf16", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("zero2", "bfloat16", marks=pytest.mark.slow),
+        ("fsdp", "bfloat16"),
+        ("fsdp", "float32"),
+        ("fsdp_bf16", "bfloat16"),
+        ("zero2", "bfloat16"),
     ],
 )
 def test_ranks_compute_with_the_weights_that_they_send(tmp_path: Path, backend: str, computed: str) -> None:
