@@ -126,10 +126,8 @@ async def test_several_turns_are_one_growing_sample(
     assert sample.metadata["turns"] == 2 and sample.num_trained_tokens == 4
 
 
-@pytest.mark.parametrize(
-    ("answer", "reason", "timeout_s"),
-    [(7, "grader_raised", 300.0), pytest.param(8, "grader_timeout", 20.0, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "reason", "timeout_s"), [(7, "grader_raised", 300.0), (8, "grader_timeout", 20.0)])
 async def test_r1_reward_functions_that_raise_or_spin_fail_the_rollout(
     answer: int, reason: str, timeout_s: float, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
