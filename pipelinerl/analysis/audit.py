@@ -86,26 +86,20 @@ def _report(ledger: Ledger, run: StartedRun) -> AuditReport:
 def _check_files(ledger: Ledger, run: StartedRun) -> None:
     """Summary and training states must tell the same story as the streams."""
     steps, batches = ledger.lineage.last_step, max(ledger.batch_of.values(), default=0)
-    summary = _read_json(ledger, run, "summary.json")
-    if summary.get("status") == "completed" and summary.get("steps") != steps:
-        ledger.faults.append(f"summary.json says {summary.get('steps')} steps, the streams say {steps}")
+    try:
+        summary = msgspec.json.decode(run.run_dir.summary_file.read_bytes(), type=dict[str, Any])
+        if summary.get("status") == "completed" and summary.get("steps") != steps:
+            ledger.faults.append(f"summary.json says {summary.get('steps')} steps, the streams say {steps}")
+    except FileNotFoundError:
+        pass
+    except msgspec.MsgspecError as error:
+        ledger.faults.append(f"summary.json cannot be read: {error}")
     states = run.run_dir.finetune / "training_state"
     for folder in sorted(states.iterdir()) if states.is_dir() else []:
         if folder.name.isdecimal() and int(folder.name) > batches:
             ledger.faults.append(
                 f"training state {folder.name} is ahead of the stream training_data, which ends at step {batches}"
             )
-
-
-def _read_json(ledger: Ledger, run: StartedRun, name: str) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = msgspec.json.decode((run.run_dir.root / name).read_bytes(), type=dict[str, Any])
-        return content
-    except FileNotFoundError:
-        return {}
-    except msgspec.MsgspecError as error:
-        ledger.faults.append(f"{name} cannot be read: {error}")
-        return {}
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,17 +144,12 @@ def length_quantiles(lengths: Sequence[int]) -> Lengths:
 
 def compare_lengths(trained: Sequence[int], lost: Sequence[int]) -> LengthComparison:
     """Compare the lengths of trained samples with those of lost ones."""
-    return LengthComparison(
-        trained=length_quantiles(trained), lost=length_quantiles(lost), longer_share=_longer_share(trained, lost)
-    )
-
-
-def _longer_share(trained: Sequence[int], lost: Sequence[int]) -> float | None:
-    if not trained or not lost:
-        return None
-    ordered = sorted(trained)
-    halves = sum(bisect_left(ordered, length) + bisect_right(ordered, length) for length in lost)
-    return halves / 2 / (len(trained) * len(lost))
+    share = None
+    if trained and lost:
+        ordered = sorted(trained)
+        halves = sum(bisect_left(ordered, length) + bisect_right(ordered, length) for length in lost)
+        share = halves / 2 / (len(trained) * len(lost))
+    return LengthComparison(trained=length_quantiles(trained), lost=length_quantiles(lost), longer_share=share)
 
 
 _FATES = ("trained", "filtered", "stale", "failed", "pending")
@@ -168,47 +157,40 @@ _FATES = ("trained", "filtered", "stale", "failed", "pending")
 
 def render(report: AuditReport) -> str:
     """The whole report, ending with the verdict."""
-    return "\n".join([*_balance(report), *_goodput(report), *_lengths(report), *_verdict(report)])
+    return "\n".join(_lines(report))
 
 
-def _balance(report: AuditReport) -> Iterator[str]:
-    fates = report.fates
+def _lines(report: AuditReport) -> Iterator[str]:
+    fates, rollouts, lengths = report.fates, report.rollouts, report.lengths
     yield f"run {report.run_id}: {report.steps} steps, started {report.starts} time{'s' * (report.starts != 1)}"
     yield ""
     total = " + ".join(f"{fates[fate]} {fate}" for fate in _FATES)
     relation = "=" if sum(fates.values()) == report.submitted else "is not"
     yield f"samples: {report.submitted} submitted {relation} {total}"
-    for reason, count in report.reasons.items():
-        if not reason.startswith("trained/"):
-            yield f"  {reason}: {count}"
+    yield from (f"  {name}: {n}" for name, n in report.reasons.items() if not name.startswith("trained/"))
     if fates["pending"]:
         waiting = fates["pending"] - report.pending_in_batches
         yield f"  pending: {report.pending_in_batches} in batches that are not trained, {waiting} on their way to one"
     if report.retrained_samples:
         yield f"  {report.retrained_samples} samples were trained in steps that a restart rolled back"
-    rollouts = report.rollouts
     if rollouts:
         yield f"rollouts: {rollouts.get('started', 0)} started, {rollouts.get('failed', 0)} without a published sample"
-        for name, count in sorted(rollouts.items()):
-            if name.startswith("failed/"):
-                yield f"  {name}: {count}"
-
-
-def _goodput(report: AuditReport) -> Iterator[str]:
+        yield from (f"  {name}: {n}" for name, n in sorted(rollouts.items()) if name.startswith("failed/"))
     yield ""
     yield f"output tokens: {report.tokens_generated} generated, goodput {report.goodput:.1%} (trained / generated)"
-    for fate in _FATES:
-        yield f"  {fate}: {report.tokens[fate]}"
-    yield f"oldest trained token: {report.max_lag_versions} versions behind"
-
-
-def _lengths(report: AuditReport) -> Iterator[str]:
-    lengths = report.lengths
+    yield from (f"  {fate}: {report.tokens[fate]}" for fate in _FATES)
+    yield f"oldest trained token: {report.max_lag_versions} versions old"
     yield ""
     yield f"lengths of trained samples: {_line(lengths.trained)}"
     yield f"lengths of lost samples:    {_line(lengths.lost)}"
     if lengths.longer_share is not None:
         yield f"a lost sample is longer than a trained one with probability {lengths.longer_share:.3f} (0.5: no bias)"
+    yield ""
+    if report.is_clean:
+        yield "clean: every sample has one fate"
+        return
+    yield f"NOT CLEAN: {len(report.faults)} fault{'s' * (len(report.faults) != 1)}"
+    yield from (f"  {fault}" for fault in report.faults)
 
 
 def _line(lengths: Lengths) -> str:
@@ -218,16 +200,6 @@ def _line(lengths: Lengths) -> str:
         f"{lengths.count} samples, mean {lengths.mean:.1f}, p10 {lengths.p10}, p50 {lengths.p50}, p90 {lengths.p90}, "
         f"max {lengths.max} output tokens"
     )
-
-
-def _verdict(report: AuditReport) -> Iterator[str]:
-    yield ""
-    if report.is_clean:
-        yield "clean: every sample has one fate"
-        return
-    yield f"NOT CLEAN: {len(report.faults)} fault{'s' * (len(report.faults) != 1)}"
-    for fault in report.faults:
-        yield f"  {fault}"
 
 
 def main(argv: list[str]) -> int:

@@ -114,7 +114,6 @@ def dry_rollout(config: RunConfig, problem: Problem) -> str:
 
 
 async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
-
     function = load_rollout_function(config)
     gold_answer = domain_function(config, "gold_answer")
     gold = gold_answer(problem.data) if gold_answer is not None else None
@@ -172,7 +171,6 @@ def _place_of(error: BaseException) -> str:
 
 
 def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
-
     parameters = sampling_parameters(config.llm.parameters)
     return TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN).for_rollout(seed=0)
 
@@ -235,7 +233,6 @@ def main(argv: list[str]) -> int:
 
 
 def _check(config: RunConfig) -> None:
-
     with time_limit(
         DOMAIN_CHECK_TIMEOUT_S,
         f"dataset_loader {config.dataset_loader}: importing the task and loading its problems",

@@ -16,7 +16,6 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -48,23 +47,8 @@ from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.read import read_all
 
 
-def recorded_batches(streams: StreamHub) -> Iterator[TrainingBatch]:
-    """Every batch, in the order of its step."""
-    return read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch)
-
-
-def recorded_groups(streams: StreamHub) -> Iterator[Group]:
-    """Every group, in the order in which they were published."""
-    return read_all(streams, ACTOR_TOPIC, ACTOR, Group)
-
-
-def recorded_numbers(streams: StreamHub) -> dict[int, dict[str, float]]:
-    """The trainer's metrics by step; of a step that was taken again, the newest."""
-    return {record.step: record.values for record in read_all(streams, METRICS_TOPIC, TRAINER, MetricRecord)}
-
-
 def last_step(streams: StreamHub) -> int:
-    """The step behind the newest weights."""
+    """The step of the newest weights."""
     lineage = Lineage()
     for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
         lineage.add(message)
@@ -113,14 +97,13 @@ class BatchReplay:
 
     def _score(self, group: Group, recorded: dict[str, Sample]) -> list[Sample]:
         # Log-probs of the reference model were added between the two streams.
-        samples = [_with_reference(sample, recorded.get(sample.id)) for sample in group.samples]
+        samples = [
+            replace(sample, ref_logprobs=recorded[sample.id].ref_logprobs) if sample.id in recorded else sample
+            for sample in group.samples
+        ]
         scorer = GroupScorer(self._config, ResumePoint())
         ((scored, _),) = scorer.score([Entry(0, replace(group, samples=samples))])
         return scored.record.samples
-
-
-def _with_reference(sample: Sample, recorded: Sample | None) -> Sample:
-    return sample if recorded is None else replace(sample, ref_logprobs=recorded.ref_logprobs)
 
 
 _COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")
@@ -135,7 +118,12 @@ class TrainingReplay:
 
     def __init__(self, run: StartedRun) -> None:
         config = run.config
-        _refuse_what_differs(config, run.world.num_finetune_ranks)
+        for key, got, expected in (
+            ("backend.type", config.backend.type, "plain"),
+            ("world.num_finetune_ranks", run.world.num_finetune_ranks, 1),  # several sum in another order
+        ):
+            if got != expected:
+                raise ConfigError(key, got, str(expected), "This run cannot be replayed.")
         self._states = run.run_dir.finetune / "training_state"
         torch.set_num_threads(max(run.world.jobs_of("finetune")[0].cores, 1))
         torch.manual_seed(config.seed)
@@ -157,13 +145,6 @@ class TrainingReplay:
         times = StepTimes(0.0, 0.0, result.seconds, 0.0, result.seconds)
         return step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
 
-    def number_difference(self, values: dict[str, float], recorded: dict[str, float]) -> str | None:
-        """Which number of the step differs from the recorded one, if one does."""
-        for name in _COMPARED_NUMBERS:
-            if name in recorded and values.get(name) != recorded[name]:
-                return f"{name} is {values.get(name)!r}, recorded {recorded[name]!r}"
-        return None
-
     def has_state(self, step: int) -> bool:
         """Whether the run kept its training state after `step`."""
         return (self._states / str(step) / STATE).is_dir()
@@ -176,20 +157,6 @@ class TrainingReplay:
         if different := sorted(mine.keys() ^ theirs.keys()):
             return f"only one has {different[0]}"
         return next((name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)), None)
-
-
-def _refuse_what_differs(config: RunConfig, num_ranks: int) -> None:
-    if config.backend.type != "plain":
-        raise ConfigError(
-            "backend.type", config.backend.type, "plain, with which a replay trains", "This run cannot be replayed."
-        )
-    if num_ranks != 1:
-        raise ConfigError(
-            "world.num_finetune_ranks",
-            num_ranks,
-            "1: the sum over several ranks is taken in another order",
-            "This run cannot be replayed.",
-        )
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,35 +179,36 @@ def replay_run(
         ConfigError: the run cannot be replayed.
         StreamError: a stream cannot be read.
     """
-
     trainer = TrainingReplay(run)
     checked: list[int] = []
-    step = 0
+    step, found = 0, None
     with open_streams(run) as streams:
         end = last_step(streams) if max_steps is None else min(max_steps, last_step(streams))
-        numbers = recorded_numbers(streams)
-        rebuild = BatchReplay(run.config.finetune, recorded_groups(streams))
-        for batch in recorded_batches(streams):
+        # Of a step that was taken again, the newest numbers.
+        numbers = {record.step: record.values for record in read_all(streams, METRICS_TOPIC, TRAINER, MetricRecord)}
+        rebuild = BatchReplay(run.config.finetune, read_all(streams, ACTOR_TOPIC, ACTOR, Group))
+        for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch):
             if batch.step > end:
                 break
-            found = rebuild.difference(batch)
-            if found is not None:
-                return _report(batch.step, checked, f"batch of step {batch.step}: {found}")
-            values = trainer.step(batch)
             step = batch.step
+            if difference := rebuild.difference(batch):
+                found = f"batch of step {step}: {difference}"
+                break
+            values = trainer.step(batch)
             if on_step is not None:
                 on_step(step, values)
-            found = trainer.number_difference(values, numbers.get(step, {}))
-            if found is None and trainer.has_state(step):
+            recorded = numbers.get(step, {})
+            different = [name for name in _COMPARED_NUMBERS if name in recorded and values.get(name) != recorded[name]]
+            if different:
+                name = different[0]
+                found = f"step {step}: {name} is {values.get(name)!r}, recorded {recorded[name]!r}"
+                break
+            if trainer.has_state(step):
                 checked.append(step)
-                found = trainer.state_difference(step)
-            if found is not None:
-                return _report(step, checked, f"step {step}: {found}")
-    return _report(step, checked, None)
-
-
-def _report(steps: int, checked: list[int], difference: str | None) -> ReplayReport:
-    return ReplayReport(steps=steps, checked_states=checked, first_difference=difference)
+                if difference := trainer.state_difference(step):
+                    found = f"step {step}: {difference}"
+                    break
+    return ReplayReport(steps=step, checked_states=checked, first_difference=found)
 
 
 def main(argv: list[str]) -> int:
@@ -253,7 +221,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("run_dir", help="output_dir of the run")
     parser.add_argument("--verify", action="store_true", help="say the first step that differs from the record")
-    parser.add_argument("--steps", type=int, help="stop behind this step")
+    parser.add_argument("--steps", type=int, help="stop after this step")
     args = parser.parse_args(argv)
 
     def show(step: int, values: dict[str, float]) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from difflib import get_close_matches
 
 from pipelinerl.analysis.sample_view import (
     EVALUATION_LEGEND,
     LEGEND,
-    Painter,
-    RolloutView,
+    Record,
     json_lines,
+    record_of,
+    record_of_evaluation,
     render,
-    view_of,
-    view_of_evaluation,
 )
 from pipelinerl.analysis.select import (
+    TRAINING,
     Order,
     Seen,
     Wanted,
@@ -30,86 +30,52 @@ from pipelinerl.analysis.select import (
     load_evaluations,
     samples_of_step,
 )
-from pipelinerl.analysis.token_text import TokenText, one_line, token_text
+from pipelinerl.analysis.token_text import one_line, token_text
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 
-ViewsWith = Callable[[TokenText | None, int], Iterator[RolloutView]]
 _NAMED = 10
 
 
 def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, seen: Seen) -> ConfigError:
     """The error for a run in which nothing that `wanted` asks for was found among `seen`."""
     if not seen.groups:
-        return _no_evaluations(run) if args.evaluation else _no_rollouts(run)
-    what = (
-        "one of the {} recorded rollouts of evaluations"
-        if args.evaluation
-        else "a rollout in one of the {} recorded groups"
-    )
-    if wanted.dataset is not None and wanted.dataset not in seen.datasets:
-        names = sorted(seen.datasets)
-        near = get_close_matches(wanted.dataset, names, n=1)
-        more = ", ..." if len(names) > _NAMED else ""
-        return ConfigError(
-            "--dataset",
-            wanted.dataset,
-            f"a data set with recorded rollouts: {', '.join(map(repr, names[:_NAMED]))}{more}",
-            _about_dataset(run, wanted.dataset, near, args.evaluation),
-        )
-    low, high = seen.versions or (0, 0)
+        return _no_rollouts(run, args.evaluation)
     options = {"--dataset": wanted.dataset, "--version": wanted.version, "--step": args.step, "--group": wanted.name}
     given = {name: value for name, value in options.items() if value is not None}
     flags = [f"--{name.replace('_', '-')}" for name in ("failed", "no_success") if getattr(args, name)]
-    if list(given) == ["--group"] and not flags:
-        one = f"the {seen.groups} recorded groups"
-        next_step = "`audit` and this command without --group show ids. Groups that failed as a whole are not recorded."
-        if args.evaluation:
-            one = "the evaluations with recorded rollouts"
-            next_step = "This command without --group shows ids."
-        return ConfigError(
-            "--group", wanted.name, f"the id of one of {one}, or of a rollout or sample in one", next_step
-        )
+    next_step = "Leave an option out." if given or flags else "See what they hold without --best and --worst."
+    if wanted.dataset is not None and wanted.dataset not in seen.datasets:
+        near = get_close_matches(wanted.dataset, sorted(seen.datasets), n=1)
+        next_step = f"Did you mean {near[0]!r}?" if near else next_step
+        if not args.evaluation and wanted.dataset in run.config.test_dataset_names:
+            next_step = "It is evaluated on: give --evaluation."
+    what = "recorded rollouts of evaluations" if args.evaluation else "recorded groups"
+    low, high = seen.versions or (0, 0)
+    names = ", ".join(map(repr, sorted(seen.datasets)[:_NAMED]))
     return ConfigError(
         " ".join([*given, *flags]) or "--evaluation",
         ", ".join(str(value) for value in given.values()) or True,
-        f"what holds for {what.format(seen.groups)} (versions {low} to {high})",
-        "Leave an option out." if given or flags else "See what they hold without --best and --worst.",
+        f"what holds for one of the {seen.groups} {what} (versions {low} to {high}, data sets {names})",
+        next_step,
     )
 
 
-def _about_dataset(run: StartedRun, name: str, near: list[str], is_evaluation: bool) -> str:
-    if not is_evaluation and name in run.config.test_dataset_names:
-        return "It is evaluated on: give --evaluation."
-    return f"Did you mean {near[0]!r}?" if near else "Leave it out to see all."
-
-
-def _no_evaluations(run: StartedRun) -> ConfigError:
+def _no_rollouts(run: StartedRun, is_evaluation: bool) -> ConfigError:
     config = run.config
-    if config.actor.recorded_test_samples == 0:
-        next_step = "actor.recorded_test_samples=0 asked for none; a later start of the run may have another value."
-    elif not config.test_dataset_names:
+    if is_evaluation and config.actor.recorded_test_samples == 0:
+        next_step = "actor.recorded_test_samples=0 asked for none."
+    elif is_evaluation and not config.test_dataset_names:
         next_step = "The run has no test_dataset_names, so nothing is evaluated."
+    elif not is_evaluation and config.debug.streams_from is not None:
+        next_step = f"This run reads those of another one (debug.streams_from): give {config.debug.streams_from}."
     elif run.is_running:
-        next_step = "A rollout is recorded when it has ended: try again later."
+        next_step = f"Try again later; `python -m pipelinerl status {run.run_dir.root}` shows what the run does now."
     else:
-        next_step = "It ended before, or it was made by a version that recorded none."
-    return ConfigError("--evaluation", str(run.run_dir.root), "a run with recorded rollouts of evaluations", next_step)
-
-
-def _no_rollouts(run: StartedRun) -> ConfigError:
-    debug = run.config.debug
-    if debug.streams_from is not None:
-        next_step = f"This run reads those of another one (debug.streams_from): give {debug.streams_from}."
-    elif run.is_running:
-        next_step = (
-            "A group is recorded when its last rollout has ended: try again later, and see what the run does now with "
-            f"`python -m pipelinerl status {run.run_dir.root}`."
-        )
-    else:
-        next_step = f"It ended before a group was finished: see {run.run_dir.launch_log}, or start it again."
-    return ConfigError("run directory", str(run.run_dir.root), "a run with at least one finished group", next_step)
+        next_step = f"It ended before: see {run.run_dir.launch_log}."
+    what = "recorded rollouts of evaluations" if is_evaluation else "at least one finished group"
+    return ConfigError("run directory", str(run.run_dir.root), f"a run with {what}", next_step)
 
 
 _COUNT, _MAX_CHARS = 3, 2000
@@ -127,8 +93,15 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if fault := _contradiction(args):
         parser.error(fault)
+    run = find_run(args.run_dir)
     try:
-        return _run(args)
+        with open_streams(run) as streams:
+            _show(run, streams, args)
+        return 0
+    except StreamError as error:
+        sys.stdout.flush()
+        print(error, file=sys.stderr)
+        return EXIT_RUN_FAILED
     except BrokenPipeError:
         # `| head` has seen enough. Python would complain once more when it flushes at the end.
         _end_output()
@@ -143,19 +116,6 @@ def main(argv: list[str]) -> int:
 
 def _end_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _run(args: argparse.Namespace) -> int:
-
-    run = find_run(args.run_dir)
-    try:
-        with open_streams(run) as streams:
-            _show(run, streams, args)
-    except StreamError as error:
-        sys.stdout.flush()
-        print(error, file=sys.stderr)
-        return EXIT_RUN_FAILED
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -230,52 +190,37 @@ def _positive(text: str) -> int:
 
 
 def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None:
-
     wanted = _wanted(args, streams)
-    find = _find_evaluations if args.evaluation else _find_training
-    seen, views_with = find(streams, wanted, args)
-    if views_with is None:
+    made = find_evaluations(streams) if args.evaluation else None
+    source = TRAINING if made is None else evaluation_source(made, wanted, args.failed, args.no_success)
+    chosen, seen = choose(streams, wanted, source)
+    if not chosen:
         raise nothing_found(run, wanted, args, seen)
     decoder, reason = token_text(run)
     max_chars = args.max_chars if args.max_chars is not None else 0 if args.json else _MAX_CHARS
-    painter = Painter(not args.json and _has_colors())
+    has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character gets its escape.
         sys.stdout.reconfigure(errors="backslashreplace")
     if decoder is None:
         print(f"No texts: {reason}. Counts and ids are shown.", file=sys.stderr)
     elif not args.json:
-        print(painter.dim(EVALUATION_LEGEND if args.evaluation else LEGEND))
-    for view in views_with(decoder, max_chars):
-        for line in json_lines(view) if args.json else ("", render(view, painter)):
+        legend = EVALUATION_LEGEND if args.evaluation else LEGEND
+        print(f"\x1b[2m{legend}\x1b[0m" if has_colors else legend)
+    records: Iterator[Record]
+    if made is None:
+        fates = fates_of(streams, chosen)
+        records = (record_of(each, decoder, fates, max_chars) for each in load(streams, chosen))
+    else:
+        rollouts = load_evaluations(streams, chosen)
+        records = (record_of_evaluation(each, made.has_result(each), decoder, max_chars) for each in rollouts)
+    for record in records:
+        for line in json_lines(record) if args.json else ("", render(record, has_colors)):
             print(line)
     sys.stdout.flush()
 
 
-def _find_training(streams: StreamHub, wanted: Wanted, args: argparse.Namespace) -> tuple[Seen, ViewsWith | None]:
-    """What was looked at, and how to show what was chosen; None if nothing was."""
-
-    chosen, seen = choose(streams, wanted)
-    if not chosen:
-        return seen, None
-    fates = fates_of(streams, chosen)
-    return seen, lambda decoder, limit: (view_of(each, decoder, fates, limit) for each in load(streams, chosen))
-
-
-def _find_evaluations(streams: StreamHub, wanted: Wanted, args: argparse.Namespace) -> tuple[Seen, ViewsWith | None]:
-    """The same for rollouts of evaluations."""
-
-    made = find_evaluations(streams)
-    chosen, seen = choose(streams, wanted, evaluation_source(made, wanted, args.failed, args.no_success))
-    if not chosen:
-        return seen, None
-    return seen, lambda decoder, limit: (
-        view_of_evaluation(each, made.has_result(each), decoder, limit) for each in load_evaluations(streams, chosen)
-    )
-
-
 def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
-
     given = [name for name in _ORDERS if getattr(args, name) is not None]
     order = given[0] if given else "last"
     count = getattr(args, order) if given else None if args.group is not None else _COUNT
@@ -287,7 +232,3 @@ def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
         name=args.group,
         sample_ids=None if args.step is None else samples_of_step(streams, args.step),
     )
-
-
-def _has_colors() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

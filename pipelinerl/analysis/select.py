@@ -6,10 +6,11 @@ found from the end of the stream. Running runs can be read too; nothing is waite
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -74,8 +75,6 @@ def rollout_of(group: StoredGroup, rollout_id: str) -> StoredRollout:
 
 
 Order = Literal["last", "first", "best", "worst"]
-# A run has a few data sets; more names are not kept.
-_MAX_DATASETS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +106,22 @@ class Wanted:
         """The rollouts of `group` that pass the filters, in its order."""
         if self.dataset is not None and group.dataset_name != self.dataset:
             return
-        for candidate, samples in _rollouts_of(offset, group):
-            if self.version is not None and not any(
-                span.version == self.version for sample in samples for span in sample.version_spans
+        by_rollout: dict[str, list[SampleHead]] = {rollout.rollout_id: [] for rollout in group.rollouts}
+        for sample in group.samples:
+            by_rollout.setdefault(sample.rollout_id, []).append(sample)
+        rewards = {rollout.rollout_id: rollout.reward for rollout in group.rollouts}
+        for place, (rollout_id, samples) in enumerate(by_rollout.items()):
+            versions = {span.version for sample in samples for span in sample.version_spans}
+            ids = tuple(sample.id for sample in samples)
+            if (
+                (self.version is None or self.version in versions)
+                and (self.name is None or self.name in (group.id, rollout_id, *ids))
+                and (self.sample_ids is None or not self.sample_ids.isdisjoint(ids))
             ):
-                continue
-            if self.name is not None and self.name not in (group.id, candidate.rollout_id, *candidate.sample_ids):
-                continue
-            if self.sample_ids is not None and self.sample_ids.isdisjoint(candidate.sample_ids):
-                continue
-            yield candidate
-
-
-def _rollouts_of(offset: int, group: GroupHead) -> Iterator[tuple[Candidate, list[SampleHead]]]:
-    by_rollout: dict[str, list[SampleHead]] = defaultdict(list)
-    rewards = {rollout.rollout_id: rollout.reward for rollout in group.rollouts}
-    for sample in group.samples:
-        by_rollout[sample.rollout_id].append(sample)
-    for place, rollout_id in enumerate(dict.fromkeys((*rewards, *by_rollout))):
-        samples = by_rollout.get(rollout_id, [])
-        reward = rewards.get(rollout_id)
-        if reward is None:
-            reward = sum(sample.reward for sample in samples) / len(samples)
-        yield Candidate(offset, place, rollout_id, reward, tuple(sample.id for sample in samples)), samples
+                reward = rewards.get(rollout_id)
+                if reward is None:
+                    reward = sum(sample.reward for sample in samples) / len(samples)
+                yield Candidate(offset, place, rollout_id, reward, ids)
 
 
 @dataclass
@@ -142,58 +134,11 @@ class Seen:
 
     def add(self, group: GroupHead) -> None:
         self.groups += 1
-        if len(self.datasets) < _MAX_DATASETS:
-            self.datasets.add(group.dataset_name)
+        self.datasets.add(group.dataset_name)
         for sample in group.samples:
             for span in sample.version_spans:
                 low, high = self.versions or (span.version, span.version)
                 self.versions = min(low, span.version), max(high, span.version)
-
-
-class Chooser:
-    """Takes groups in the order of the stream and holds the best `wanted.count` rollouts so far.
-
-    `ids_repeat`: records with the same id of a group may follow one another.
-    """
-
-    def __init__(self, wanted: Wanted, seen: Seen, ids_repeat: bool = False) -> None:
-        self._wanted, self._seen = wanted, seen
-        self._ids_repeat = ids_repeat
-        self._heap: list[tuple[tuple[float, ...], Candidate]] = []
-        self._found_name = False
-
-    def add(self, offset: int, group: GroupHead) -> None:
-        self._seen.add(group)
-        wanted = self._wanted
-        for candidate in wanted.rollouts(offset, group):
-            self._found_name = wanted.name is not None and not self._ids_repeat
-            entry = (_rank(candidate, wanted.order), candidate)
-            if wanted.count is None or len(self._heap) < wanted.count:
-                heapq.heappush(self._heap, entry)
-            else:
-                heapq.heappushpop(self._heap, entry)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no later group can change the choice: ids are in one group only."""
-        is_full = self._wanted.count is not None and len(self._heap) >= self._wanted.count
-        return self._found_name or (self._wanted.order == "first" and is_full)
-
-    def chosen(self) -> list[Candidate]:
-        """By reward, the first one is the best or the worst; else in the order of the stream."""
-        by_reward = self._wanted.order in ("best", "worst")
-        ranked = [candidate for _, candidate in sorted(self._heap, key=lambda entry: entry[0], reverse=True)]
-        return ranked if by_reward else sorted(ranked, key=lambda each: (each.offset, each.place))
-
-
-def _rank(candidate: Candidate, order: Order) -> tuple[float, ...]:
-    """The larger, the rather it is kept; no two are equal. Of equal rewards the newer rollout is kept."""
-    where = (candidate.offset, candidate.place)
-    if order == "first":
-        return -candidate.offset, -candidate.place
-    if order == "last":
-        return where
-    return (candidate.reward if order == "best" else -candidate.reward), *where
 
 
 @dataclass(frozen=True)
@@ -217,6 +162,9 @@ TRAINING = Source(ACTOR_TOPIC, GroupHead, lambda group: group, lambda group: Tru
 def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tuple[list[Candidate], Seen]:
     """The rollouts that `wanted` asks for, and what was looked at to find them.
 
+    By reward, the first one is the best or the worst, of equal ones the newest; else they are in the order of the
+    stream.
+
     Raises:
         StreamError: a record cannot be read, with file, offset and reason.
     """
@@ -224,39 +172,41 @@ def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tup
     places = streams.places(source.topic, ACTOR)
     if not places:
         return [], seen
-    if wanted.order == "last" and wanted.count is not None and wanted.name is None:
-        return _newest(streams, source, wanted, wanted.count, places, seen), seen
-    return _scan(streams, source, wanted, seen, places[0], None), seen
+    count = wanted.count
+    if wanted.order == "last" and count is not None and wanted.name is None:
+        # Backwards in blocks, each about twice as long as the one after it.
+        found: list[Candidate] = []
+        end: int | None = None
+        index, width = len(places), 1
+        while index > 0 and len(found) < count:
+            index = max(0, index - width)
+            found = [*_matching(streams, source, wanted, seen, places[index], end), *found][-count:]
+            end, width = places[index], width * 2
+        return found, seen
+    matching = _matching(streams, source, wanted, seen, places[0], None)
+    if wanted.order in ("best", "worst"):
+        sign = 1 if wanted.order == "best" else -1
+
+        def rank(each: Candidate) -> tuple[float, int, int]:
+            return sign * each.reward, each.offset, each.place
+
+        return (sorted(matching, key=rank, reverse=True) if count is None else nlargest(count, matching, rank)), seen
+    if wanted.order == "first":
+        return list(islice(matching, count)), seen
+    return list(matching if count is None else deque(matching, count)), seen
 
 
-def _newest(
-    streams: StreamHub, source: Source, wanted: Wanted, count: int, places: list[int], seen: Seen
-) -> list[Candidate]:
-    """Go backwards in blocks, each about twice as long as the one behind it."""
-    found: list[Candidate] = []
-    end: int | None = None
-    index, width = len(places), 1
-    while index > 0 and len(found) < count:
-        index = max(0, index - width)
-        missing = replace(wanted, count=count - len(found))
-        found = _scan(streams, source, missing, seen, places[index], end) + found
-        end, width = places[index], width * 2
-    return found
-
-
-def _scan(
+def _matching(
     streams: StreamHub, source: Source, wanted: Wanted, seen: Seen, start: int, end: int | None
-) -> list[Candidate]:
-    chooser = Chooser(wanted, seen, source.ids_repeat)
+) -> Iterator[Candidate]:
+    """The rollouts that pass the filters, in the order of the stream."""
     for entry in read_entries(streams, source.topic, ACTOR, source.head_type, start, end):
         group = source.as_group(entry.record)
-        if not source.wants(entry.record):
-            seen.add(group)
-            continue
-        chooser.add(entry.offset, group)
-        if chooser.is_done:
-            break
-    return chooser.chosen()
+        seen.add(group)
+        found = list(wanted.rollouts(entry.offset, group)) if source.wants(entry.record) else []
+        yield from found
+        if found and wanted.name is not None and not source.ids_repeat:
+            return  # an id is in one group only
 
 
 def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRollout]:

@@ -143,13 +143,13 @@ def one_line(text: str) -> str:
     return escaped(text).replace("\n", "\\n")
 
 
-def shortened(text: str, limit: int) -> tuple[str, str, int]:
-    """(beginning, end, number of characters between them that are left out): of at most `limit` characters; 0: all.
+def shortened(text: str, limit: int) -> tuple[str, int]:
+    """`text` with at most `limit` of its characters (0: all), and how many were cut from its middle.
 
     Both ends are kept: an answer stands at the end, the question at the beginning.
     """
     cut = len(text) - limit
     if limit <= 0 or cut <= 0:
-        return text, "", 0
+        return text, 0
     head = (limit + 1) // 2
-    return text[:head], text[head + cut :], cut
+    return f"{text[:head]}...({cut} characters cut)...{text[head + cut :]}", cut

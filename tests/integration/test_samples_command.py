@@ -113,12 +113,12 @@ def test_a_folder_that_is_no_run_and_a_run_without_rollouts(tmp_path: Path, caps
     run = RecordedRun(tmp_path)
     assert main(["samples", str(run.root)]) == 2
     error = capsys.readouterr().err
-    assert "expected a run with at least one finished group. It ended before" in error and error.count("\n") == 1
+    assert "It ended before" in error and error.count("\n") == 1
     with (run.root / "conf" / "launch.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert main(["samples", str(run.root)]) == 2
     error = capsys.readouterr().err
-    assert "try again later" in error and error.count("\n") == 1
+    assert "Try again later" in error and error.count("\n") == 1
     assert main(["samples", str(tmp_path)]) == 2
     assert f"for instance {run.root}" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.recorded_run import RecordedRun
 
-from pipelinerl.analysis.sample_view import Painter, RolloutView, json_lines, render, view_of
+from pipelinerl.analysis.sample_view import json_lines, record_of, render
 from pipelinerl.analysis.select import StoredGroup, StoredRollout, rollout_of
 from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened, token_text
 from pipelinerl.streams.open_run import find_run
@@ -42,13 +42,9 @@ def stored(run: RecordedRun, *samples: object, name: str = "0-0/r0", **fields: o
     return rollout_of(msgspec.json.decode(msgspec.json.encode(group), type=StoredGroup), name)
 
 
-def shown(view: RolloutView) -> str:
-    return render(view, Painter(is_on=False))
-
-
 def test_a_conversation_with_a_tool_is_shown_turn_by_turn(run: RecordedRun, decoder: TokenText) -> None:
     sample = run.sample("0-0/r0/s0", TOOL_CHAT, [3, 4], reward=1.0, metadata={"turns": 2})
-    text = shown(view_of(stored(run, sample), decoder, {"0-0/r0/s0": "trained in step 5"}, 0))
+    text = render(record_of(stored(run, sample), decoder, {"0-0/r0/s0": "trained in step 5"}, 0))
     counts = [len(run.ids(part)) for part, _ in TOOL_CHAT]
     assert text.splitlines() == [
         "rollout 0-0/r0: data set train, group 0-0, problem p-0-0",
@@ -73,7 +69,7 @@ def test_masked_truncated_and_removed_tokens_are_said(run: RecordedRun, decoder:
     parts = [("<|user|>a<|end|>", False), ("masked", False), ("cut o", True)]
     masked = len(run.ids("masked"))
     sample = run.sample("0-0/r0/s0", parts, finished=False, finish_reason="length", output_tokens=masked + 5)
-    text = shown(view_of(stored(run, sample), decoder, {}, 0))
+    text = render(record_of(stored(run, sample), decoder, {}, 0))
     assert "finish reason length, TRUNCATED: the model did not end it" in text
     assert f"MASKED: {masked} of its output tokens are not trained" in text
     assert "pending" in text
@@ -85,7 +81,7 @@ def test_masked_truncated_and_removed_tokens_are_said(run: RecordedRun, decoder:
             type(each)(**{**_fields(each), "input_ids": [], "labels": []}) for each in stored(run, sample).samples
         ],
     )
-    text = shown(view_of(without, decoder, {}, 0))
+    text = render(record_of(without, decoder, {}, 0))
     assert "its tokens were removed (streams.retention=heads)" in text and "\n  |" not in text
 
 
@@ -108,9 +104,9 @@ def test_a_text_cannot_drive_the_terminal_or_look_like_ours(run: RecordedRun, de
     rollout = stored(run, sample, dataset=HOSTILE, problem_id=HOSTILE)
     assert rollout.summary is not None
     rollout.summary.metrics[HOSTILE] = 1.0
-    view = view_of(rollout, decoder, {"0-0/r0/s0": HOSTILE}, 0)
-    assert "".join(turn.text or "" for turn in view.samples[0].turns) == HOSTILE * 2
-    text = shown(view)
+    view = record_of(rollout, decoder, {"0-0/r0/s0": HOSTILE}, 0)
+    assert "".join(turn["text"] for turn in view["samples"][0]["turns"]) == HOSTILE * 2
+    text = render(view)
     assert not [each for each in text if each != "\n" and unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
     assert len([line for line in text.splitlines() if line.startswith("rollout")]) == 1
     assert "  | rollout 0-9/r9: fake" in text and "  > rollout 0-9/r9: fake" in text
@@ -135,32 +131,32 @@ def test_words_of_every_script_stay_as_they_are() -> None:
 
 
 def test_emphasis_is_only_for_terminals(run: RecordedRun, decoder: TokenText) -> None:
-    view = view_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT)), decoder, {}, 0)
-    colored = render(view, Painter(is_on=True))
+    view = record_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT)), decoder, {}, 0)
+    colored = render(view, has_colors=True)
     assert "\x1b[2m  | <|tool|>42" in colored and "\x1b[0m" in colored
     assert "\x1b[2m  > " not in colored
-    assert re.sub(r"\x1b\[\dm", "", colored) == shown(view)
+    assert re.sub(r"\x1b\[\dm", "", colored) == render(view)
 
 
 def test_long_texts_lose_their_middle_and_say_how_much(run: RecordedRun, decoder: TokenText) -> None:
-    assert shortened("abcdefg", 4) == ("ab", "fg", 3)
-    assert shortened("abcdefg", 1) == ("a", "", 6)
-    assert shortened("abc", 3) == shortened("abc", 0) == ("abc", "", 0)
+    assert shortened("abcdefg", 4) == ("ab...(3 characters cut)...fg", 3)
+    assert shortened("abcdefg", 1) == ("a...(6 characters cut)...", 6)
+    assert shortened("abc", 3) == shortened("abc", 0) == ("abc", 0)
     long = "start " + "x" * 5000 + " end"
-    view = view_of(stored(run, run.sample("0-0/r0/s0", [("q", False), (long, True)])), decoder, {}, 100)
-    lines = shown(view).splitlines()
-    assert lines[-3].startswith("  > start xxx") and lines[-1].endswith("x end")
-    assert str(len(long) - 100) in lines[-2]
+    view = record_of(stored(run, run.sample("0-0/r0/s0", [("q", False), (long, True)])), decoder, {}, 100)
+    lines = render(view).splitlines()
+    assert lines[-2].startswith("  > start xxx") and lines[-2].endswith("x end")
+    assert str(len(long) - 100) in lines[-1]
     turn = json.loads(json_lines(view)[0])["turns"][1]
     assert turn["cut_chars"] == len(long) - 100
-    huge = view_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT, metadata={"x": "y" * 9999})), decoder, {}, 0)
-    assert max(map(len, shown(huge).splitlines())) < 2200
+    huge = record_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT, metadata={"x": "y" * 9999})), decoder, {}, 0)
+    assert max(map(len, render(huge).splitlines())) < 2200
 
 
 def test_json_holds_what_the_record_holds(run: RecordedRun, decoder: TokenText) -> None:
     sample = run.sample("0-0/r0/s0", TOOL_CHAT, [3, 5], reward=0.5, metadata={"judge": "ok"})
     other = run.sample("0-0/r0/s1", [("q", False), ("a", True)], reward=0.25)
-    lines = json_lines(view_of(stored(run, sample, other), decoder, {"0-0/r0/s0": "filtered: x"}, 0))
+    lines = json_lines(record_of(stored(run, sample, other), decoder, {"0-0/r0/s0": "filtered: x"}, 0))
     first, second = map(json.loads, lines)
     assert first["sample_id"] == "0-0/r0/s0" and second["sample_id"] == "0-0/r0/s1"
     assert first["group_id"] == "0-0" and first["rollout_id"] == "0-0/r0" and first["problem_id"] == "p-0-0"
@@ -174,14 +170,14 @@ def test_json_holds_what_the_record_holds(run: RecordedRun, decoder: TokenText) 
     assert first["text"] == "".join(text for text, _ in TOOL_CHAT)
 
 
-def test_a_rollout_without_samples_is_shown(run: RecordedRun, decoder: TokenText) -> None:
+def test_a_rollout_without_samples_is_render(run: RecordedRun, decoder: TokenText) -> None:
     rollout = stored(run, run.sample("0-0/r0/s0", TOOL_CHAT))
-    empty = view_of(StoredRollout(group=rollout.group, rollout_id="0-0/r1", summary=None, samples=[]), decoder, {}, 0)
-    assert "no samples" in shown(empty)
+    empty = record_of(StoredRollout(group=rollout.group, rollout_id="0-0/r1", summary=None, samples=[]), decoder, {}, 0)
+    assert "no samples" in render(empty)
     assert json.loads(json_lines(empty)[0])["sample_id"] is None
 
 
-def test_unknown_ids_and_split_characters_are_shown(run: RecordedRun, decoder: TokenText) -> None:
+def test_unknown_ids_and_split_characters_are_render(run: RecordedRun, decoder: TokenText) -> None:
     ids = run.ids("ab")
     assert decoder.whole([*ids, 10**6, -5, 2**40, *ids]) == "ab<|id 1000000|><|id -5|><|id 1099511627776|>ab"
     euro = run.ids("€")
@@ -210,8 +206,8 @@ def test_without_a_tokenizer_there_is_one_line_that_says_why(tmp_path: Path, bre
     break_it(run.model)  # type: ignore[operator]
     decoder, reason = token_text(find_run(run.root))
     assert decoder is None and str(run.model) in reason and "\n" not in reason and "\x1b" not in reason
-    view = view_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT, metadata={"note": "seen"})), None, {}, 0)
-    text = shown(view)
+    view = record_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT, metadata={"note": "seen"})), None, {}, 0)
+    text = render(view)
     assert f"generated ({len(run.ids('call(6*7)<|end|>'))} tokens, version 0)" in text
     assert 'metadata: {"note": "seen"}' in text and "\n  >" not in text
     assert json.loads(json_lines(view)[0])["text"] is None
