@@ -1,7 +1,6 @@
 """Finds the stated answer in a model's text: `<answer>` tags, `\\boxed{}`, whole numbers. Never raises, linear time.
 
-Called by the graders of the built-in domains. Pure. The last complete statement counts, and what a model wrote in
-`<think>` tags is not a statement.
+The last complete statement counts, and what a model wrote in `<think>` tags is not a statement.
 """
 
 from __future__ import annotations

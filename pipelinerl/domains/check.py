@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.load import load_config
 from pipelinerl.domains.problem_sets import Problem, ProblemSets, load_problem_sets
 from pipelinerl.domains.registry import gold_score, load_dataset_loader, load_rollout_function
 from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
@@ -96,9 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Check the dataset loader and the rollout function of a run.")
     parser.add_argument("--run-config", required=True, type=Path, help="resolved configuration (YAML)")
     arguments = parser.parse_args(argv)
-
-    from pipelinerl.config.load import load_config
-    from pipelinerl.domains.check import check_domain
 
     try:
         sys.stdout.write(check_domain(load_config(arguments.run_config)) + "\n")

@@ -12,7 +12,6 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,9 +19,9 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import after_thinking
-from pipelinerl.domains.data import SPLITS, draw_problems, read_jsonl
+from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.errors import ConfigError, DomainError, RetryableRolloutError
+from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
@@ -113,12 +112,6 @@ TASKS = (
 )
 
 
-def solution_source(task: Task, number: int) -> str:
-    """Return the reference solution as a program with `solve(x)`."""
-    source = inspect.getsource(task.solve)
-    return f"{source}\n\ndef solve(x):\n    return {task.solve.__name__}(x, {number})"
-
-
 _NUM_TESTS = 4
 
 
@@ -142,31 +135,22 @@ def load_problems(
             "task": f"Write a Python function solve(x) that returns {task.words.format(k=number)}",
             "function": "solve",
             "tests": tests,
-            "solution": solution_source(task, number),
+            "solution": (
+                f"{inspect.getsource(task.solve)}\n\ndef solve(x):\n    return {task.solve.__name__}(x, {number})"
+            ),
         }
         return f"{task.solve.__name__}/{number}", problem
 
-    problems: list[dict[str, Any]] = []
-    for name in dataset_names:
-        if str(name).endswith(".jsonl"):
-            problems += [_checked(row, str(name), index) for index, row in enumerate(read_jsonl(Path(name), "coding"))]
-        else:
-            sizes = dict(zip(SPLITS, (num_train, num_test), strict=True))
-            problems += draw_problems("coding", [name], sizes, seed, draw)
-    return problems
+    return draw_problems("coding", dataset_names, (num_train, num_test), seed, draw, _fault_of)
 
 
-def _checked(row: dict[str, Any], name: str, index: int) -> dict[str, Any]:
+def _fault_of(row: dict[str, Any]) -> str | None:
     keys = {"args", "expected"} if row.get("function") else {"input", "output"}
-    tests = row.get("tests")
+    tests, function = row.get("tests"), row.get("function")
     is_right = isinstance(tests, list) and tests and all(isinstance(test, dict) and keys <= set(test) for test in tests)
-    function = row.get("function")
-    if not is_right or not isinstance(row.get("task"), str) or (function and not str(function).isidentifier()):
-        raise DomainError(
-            f"coding: {name}:{index + 1}: expected a text `task` and a list `tests` of {sorted(keys)}. "
-            "Correct the line."
-        )
-    return {"dataset": Path(name).stem, **row}
+    if is_right and isinstance(row.get("task"), str) and (not function or str(function).isidentifier()):
+        return None
+    return f"expected a text `task` and a list `tests` of {sorted(keys)}"
 
 
 def gold_answer(problem: dict[str, Any]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
 from collections.abc import Sequence
@@ -18,9 +20,9 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 
-MAX_TOKENS = 100
-MAX_CHARACTERS = 1000
-_TOKEN = re.compile(r"\s*(?:([0-9]{1,6})(?![0-9])|([-+*/()]))", re.ASCII)
+MAX_CHARACTERS = 500
+_EXPRESSION = re.compile(r"(?:[0-9]{1,6}(?![0-9])|[-+*/() ])+")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 # Multiplication sign, middle dot, division sign and minus sign as they are typeset.
 _SAME = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
 
@@ -35,73 +37,26 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     Raises:
         ExpressionError: it cannot be read, or divides by zero.
     """
-    return _Reader(_tokens(text)).read()
+    text = " ".join(text.translate(_SAME).split())
+    if len(text) > MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
+        raise ExpressionError(f"cannot read {text[:20]!r}")
+    numbers: list[int] = []
+    try:
+        return _value(ast.parse(text, mode="eval").body, numbers), numbers
+    except (SyntaxError, MemoryError, RecursionError, ZeroDivisionError) as error:
+        raise ExpressionError(str(error)) from error
 
 
-def _tokens(text: str) -> list[str]:
-    if len(text) > MAX_CHARACTERS:
-        raise ExpressionError(f"{len(text)} characters, at most {MAX_CHARACTERS}")
-    text = text.translate(_SAME).strip()
-    tokens: list[str] = []
-    position = 0
-    while position < len(text):
-        found = _TOKEN.match(text, position)
-        if found is None or len(tokens) == MAX_TOKENS:
-            raise ExpressionError(f"cannot read {text[position : position + 20]!r}")
-        tokens.append(found.group(1) or found.group(2))
-        position = found.end()
-    return tokens
-
-
-class _Reader:
-    """Recursive descent; the depth is bounded by the number of tokens."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._next = 0
-        self._numbers: list[int] = []
-
-    def read(self) -> tuple[Fraction, list[int]]:
-        value = self._sum()
-        if self._next != len(self._tokens):
-            raise ExpressionError("there is more behind the expression")
-        return value, self._numbers
-
-    def _take(self, *wanted: str) -> str | None:
-        if self._next < len(self._tokens) and self._tokens[self._next] in wanted:
-            self._next += 1
-            return self._tokens[self._next - 1]
-        return None
-
-    def _sum(self) -> Fraction:
-        value = self._product()
-        while operator := self._take("+", "-"):
-            right = self._product()
-            value = value + right if operator == "+" else value - right
-        return value
-
-    def _product(self) -> Fraction:
-        value = self._factor()
-        while operator := self._take("*", "/"):
-            right = self._factor()
-            if operator == "/" and right == 0:
-                raise ExpressionError("division by zero")
-            value = value * right if operator == "*" else value / right
-        return value
-
-    def _factor(self) -> Fraction:
-        if self._take("-"):
-            return -self._factor()
-        if self._take("("):
-            value = self._sum()
-            if not self._take(")"):
-                raise ExpressionError("a bracket is not closed")
-            return value
-        if self._next >= len(self._tokens) or not self._tokens[self._next].isdigit():
-            raise ExpressionError("a number is missing")
-        self._next += 1
-        self._numbers.append(int(self._tokens[self._next - 1]))
-        return Fraction(self._numbers[-1])
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        numbers.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, numbers)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left = _value(node.left, numbers)
+        return _OPERATORS[type(node.op)](left, _value(node.right, numbers))
+    raise ExpressionError(f"not an expression of + - * /: {ast.unparse(node)[:20]}")
 
 
 def load_problems(
@@ -130,7 +85,7 @@ def load_problems(
         problem = {"numbers": shown, "target": target, "solution": solution, "difficulty": difficulty}
         return f"{shown}/{target}", problem
 
-    return draw_problems("countdown", dataset_names, {"train": num_train, "test": num_test}, seed, draw)
+    return draw_problems("countdown", dataset_names, (num_train, num_test), seed, draw)
 
 
 def _combine(numbers: list[int], max_target: int, rng: random.Random) -> tuple[int, str] | None:
@@ -139,10 +94,10 @@ def _combine(numbers: list[int], max_target: int, rng: random.Random) -> tuple[i
     while len(parts) > 1:
         rng.shuffle(parts)
         (left, left_text), (right, right_text) = parts.pop(), parts.pop()
-        operators = ["+", "*"] + (["-"] if left > right else []) + (["/"] if left % right == 0 else [])
-        operator = rng.choice(operators)
-        value = {"+": left + right, "*": left * right, "-": left - right, "/": left // right}[operator]
-        parts.append((value, f"({left_text} {operator} {right_text})"))
+        signs = ["+", "*"] + (["-"] if left > right else []) + (["/"] if left % right == 0 else [])
+        sign = rng.choice(signs)
+        value = {"+": left + right, "*": left * right, "-": left - right, "/": left // right}[sign]
+        parts.append((value, f"({left_text} {sign} {right_text})"))
     value, text = parts[0]
     return (value, text[1:-1]) if 1 <= value <= max_target else None
 
@@ -163,7 +118,7 @@ def gold_answer(problem: dict[str, Any]) -> str:
 
 @grader
 def verify_countdown(text: str, problem: dict[str, Any]) -> Grade:
-    """1 if the expression uses each number once and has the target's value. `= target` behind it is allowed."""
+    """1 if the expression uses each number once and has the target's value. `= target` after it is allowed."""
     stated = tagged_answer(text)
     if stated is None:
         return Grade(0.0, "no_answer")

@@ -36,7 +36,7 @@ def load_problems(
         problem = {"word": word, "letter": letter, "answer": word.count(letter), "difficulty": difficulty}
         return f"{word}/{letter}", problem
 
-    return draw_problems("counting", dataset_names, {"train": num_train, "test": num_test}, seed, draw)
+    return draw_problems("counting", dataset_names, (num_train, num_test), seed, draw)
 
 
 def question(problem: dict[str, Any]) -> str:

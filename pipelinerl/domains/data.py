@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import random
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,36 +35,61 @@ def check_names(domain: str, names: Sequence[str], known: Sequence[str] = SPLITS
         )
 
 
+def optional(package: str, domain: str, extra: str) -> Any:
+    """Import a package, or a module of one, that comes with `pipelinerl[extra]`.
+
+    Raises:
+        DomainError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DomainError(
+            f"{domain}: the package {package.partition('.')[0]} is needed: {error}. Install pipelinerl[{extra}] (in a "
+            f"checkout: pip install -e '.[{extra}]'), or start another experiment, such as --config-name guessing."
+        ) from error
+
+
 def draw_problems(
     domain: str,
     names: Sequence[str],
-    sizes: dict[str, int],
+    sizes: tuple[int, int],
     seed: int,
     draw: Callable[[random.Random], tuple[str, Problem]],
+    fault_of: Callable[[Problem], str | None] | None = None,
 ) -> list[Problem]:
-    """Return `sizes[name]` different problems of each named split.
+    """Return different problems of each named split, and the rows of JSONL files.
 
     Args:
+        sizes: number of problems of `train` and of `test`.
         draw: makes one problem, with a text that tells it from all others; that text decides the split.
+        fault_of: says what is wrong with the row of a file; None: the domain has no files.
 
     Raises:
-        DomainError: a name is unknown, or `draw` knows too few different problems.
+        DomainError: a name is unknown, `draw` knows too few different problems, or a row has a fault.
     """
-    check_names(domain, names)
     problems: list[Problem] = []
-    for name in names:
+    for name in map(str, names):
+        if fault_of is not None and name.endswith(".jsonl"):
+            for index, row in enumerate(read_jsonl(Path(name), domain)):
+                if (fault := fault_of(row)) is not None:
+                    raise DomainError(f"{domain}: {name}:{index + 1}: {fault}. Correct the line.")
+                problems.append({"dataset": Path(name).stem, **row})
+            continue
+        check_names(domain, [name])
+        size = sizes[SPLITS.index(name)]
         rng = random.Random(f"{domain}/{name}/{seed}")
         found: dict[str, Problem] = {}
-        for _ in range(sizes[name] * _MAX_TRIES_PER_PROBLEM):
-            if len(found) == sizes[name]:
+        for _ in range(size * _MAX_TRIES_PER_PROBLEM):
+            if len(found) == size:
                 break
             key, problem = draw(rng)
             digest = hashlib.blake2b(f"{domain}/{key}".encode(), digest_size=8).digest()
             if (digest[0] % _TEST_SHARE == 0) == (name == "test") and key not in found:
                 found[key] = {"id": f"{domain}-{digest.hex()}", "dataset": name, **problem}
-        if len(found) < sizes[name]:
+        if len(found) < size:
             raise DomainError(
-                f"{domain}: found only {len(found)} different problems for {name!r}, {sizes[name]} are wanted. "
+                f"{domain}: found only {len(found)} different problems for {name!r}, {size} are wanted. "
                 "Change dataset_loader_params: fewer problems, or larger ones."
             )
         problems.extend(found.values())
@@ -117,10 +142,7 @@ def load_hub_rows(
         DomainError: it does not exist, the hub cannot be reached and the cache does not have it, or the package is
             missing.
     """
-    if find_spec("datasets") is None:
-        raise DomainError(f"{key}: loading {path!r} needs the package datasets. Install pipelinerl[math].")
-    import datasets
-
+    datasets = optional("datasets", key, "math")
     try:
         loaded = datasets.load_dataset(path, config, split=split)
     except Exception as error:  # "not there", "no network" and "no such split" have no common base

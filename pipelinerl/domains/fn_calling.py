@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +16,10 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import after_thinking
-from pipelinerl.domains.data import SPLITS, draw_problems, read_jsonl
+from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.tool_calls import arguments_of, parse_tool_calls
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 
@@ -114,22 +112,13 @@ def load_problems(
         }
         return f"{task}{offered}", problem
 
-    problems: list[dict[str, Any]] = []
-    for name in dataset_names:
-        if str(name).endswith(".jsonl"):
-            problems += [
-                _checked(row, str(name), index) for index, row in enumerate(read_jsonl(Path(name), "fn_calling"))
-            ]
-        else:
-            sizes = dict(zip(SPLITS, (num_train, num_test), strict=True))
-            problems += draw_problems("fn_calling", [name], sizes, seed, draw)
-    return problems
+    return draw_problems("fn_calling", dataset_names, (num_train, num_test), seed, draw, _fault_of)
 
 
-def _checked(row: dict[str, Any], name: str, index: int) -> dict[str, Any]:
-    if not isinstance(row.get("task"), str) or not all(isinstance(row.get(key), list) for key in ("tools", "expected")):
-        raise DomainError(f"fn_calling: {name}:{index + 1}: expected a text `task`, lists `tools` and `expected`.")
-    return {"dataset": Path(name).stem, **row}
+def _fault_of(row: dict[str, Any]) -> str | None:
+    if isinstance(row.get("task"), str) and all(isinstance(row.get(key), list) for key in ("tools", "expected")):
+        return None
+    return "expected a text `task`, lists `tools` and `expected`"
 
 
 def system_prompt(problem: dict[str, Any]) -> str:
@@ -147,108 +136,45 @@ def gold_answer(problem: dict[str, Any]) -> str:
     return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
 
 
-MAX_CALLS = 64
 MAX_CHARACTERS = 200_000
+_MAX_BLOCKS = 64
+Call = tuple[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class FunctionCall:
-    """A call with plain arguments."""
+def parse_calls(text: str) -> tuple[list[Call], int]:
+    """Return the calls in `text` (name, arguments), and how many parts looked like calls but could not be read.
 
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ParsedCalls:
-    """The calls in a text, in order, and how many parts looked like calls but could not be read."""
-
-    calls: list[FunctionCall]
-    num_damaged: int
-
-
-def parse_calls(text: str) -> ParsedCalls:
-    """Return the calls in `text`."""
-    text = text[:MAX_CHARACTERS]
-    calls: list[FunctionCall] = []
-    damaged = 0
-    for part, name in _parts(text)[:MAX_CALLS]:
-        found = _read(part, name)
-        calls += found
-        damaged += not found
-    return ParsedCalls(calls[:MAX_CALLS], damaged)
-
-
-def _parts(text: str) -> list[tuple[str, str | None]]:
-    """Return the pieces of text that should be calls, with the function's name where it stands outside of the JSON."""
-    if "<tool_call>" in text:
-        return [(piece.partition("</tool_call>")[0], None) for piece in text.split("<tool_call>")[1:]]
-    if "<function=" in text:
-        parts: list[tuple[str, str | None]] = []
-        for piece in text.split("<function=")[1:]:
-            name, _, rest = piece.partition(">")
-            parts.append((rest.partition("</function>")[0], name.strip()))
-        return parts
-    if "<|python_tag|>" in text:
-        return [(line, None) for line in text.partition("<|python_tag|>")[2].split(";") if line.strip()]
-    if "```" in text:
-        return [(piece.removeprefix("json"), None) for piece in text.split("```")[1::2]]
-    bare = text.strip()
-    return [(bare, None)] if bare.startswith(("{", "[")) else []
-
-
-def _read(part: str, name: str | None) -> list[FunctionCall]:
-    try:
-        value = msgspec.json.decode(part.strip().encode("utf-8", "replace"))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return []
-    if name is not None:
-        return [FunctionCall(name, value)] if isinstance(value, dict) else []
-    entries = value if isinstance(value, list) else [value]
-    found = [_call(entry) for entry in entries]
-    return [call for call in found if call is not None]
-
-
-def _call(entry: Any) -> FunctionCall | None:
-    if not isinstance(entry, dict):
-        return None
-    inner = entry.get("function")
-    if isinstance(inner, dict):  # OpenAI's form
-        entry = inner
-    arguments = entry.get("arguments", entry.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments.encode("utf-8", "replace"))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-    name = entry.get("name")
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return FunctionCall(name, arguments)
+    Beside the formats of `llm.tool_calls`, calls may stand in blocks between three backticks.
+    """
+    whole = parse_tool_calls(text[:MAX_CHARACTERS])
+    calls, num_damaged = whole.calls, len(whole.errors)
+    if not calls and not num_damaged:
+        for block in text[:MAX_CHARACTERS].split("```")[1 : 2 * _MAX_BLOCKS : 2]:
+            found = parse_tool_calls(block.removeprefix("json"))
+            calls = calls + found.calls
+            num_damaged += len(found.errors) or not found.calls
+    return [(call["function"]["name"], arguments_of(call)) for call in calls], num_damaged
 
 
 @grader
 def verify_fn_calling(text: str, problem: dict[str, Any], partial: bool = False) -> Grade:
     """1 if exactly the expected calls are made, in any order; with `partial`, else the share of right calls."""
-    parsed = parse_calls(after_thinking(text))
-    if not parsed.calls:
-        return Grade(0.0, "unparsable" if parsed.num_damaged else "no_answer")
-    missing = [FunctionCall(call["name"], call["arguments"]) for call in problem["expected"]]
+    calls, num_damaged = parse_calls(after_thinking(text))
+    if not calls:
+        return Grade(0.0, "unparsable" if num_damaged else "no_answer")
+    missing = [(call["name"], call["arguments"]) for call in problem["expected"]]
     num_expected = len(missing)
-    for call in parsed.calls:
-        match = next((index for index, wanted in enumerate(missing) if _same_call(call, wanted)), None)
-        if match is not None:
-            del missing[match]
+    for name, arguments in calls:
+        for index, (wanted, values) in enumerate(missing):
+            if name == wanted and same_value(arguments, values):
+                del missing[index]
+                break
     found = num_expected - len(missing)
-    extra = len(parsed.calls) - found + parsed.num_damaged
+    extra = len(calls) - found + num_damaged
     details = {"calls_right": found / max(num_expected, 1), "calls_extra": float(extra)}
     if not missing and not extra:
         return Grade(1.0, "correct", details)
-    return Grade(found / max(num_expected, len(parsed.calls)) if partial else 0.0, "wrong", details)
-
-
-def _same_call(left: FunctionCall, right: FunctionCall) -> bool:
-    return left.name == right.name and same_value(left.arguments, right.arguments)
+    return Grade(found / max(num_expected, len(calls)) if partial else 0.0, "wrong", details)
 
 
 def same_value(left: Any, right: Any) -> bool:

@@ -13,6 +13,8 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.async_llm import llm_async_generate, make_training_text
+from pipelinerl.domains.data import check_names
+from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
@@ -92,7 +94,6 @@ def parse_answer(text: str) -> int | None:
 DEFAULT_HIGH = 1024
 DEFAULT_MAX_TURNS = 13
 HISTORIES = ("list", "chat")
-_DATASETS = ("train", "test")
 # An odd multiplier visits the numbers in a scattered order; even steps are for training and odd ones for testing.
 _MULTIPLIER = 191
 
@@ -123,21 +124,16 @@ def load_problems(
         history: `list` tells the model its guesses so far in one message, `chat` as a dialogue.
 
     Raises:
-        ValueError: a name is unknown, or the numbers do not allow that many different games.
+        DomainError: a name is unknown, or the numbers do not allow that many different games.
     """
-    for name in dataset_names:
-        if name not in _DATASETS:
-            raise ValueError(
-                f"guessing: unknown data set {name!r}; expected one of {list(_DATASETS)}. "
-                "Change train_dataset_names or test_dataset_names."
-            )
+    check_names("guessing", dataset_names)
     if n < 2 or max_turns < 1 or not 0 <= opening_guesses < n:
-        raise ValueError(
+        raise DomainError(
             f"guessing: got n={n}, max_turns={max_turns}, opening_guesses={opening_guesses}; "
             "expected n >= 2, max_turns >= 1 and 0 <= opening_guesses < n. Change dataset_loader_params."
         )
     if history not in HISTORIES:
-        raise ValueError(
+        raise DomainError(
             f"guessing: got history={history!r}; expected one of {list(HISTORIES)}. Change dataset_loader_params."
         )
     if opening_guesses == 0:
@@ -185,7 +181,7 @@ def _split_by_game(
         possible = possible * (n - 1 - k) // (k + 1)
     # Drawing without repetition needs some room to stay quick.
     if wanted > possible * 3 // 4:
-        raise ValueError(
+        raise DomainError(
             f"guessing: num_train + num_test = {wanted}, but n={n} and opening_guesses={opening_guesses} allow "
             f"{possible} different games; expected at most three quarters of them. Raise n or opening_guesses."
         )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import after_thinking, tagged_answer, whole_number
-from pipelinerl.domains.data import check_names
+from pipelinerl.domains.data import check_names, optional
 from pipelinerl.domains.text_game import play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
@@ -48,8 +47,6 @@ def load_problems(
     Raises:
         DomainError: the package or the environment is missing, or it cannot be played in text.
     """
-    if find_spec("gymnasium") is None:
-        raise DomainError("gymnasium_text: the package gymnasium is needed. Install pipelinerl[environments].")
     check_names("gymnasium_text", dataset_names)
     common = {
         "env_id": env_id,
@@ -81,9 +78,8 @@ class GymnasiumGame:
     """
 
     def __init__(self, problem: dict[str, Any]) -> None:
-        import gymnasium
-
-        self._problem = problem
+        gymnasium = optional("gymnasium", "gymnasium_text", "environments")
+        self._gymnasium, self._problem = gymnasium, problem
         try:
             if problem.get("module"):
                 importlib.import_module(problem["module"])
@@ -103,9 +99,7 @@ class GymnasiumGame:
         self._num_actions = int(space.n) if isinstance(space, gymnasium.spaces.Discrete) else None
 
     def _make(self, **kwargs: Any) -> Any:
-        import gymnasium
-
-        return gymnasium.make(self._problem["env_id"], **self._problem["env_kwargs"], **kwargs)
+        return self._gymnasium.make(self._problem["env_id"], **self._problem["env_kwargs"], **kwargs)
 
     def start(self) -> str:
         """Begin the episode and return the first text."""

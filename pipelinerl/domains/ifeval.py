@@ -10,7 +10,6 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,9 +18,8 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import after_thinking
-from pipelinerl.domains.data import SPLITS, draw_problems, read_jsonl
+from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
@@ -125,35 +123,20 @@ def load_problems(
         difficulty = (len(constraints) - 1) / max(max_constraints - 1, 1)
         return f"{prompt}{constraints}", {"prompt": prompt, "constraints": constraints, "difficulty": difficulty}
 
-    problems: list[dict[str, Any]] = []
-    for name in dataset_names:
-        if str(name).endswith(".jsonl"):
-            problems += [_checked(row, f"{name}:{index + 1}") for index, row in enumerate(_rows(str(name)))]
-        else:
-            problems += draw_problems(
-                "ifeval", [name], dict(zip(SPLITS, (num_train, num_test), strict=True)), seed, draw
-            )
-    return problems
+    return draw_problems("ifeval", dataset_names, (num_train, num_test), seed, draw, _fault_of)
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    return [{"dataset": Path(name).stem, **row} for row in read_jsonl(Path(name), "ifeval")]
-
-
-def _checked(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _fault_of(row: dict[str, Any]) -> str | None:
     constraints = row.get("constraints")
     if not isinstance(row.get("prompt"), str) or not isinstance(constraints, list) or not constraints:
-        raise DomainError(f"ifeval: {where}: expected a text `prompt` and a list `constraints`. Correct the line.")
+        return "expected a text `prompt` and a list `constraints`"
     for constraint in constraints:
-        kind = constraint.get("kind") if isinstance(constraint, dict) else constraint
         try:
-            describe(str(kind), constraint)
+            describe(str(constraint["kind"]), constraint)
         except (KeyError, TypeError, AttributeError) as error:
-            raise DomainError(
-                f"ifeval: {where}: constraint {constraint!r} is unknown or lacks an argument ({error}), expected a "
-                f"kind of {', '.join(CONSTRAINTS)}. Correct the line."
-            ) from error
-    return row
+            kinds = ", ".join(CONSTRAINTS)
+            return f"constraint {constraint!r} is unknown or lacks an argument ({error}), expected a kind of {kinds}"
+    return None
 
 
 def _draw_constraints(rng: random.Random, count: int) -> list[dict[str, Any]]:
@@ -189,7 +172,7 @@ def gold_answer(problem: dict[str, Any]) -> str:
         return str(problem["response"])
     by_kind = {each["kind"]: each for each in problem["constraints"]}
     if "json" in by_kind:
-        return _json_object(by_kind["json"]["keys"])
+        return msgspec.json.encode(dict.fromkeys(by_kind["json"]["keys"], 1)).decode()
     forbidden = by_kind.get("forbidden", {}).get("word")
     filler = [word for word in _FILLER if word != forbidden]
     length = by_kind.get("min_words", {}).get("count", 8)
@@ -208,11 +191,6 @@ def gold_answer(problem: dict[str, Any]) -> str:
     if "starts_with" in by_kind:
         text = f"{by_kind['starts_with']['phrase']} {text}"
     return f"{text} {by_kind['ends_with']['phrase']}" if "ends_with" in by_kind else text
-
-
-def _json_object(keys: Sequence[str]) -> str:
-    """Return a JSON object with these keys."""
-    return "{" + ", ".join(f'"{key}": 1' for key in keys) + "}"
 
 
 @grader

@@ -11,7 +11,6 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import aiohttp
@@ -19,7 +18,7 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import tagged_answer
-from pipelinerl.domains.data import check_names
+from pipelinerl.domains.data import check_names, optional
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
@@ -49,20 +48,13 @@ def load_problems(
     Raises:
         DomainError: the package is not installed, or it does not know a family or a setting.
     """
-    if find_spec("reasoning_gym") is None:
-        raise DomainError("logic: the package reasoning-gym is needed. Install pipelinerl[reasoning-gym].")
     check_names("logic", dataset_names)
     settings = {name: {} for name in families} if not isinstance(families, Mapping) else families
     problems: list[dict[str, Any]] = []
     for split in dataset_names:
-        size = num_train if split == "train" else num_test
+        size, first = (num_train, seed) if split == "train" else (num_test, seed + _TEST_SEED_OFFSET)
         for family, options in settings.items():
-            recipe = {
-                "family": family,
-                "seed": seed + (_TEST_SEED_OFFSET if split == "test" else 0),
-                "size": size,
-                "settings": dict(options or {}),
-            }
+            recipe = {"family": family, "seed": first, "size": size, "settings": dict(options or {})}
             problems += _problems_of(recipe, split)
     return problems
 
@@ -102,14 +94,13 @@ def make_dataset(recipe: Mapping[str, Any]) -> Any:
     Raises:
         DomainError: the family or a setting is unknown.
     """
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
+    reasoning_gym = optional("reasoning_gym", "logic", "reasoning-gym")
+    known = reasoning_gym.factory.DATASETS
     family = recipe["family"]
-    if family not in DATASETS:
-        near = difflib.get_close_matches(family, sorted(DATASETS), n=3)
+    if family not in known:
+        near = difflib.get_close_matches(family, sorted(known), n=3)
         raise DomainError(
-            f"logic: reasoning-gym has no family {family!r}, expected one of its {len(DATASETS)}. "
+            f"logic: reasoning-gym has no family {family!r}, expected one of its {len(known)}. "
             f"Near ones: {', '.join(near) or 'none'}. Change dataset_loader_params.families."
         )
     try:

@@ -10,8 +10,6 @@ import logging
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +18,7 @@ import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import boxed_answer, tagged_answer
-from pipelinerl.domains.data import SPLITS, draw_problems, load_hub_rows, read_jsonl
+from pipelinerl.domains.data import SPLITS, draw_problems, load_hub_rows, optional, read_jsonl
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
@@ -30,7 +28,7 @@ from pipelinerl.sandbox.protocol import Grade, grader
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
-def draw_sums(names: list[str], sizes: dict[str, int], max_operand: int, seed: int) -> list[dict[str, Any]]:
+def draw_sums(name: str, sizes: tuple[int, int], max_operand: int, seed: int) -> list[dict[str, Any]]:
     """Return sums of two or three numbers of 0..max_operand with + - *."""
 
     def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -45,27 +43,19 @@ def draw_sums(names: list[str], sizes: dict[str, int], max_operand: int, seed: i
         problem = {"task": f"What is {words}?", "answer": str(value), "difficulty": difficulty}
         return words, problem
 
-    return draw_problems("math", names, sizes, seed, draw)
+    return draw_problems("math", [name], sizes, seed, draw)
 
 
-@dataclass(frozen=True)
-class HubSource:
-    """Where a known data set is on the hub."""
-
-    path: str
-    config: str | None
-    split: str
-
-
-KNOWN: Mapping[str, HubSource] = MappingProxyType(
+#: Data sets on the hub by name: path, config, split.
+KNOWN: Mapping[str, tuple[str, str | None, str]] = MappingProxyType(
     {
-        "gsm8k_train": HubSource("openai/gsm8k", "main", "train"),
-        "gsm8k_test": HubSource("openai/gsm8k", "main", "test"),
-        "math_500": HubSource("HuggingFaceH4/MATH-500", None, "test"),
-        "aime_2024": HubSource("HuggingFaceH4/aime_2024", None, "train"),
-        "aime_2025": HubSource("MathArena/aime_2025", None, "train"),
-        "deepscaler": HubSource("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
-        "open_reasoner_zero": HubSource("Open-Reasoner-Zero/orz_math_57k_collection", None, "train"),
+        "gsm8k_train": ("openai/gsm8k", "main", "train"),
+        "gsm8k_test": ("openai/gsm8k", "main", "test"),
+        "math_500": ("HuggingFaceH4/MATH-500", None, "test"),
+        "aime_2024": ("HuggingFaceH4/aime_2024", None, "train"),
+        "aime_2025": ("MathArena/aime_2025", None, "train"),
+        "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
+        "open_reasoner_zero": ("Open-Reasoner-Zero/orz_math_57k_collection", None, "train"),
     }
 )
 _QUESTION_KEYS = ("task", "problem", "question", "prompt")
@@ -90,15 +80,11 @@ def load_problems(
     Raises:
         DomainError: a data set cannot be had, or math-verify is not installed.
     """
-    if find_spec("math_verify") is None:
-        raise DomainError(
-            "math: the package math-verify, which grades answers, is not installed. Install pipelinerl[math] (in a "
-            "checkout: pip install -e '.[math]'), or start another experiment, for instance --config-name guessing."
-        )
+    optional("math_verify", "math", "math")
     problems: list[dict[str, Any]] = []
     for name in dataset_names:
         if name in SPLITS:
-            problems += draw_sums([name], {"train": num_train, "test": num_test}, max_operand, seed)
+            problems += draw_sums(name, (num_train, num_test), max_operand, seed)
             continue
         rows = _rows(str(name))[:limit]
         problems += [_problem(row, index, str(name)) for index, row in enumerate(rows)]
@@ -109,8 +95,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
     if name.endswith((".jsonl", ".json")):
         return read_jsonl(Path(name), "math")
     if name in KNOWN:
-        source = KNOWN[name]
-        return load_hub_rows(source.path, source.config, source.split, "math")
+        return load_hub_rows(*KNOWN[name], "math")
     if "/" not in name:
         raise DomainError(
             f"math: unknown data set {name!r}, expected one of {[*SPLITS, *KNOWN]}, the path of a .jsonl file, or "
@@ -138,7 +123,7 @@ def _problem(row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer in a reference solution: behind `####` (GSM8K), in `\\boxed{}` (MATH), or all of it."""
+    """Return the final answer in a reference solution: after `####` (GSM8K), in `\\boxed{}` (MATH), or all of it."""
     if "####" in text:
         return text.rpartition("####")[2].strip().replace(",", "")
     return boxed_answer(text) or text.strip()
@@ -156,8 +141,7 @@ _SPACE = re.compile(r"\s+|\\[,;!:]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
 @grader(preload="math_verify")
 def verify_math(text: str, problem: dict[str, Any]) -> Grade:
     """1 if the last `\\boxed{}` (or `<answer>`) is mathematically equal to the problem's answer."""
-    import math_verify
-
+    math_verify = optional("math_verify", "math", "math")
     stated = boxed_answer(text)
     if stated is None:
         stated = tagged_answer(text)
@@ -185,8 +169,7 @@ def plain(text: str) -> str:
 
 def parsed(answer: str) -> list[Any]:
     """Return what math-verify makes of an answer; empty if it cannot read it."""
-    import math_verify
-
+    math_verify = optional("math_verify", "math", "math")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadline is off
     latex = (math_verify.LatexExtractionConfig(),)
     found: list[Any] = math_verify.parse(f"\\boxed{{{answer}}}", extraction_config=latex, parsing_timeout=None)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.data import check_names
@@ -19,23 +18,20 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
 _KEY = "multi: dataset_loader_params.domains"
-_KNOWN = {"name", "weight", "module", "train", "test", "params", "rollout"}
 
 
-@dataclass(frozen=True)
-class Part:
-    """One domain of the mix. `share` is its weight over the sum of weights; `train` and `test` are data set names."""
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """One domain of the mix. `train` and `test` are its data set names."""
 
-    name: str
-    share: float
-    module: str
-    rollout: str
-    train: list[Any]
-    test: list[Any]
-    params: dict[str, Any]
+    weight: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] = 1.0
+    module: str = ""
+    rollout: str | None = None
+    train: list[Any] = ["train"]
+    test: list[Any] = ["test"]
+    params: dict[str, Any] | None = None
 
 
-def read_parts(domains: Mapping[str, Any]) -> list[Part]:
+def read_parts(domains: Mapping[str, Any]) -> dict[str, Part]:
     """Read `domains`: name -> weight, or name -> {weight, module, rollout, train, test, params}.
 
     The module of a name is `pipelinerl.domains.NAME` unless `module` names another one; its rollout function is
@@ -46,31 +42,16 @@ def read_parts(domains: Mapping[str, Any]) -> list[Part]:
     """
     if not isinstance(domains, Mapping) or not domains:
         raise DomainError(f"{_KEY}: got {domains!r}, expected a mapping from names of domains to weights.")
-    settings = {name: dict(each) if isinstance(each, Mapping) else {"weight": each} for name, each in domains.items()}
-    weights = {}
-    for name, each in settings.items():
-        unknown = set(each) - _KNOWN
-        if unknown:
-            raise DomainError(f"{_KEY}.{name}: unknown keys {sorted(unknown)}, expected some of {sorted(_KNOWN)}.")
-        weight = each.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise DomainError(f"{_KEY}.{name}: got weight {weight!r}, expected a number above 0. Remove it otherwise.")
-        weights[name] = float(weight)
-    total = sum(weights.values())
-    return [_part(str(name), each, weights[name] / total) for name, each in settings.items()]
-
-
-def _part(name: str, settings: dict[str, Any], share: float) -> Part:
-    module = str(settings.get("module", f"pipelinerl.domains.{name}"))
-    return Part(
-        name=name,
-        share=share,
-        module=module,
-        rollout=str(settings.get("rollout") or _find_rollout(module, name)),
-        train=list(settings.get("train", ["train"])),
-        test=list(settings.get("test", ["test"])),
-        params=dict(settings.get("params") or {}),
-    )
+    parts = {}
+    for name, given in domains.items():
+        try:
+            part = msgspec.convert(dict(given) if isinstance(given, Mapping) else {"weight": given}, Part)
+        except msgspec.ValidationError as error:
+            raise DomainError(f"{_KEY}.{name}: got {given!r}: {error}. Correct or remove it.") from error
+        part.module = part.module or f"pipelinerl.domains.{name}"
+        part.rollout = part.rollout or _find_rollout(part.module, str(name))
+        parts[str(name)] = part
+    return parts
 
 
 def _find_rollout(module: str, name: str) -> str:
@@ -109,31 +90,30 @@ def load_problems(dataset_names: Sequence[str], *, domains: Mapping[str, Any]) -
         DomainError: see `read_parts`; or a domain has no problem.
     """
     check_names("multi", dataset_names)
+    parts = read_parts(domains)
+    total = sum(part.weight for part in parts.values())
     problems = []
     for split in dataset_names:
-        for part in read_parts(domains):
+        for name, part in parts.items():
             names = part.train if split == "train" else part.test
-            own = load_module(part.module, part.name).load_problems(names, **part.params)
+            own = load_module(part.module, name).load_problems(names, **(part.params or {}))
             if not own and names:
-                raise DomainError(f"multi: domain {part.name!r} has no problem for {names}. Change its data sets.")
-            problems += [_wrapped(problem, part.name, part.share, part.module, part.rollout) for problem in own]
+                raise DomainError(f"multi: domain {name!r} has no problem for {names}. Change its data sets.")
+            problems += [_wrapped(problem, name, part, part.weight / total) for problem in own]
     return problems
 
 
-def _wrapped(problem: dict[str, Any], name: str, share: float, module: str, rollout: str) -> dict[str, Any]:
+def _wrapped(problem: dict[str, Any], name: str, part: Part, share: float) -> dict[str, Any]:
     own_dataset = str(problem.get("dataset", name))
-    dataset = name if own_dataset in ("train", "test", "default", name) else f"{name}/{own_dataset}"
     wrapped = {
-        "dataset": dataset,
+        "dataset": name if own_dataset in ("train", "test", "default", name) else f"{name}/{own_dataset}",
         "domain": name,
         "share": share,
-        "module": module,
-        "rollout": rollout,
+        "module": part.module,
+        "rollout": part.rollout,
         "problem": problem,
     }
-    if problem.get("id") is not None:
-        wrapped["id"] = f"{name}/{problem['id']}"
-    return wrapped
+    return wrapped if problem.get("id") is None else wrapped | {"id": f"{name}/{problem['id']}"}
 
 
 def validate(problem: dict[str, Any], config: Any = None) -> float | None:
@@ -150,8 +130,8 @@ def gold_answer(problem: dict[str, Any]) -> str | None:
 
 def check_config(config: Any) -> None:
     """Let each domain of the mix check the configuration."""
-    for part in read_parts(config.dataset_loader_params.get("domains", {})):
-        check = getattr(load_module(part.module, part.name), "check_config", None)
+    for name, part in read_parts(config.dataset_loader_params.get("domains", {})).items():
+        check = getattr(load_module(part.module, name), "check_config", None)
         if check is not None:
             check(config)
 

@@ -1,7 +1,4 @@
-"""Loads the problems of a run through the user's dataset loader, and checks that they are what a run needs.
-
-Called by the actor and by the check before a run. Waits for the user's loader.
-"""
+"""Loads the problems of a run through the user's dataset loader, and checks that they are what a run needs."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _import(module_name: str, path: str, key: str) -> Any:
     except Exception as error:
         raise DomainError(
             f"{key}: {path!r}: importing {module_name} failed{_line_of(error)}: {type(error).__name__}: {error}. "
-            "Mend the file."
+            "Fix the file."
         ) from error
 
 

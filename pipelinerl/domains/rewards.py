@@ -1,7 +1,4 @@
-"""From a grade to a reward: named components, weighted and added up, and logged one by one.
-
-Called by the rollouts of the built-in domains, and by users' own. Pure; waits for nothing.
-"""
+"""From a grade to a reward: named components, weighted and added up, and logged one by one."""
 
 from __future__ import annotations
 

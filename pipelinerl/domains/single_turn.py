@@ -1,7 +1,4 @@
-"""One question, one answer, one grade: the rollout that most built-in domains are made of.
-
-Called by the domains' rollout functions. Waits for the model, then for the grader.
-"""
+"""One question, one answer, one grade: the rollout that most built-in domains are made of."""
 
 from __future__ import annotations
 

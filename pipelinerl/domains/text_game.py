@@ -1,8 +1,6 @@
-"""Plays any game that takes text and gives text with a model: the rollout of the adapters for environment packages.
+"""Plays any game that takes text and gives text with a model.
 
-Called by the rollout functions of `gymnasium_text` and `textarena`, and by user code. The game's own code may block: it
-runs in an environment service of the run if there is one, otherwise in a thread. Waits for it and for the model, turn
-by turn.
+The game's own code may block: it runs in an environment service of the run if there is one, otherwise in a thread.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.data import check_names
+from pipelinerl.domains.data import check_names, optional
 from pipelinerl.domains.text_game import play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
@@ -33,8 +32,6 @@ def load_problems(
     Raises:
         DomainError: the package or the game is missing, or the game needs more than one player.
     """
-    if find_spec("textarena") is None:
-        raise DomainError("textarena: the package textarena is needed. Install pipelinerl[environments].")
     check_names("textarena", dataset_names)
     common = {
         "env_id": env_id,
@@ -55,8 +52,7 @@ class TextArenaGame:
     """
 
     def __init__(self, problem: dict[str, Any]) -> None:
-        import textarena
-
+        textarena = optional("textarena", "textarena", "environments")
         self._problem = problem
         self._seen = ""
         try:

@@ -16,14 +16,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
 
 from pipelinerl.agents import black_box
-from pipelinerl.domains.data import check_names
+from pipelinerl.domains.data import check_names, optional
 from pipelinerl.errors import DomainError
 from pipelinerl.grading import verify
 from pipelinerl.sandbox.protocol import Grade, grader
@@ -60,8 +59,6 @@ def load_problems(
     Raises:
         DomainError: the package or the environment is missing, or it cannot be used here.
     """
-    if find_spec("verifiers") is None:
-        raise DomainError("verifiers: the package verifiers is needed. Install pipelinerl[verifiers].")
     check_names("verifiers", dataset_names)
     if score_in not in ("process", "worker"):
         raise DomainError(f"verifiers: score_in: got {score_in!r}, expected process or worker.")
@@ -105,6 +102,10 @@ def _rows(environment: Any, num_test: int) -> tuple[list[dict[str, Any]], list[d
 _lock = threading.Lock()
 
 
+def _package(name: str) -> Any:
+    return optional(name, "verifiers", "verifiers")
+
+
 class RewardFunctionError(BaseException):
     """A reward function raised. Not an `Exception`: the package takes those for a reward of 0."""
 
@@ -124,11 +125,9 @@ def environment_of(env_id: str, env_args: Mapping[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _make(env_id: str, env_args: str) -> Any:
-    import datasets
-    import verifiers
-
+    verifiers = _package("verifiers")
     arguments = json.loads(env_args)
-    datasets.disable_progress_bars()
+    _package("datasets").disable_progress_bars()
     with _own_signal_handlers():
         try:
             made = _factory(env_id)(**arguments)
@@ -149,10 +148,8 @@ def _make(env_id: str, env_args: str) -> Any:
 
 
 def _factory(env_id: str) -> Callable[..., Any]:
-    import verifiers
-
     if "." not in env_id:
-        return functools.partial(verifiers.load_environment, env_id)
+        return functools.partial(_package("verifiers").load_environment, env_id)
     module, _, name = env_id.rpartition(".")
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
@@ -188,19 +185,18 @@ def _telling(function: Any) -> Any:
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
     """Keep an environment from putting its own handlers for SIGINT and SIGTERM into this process."""
-    from verifiers.envs import environment as environment_module
-
+    environment_module = _package("verifiers.envs.environment")
     stand_in = SimpleNamespace(
         signal=lambda number, handler: None,
         SIGINT=signal.SIGINT,
         SIGTERM=signal.SIGTERM,
         default_int_handler=signal.default_int_handler,
     )
-    environment_module.signal = stand_in  # type: ignore[attr-defined]
+    environment_module.signal = stand_in
     try:
         yield
     finally:
-        environment_module.signal = signal  # type: ignore[attr-defined]
+        environment_module.signal = signal
 
 
 # Of this process, or of no use to a rubric.
@@ -215,10 +211,9 @@ def score_verifiers(text: str, problem: dict[str, Any], *, state: dict[str, Any]
     Raises:
         ValueError: a reward function raised.
     """
-    from verifiers.types import State
-
+    state_type = _package("verifiers.types").State
     environment = environment_of(problem["env_id"], problem["env_args"])
-    return asyncio.run(score_state(environment, problem, State(**state)))
+    return asyncio.run(score_state(environment, problem, state_type(**state)))
 
 
 async def score_state(environment: Any, problem: dict[str, Any], state: Any) -> Grade:
@@ -260,8 +255,7 @@ _MODEL = "actor"
 
 
 async def _rollout(base_url: str, api_key: str, problem: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    import openai
-
+    openai = _package("openai")
     # In a thread, because the first call in a process makes the environment.
     environment = await asyncio.to_thread(environment_of, problem["env_id"], problem["env_args"])
     # The endpoint is plain HTTP on loopback: loading certificates for each rollout would be for nothing.
