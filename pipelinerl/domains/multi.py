@@ -26,8 +26,8 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     weight: Annotated[float, msgspec.Meta(gt=0, lt=1e12)] = 1.0
     module: str = ""
     rollout: str | None = None
-    train: list[Any] = ["train"]
-    test: list[Any] = ["test"]
+    train: list[Any] = msgspec.field(default_factory=lambda: ["train"])
+    test: list[Any] = msgspec.field(default_factory=lambda: ["test"])
     params: dict[str, Any] | None = None
 
 
