@@ -71,9 +71,8 @@ def read_state(run_dir: RunDir) -> list[ServerState]:
 
 
 def take_requests(run_dir: RunDir, answer: Callable[[PoolRequest], PoolReply]) -> None:
-    """Launcher: answer every request that is there, oldest first."""
-    folder = pool_dir(run_dir)
-    for file in sorted(folder.glob(f"*{_REQUEST}"), key=_age_key):
+    """Launcher: answer every request that is there."""
+    for file in pool_dir(run_dir).glob(f"*{_REQUEST}"):
         try:
             reply = answer(msgspec.json.decode(file.read_bytes(), type=PoolRequest))
         except FileNotFoundError:
@@ -81,7 +80,7 @@ def take_requests(run_dir: RunDir, answer: Callable[[PoolRequest], PoolReply]) -
         except msgspec.MsgspecError as error:
             reply = PoolReply(None, f"not a request: {error}")
         file.unlink(missing_ok=True)
-        replace_file(folder / f"{file.name.removesuffix(_REQUEST)}{_ANSWER}", msgspec.json.encode(reply))
+        replace_file(file.with_name(file.name.replace(_REQUEST, _ANSWER)), msgspec.json.encode(reply))
 
 
 def forget_requests(run_dir: RunDir) -> None:
@@ -107,16 +106,12 @@ def ask(run_dir: RunDir, request: PoolRequest, timeout_s: float) -> str:
     reply = msgspec.json.decode(answer_file.read_bytes(), type=PoolReply)
     answer_file.unlink()
     if reply.name is None:
-        raise ConfigError(f"pool {request.action}", request.server, str(reply.error), "See `pool list RUN_DIR`.")
+        raise _refusal(request, str(reply.error), "See `pool list RUN_DIR`.")
     return reply.name
 
 
 def wait_serving(run_dir: RunDir, request: PoolRequest, name: str, timeout_s: float) -> ServerState:
-    """Command: block until the server gets rollouts.
-
-    Raises:
-        ConfigError: it cannot be used, or not in time.
-    """
+    """Command: block until the server gets rollouts. Raises ConfigError if it cannot be used, or not in time."""
 
     def state() -> ServerState:
         return next(server for server in read_state(run_dir) if server.name == name)
@@ -124,24 +119,20 @@ def wait_serving(run_dir: RunDir, request: PoolRequest, name: str, timeout_s: fl
     _wait(lambda: state().state in ("serving", "removed"), timeout_s, request, "the server to be used")
     found = state()
     if found.state == "removed":
-        raise ConfigError(f"pool {request.action}", request.server, "a server that gets the weights", found.trouble)
+        raise _refusal(request, "a server that gets the weights", found.trouble)
     return found
-
-
-def _age_key(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
 
 
 def _wait(found: Callable[[], bool], timeout_s: float, request: PoolRequest, what: str) -> None:
     end = time.monotonic() + timeout_s
     while not found():
         if time.monotonic() > end:
-            expected = f"{what} within {timeout_s:g} s"
-            raise ConfigError(f"pool {request.action}", request.server, expected, "Is the run still running?")
+            raise _refusal(request, f"{what} within {timeout_s:g} s", "Is the run still running?")
         time.sleep(_POLL_S)
+
+
+def _refusal(request: PoolRequest, expected: str, next_step: str) -> ConfigError:
+    return ConfigError(f"pool {request.action}", request.server, expected, next_step)
 
 
 def main(argv: list[str]) -> int:
@@ -155,11 +146,11 @@ def main(argv: list[str]) -> int:
             print(f"{server.name}  {server.url}  {server.state}  version {version}  starts {server.starts}{trouble}")
         return 0
     if not run.is_running:
-        raise ConfigError("run directory", str(run.run_dir.root), "a run that goes on now", "Start it first.")
+        raise ConfigError("run directory", str(run.run_dir.root), "a run that is running now", "Start it first.")
     request = PoolRequest(args.action, args.server)
     name = ask(run.run_dir, request, _ANSWER_TIMEOUT_S)
     if args.action == "remove":
-        print(f"{name} ({args.server}) takes no more rollouts and gets no more weights")
+        print(f"{name} ({args.server}) gets no more rollouts and no more weights")
         return 0
     print(f"{name} ({args.server}) joins")
     state = wait_serving(run.run_dir, request, name, args.timeout)
@@ -170,21 +161,21 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pipelinerl pool",
-        description="Servers of a running run. `add` takes in a server that is up already, started with the run's "
-        "token: start launcher and server with the same PIPELINERL_SERVER_TOKEN. It gets the weights between two "
-        "updates, its log-probs are compared, then it takes rollouts. `remove` gives it no more rollouts; those that "
-        "run there come to their end, or are run again elsewhere if the launcher started the server.",
+        description="Servers of a running run. `add` admits a server that is already up and was started with the same "
+        "PIPELINERL_SERVER_TOKEN as the launcher. It gets the weights between two updates, its log-probs are compared, "
+        "then it gets rollouts. `remove` gives it no more rollouts; running ones finish there, or are repeated on "
+        "another server if the launcher started this one.",
         epilog="A server by hand: PIPELINERL_SERVER_TOKEN=... python -m pipelinerl.inference.main --model PATH "
         "--port N [--transport nccl]. Exit code 2: refused, with the reason.",
     )
     actions = parser.add_subparsers(dest="action", required=True)
-    show = actions.add_parser("list", help="all servers with their state")
-    show.add_argument("run_dir", help="output_dir of the run")
-    add = actions.add_parser("add", help="take in a server")
-    add.add_argument("server", metavar="URL", help="http://HOST:PORT of a server")
-    add.add_argument("run_dir", help="output_dir of the run")
-    add.add_argument("--timeout", type=float, default=900.0, help="seconds to wait until it serves (900)")
-    remove = actions.add_parser("remove", help="let a server go")
-    remove.add_argument("server", metavar="URL", help="its URL or name")
-    remove.add_argument("run_dir", help="output_dir of the run")
+    parsers = {
+        name: actions.add_parser(name, help=text)
+        for name, text in (("list", "all servers"), ("add", "admit a server"), ("remove", "let a server go"))
+    }
+    parsers["add"].add_argument("server", metavar="URL", help="http://HOST:PORT of a server")
+    parsers["add"].add_argument("--timeout", type=float, default=900.0, help="seconds to wait until it serves (900)")
+    parsers["remove"].add_argument("server", metavar="URL", help="its URL or name")
+    for each in parsers.values():
+        each.add_argument("run_dir", help="output_dir of the run")
     return parser

@@ -1,7 +1,9 @@
 """How a run starts: its directory (new, continued, moved aside or refused), commands and environment of its jobs.
 
 `inspect` only looks, so that a refusal leaves everything as it was; `enter` writes. A lock, held for the life of the
-launcher, keeps a second one out.
+launcher, keeps a second one out. Most keys may change between two starts of a run. Those in `FIXED` may not: what is on
+disk (training state, streams, the order of problems) was made with the old value and would be read as if it had been
+made with the new one.
 """
 
 from __future__ import annotations
@@ -14,20 +16,49 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config
-from pipelinerl.errors import ConfigError
+from pipelinerl.config.stages import has_stage
+from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.role import DEATH_FD_KEY, NODE_SECRET_KEY, TOKEN_KEY
-from pipelinerl.run.changes import Change, find_changes, has_trained, refuse_fixed
 from pipelinerl.rundir.durable import FileLock, is_locked
 from pipelinerl.rundir.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
+from pipelinerl.streams.hub import StreamHub, backend_of
+from pipelinerl.streams.read import read_all
 from pipelinerl.world import Job, WorldMap
+
+_NOT_COMPARED = ("output_dir", "force_restart", "dry_run")
+_PROBLEMS = "the order of problems refers to its problems"
+_PARAMETERS = "the training state has those parameters"
+_BACKEND = "the training state is in that backend's format"
+_RECORDS = "the records of the run are there"
+FIXED = {
+    "model_path": "the training state is of that model",
+    "seed": "the order of problems follows from it",
+    "finetune.lora": _PARAMETERS,
+    "streams.backend": _RECORDS,
+    "streams.url": _RECORDS,
+    "dataset_loader": _PROBLEMS,
+    "dataset_loader_params": _PROBLEMS,
+    "train_dataset_names": _PROBLEMS,
+    "train_subset": _PROBLEMS,
+    "backend.type": _BACKEND,
+    "backend.config": _BACKEND,
+    "debug.mode": "the streams are those of its stages",
+    "debug.streams_from": "the records are those of that run",
+}
+#: Keys that bring in reference servers, with a reference model before and without one.
+_PLACE_KEYS = ("finetune.rl.reference", "world.preprocessor_fraction", "world.num_preprocessor_llms")
+_KL_KEYS = ("finetune.rl.kl_coef", "finetune.rl.final_kl_coef", "finetune.rl.reward_minus_kl_coef")
+_CHOOSE = "Choose another output_dir, or set force_restart=true to move the old content aside and start over."
 
 JOB_KEY = "PIPELINERL_JOB"
 #: Where vLLM creates its sockets.
@@ -46,28 +77,31 @@ _ENTRYPOINTS = {
 _USER_CODE_KINDS = ("actor", "environment", "verifier")
 _RANK_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_CHOOSE = "Choose another output_dir, or set force_restart=true to move the old content aside and start over."
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs from the previous start; `why_fixed` says why it must not, if so."""
+
+    key: str
+    old: Any
+    new: Any
+    why_fixed: str | None
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the directory. `identity` is the one that this start will have; `changes` are the config keys
-    that differ from those of the previous start."""
+    """What to do with the directory. `identity` is the one that this start has. `moved_to`: where the run is that was
+    there before, once the directory is entered."""
 
     kind: Literal["new", "continue", "move_aside"]
     run_dir: RunDir
     identity: RunIdentity
     changes: tuple[Change, ...] = ()
-
-
-@dataclass(frozen=True)
-class EnteredRun:
-    """A run directory that this launcher holds. `moved_to`: where the run is that was there before."""
-
-    run_dir: RunDir
-    identity: RunIdentity
-    changes: tuple[Change, ...]
-    moved_to: Path | None
+    moved_to: Path | None = None
 
 
 def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
@@ -88,31 +122,42 @@ def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
     run_dir = RunDir(Path(config.output_dir).absolute())
     fresh = RunIdentity(run_id=run_id or f"{run_dir.root.name}-{secrets.token_hex(4)}", incarnation=0)
     with _usable(run_dir.root):
-        _refuse_unwritable(run_dir.root)
-        if not _holds_a_run(run_dir):
+        existing = next(folder for folder in (run_dir.root, *run_dir.root.parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise _refusal(run_dir, f"a writable directory ({existing} is not)", "Choose another output_dir.")
+        marks = (run_dir.identity_file, run_dir.config_file, run_dir.streams, run_dir.finetune, run_dir.summary_file)
+        if not any(mark.exists() for mark in marks):
             return Decision("new", run_dir, fresh)
         if is_locked(run_dir.lock_file):
             raise _in_use(run_dir)
         if config.force_restart:
             return Decision("move_aside", run_dir, fresh)
         if not run_dir.identity_file.exists():
-            expected = "a new directory or a run of pipelinerl; it holds streams or weights"
-            raise ConfigError("output_dir", str(run_dir.root), expected, _CHOOSE)
+            raise _refusal(run_dir, "a new directory or a run of pipelinerl; it holds streams or weights", _CHOOSE)
         old = read_identity(run_dir.identity_file)
+        continued = Decision("continue", run_dir, RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1))
         # Without a config the previous start ended before it came to anything.
         started = load_config(run_dir.config_file) if run_dir.config_file.exists() else None
         _refuse_finished(run_dir, old, started, config)
-        changes = () if started is None else tuple(find_changes(started, config))
-        if started is not None and any(change.why_fixed for change in changes):
-            if not has_trained(run_dir, started):
-                return Decision("move_aside", run_dir, fresh, changes)
-            refuse_fixed(changes, run_dir.root)
-        identity = RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1)
-        return Decision("continue", run_dir, identity, changes)
+        if started is None:
+            return continued
+        changes = tuple(find_changes(started, config))
+        fixed = [change for change in changes if change.why_fixed]
+        if not fixed:
+            return replace(continued, changes=changes)
+        if not has_trained(run_dir, started):
+            return Decision("move_aside", run_dir, fresh, changes)
+        also = f" Also changed and fixed: {'; '.join(map(str, fixed[1:]))}." if fixed[1:] else ""
+        raise ConfigError(
+            fixed[0].key,
+            fixed[0].new,
+            f"{fixed[0].old!r}, as {run_dir.root} was started with ({fixed[0].why_fixed})",
+            f"Set it back, choose another output_dir, or set force_restart=true to move the old run aside.{also}",
+        )
 
 
 @contextmanager
-def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
+def enter(config: RunConfig, run_id: str | None = None) -> Iterator[Decision]:
     """Take the directory as `inspect` decides: move the old run aside or create the directory, lock it, write the
     identity. Leaving lets another launcher in.
 
@@ -120,12 +165,12 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
         ConfigError: as `inspect`; or the system refuses it, or another launcher was quicker.
     """
     decision = inspect(config, run_id)
-    run_dir, moved_to, lock = decision.run_dir, None, None
+    run_dir, lock = decision.run_dir, None
     try:
         with _usable(run_dir.root):
             if decision.kind == "move_aside":
-                moved_to = _free_name(run_dir.root)
-                run_dir.root.rename(moved_to)
+                decision = replace(decision, moved_to=_free_name(run_dir.root))
+                run_dir.root.rename(decision.moved_to or "")
             run_dir.lock_file.parent.mkdir(parents=True, exist_ok=True)
             try:
                 lock = FileLock(run_dir.lock_file)
@@ -134,15 +179,10 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[EnteredRun]:
             write_identity(run_dir.identity_file, decision.identity)
             # It tells how the previous start ended, not how the run stands from now on.
             run_dir.summary_file.unlink(missing_ok=True)
-        yield EnteredRun(run_dir, decision.identity, decision.changes, moved_to)
+        yield decision
     finally:
         if lock is not None:
             lock.release()
-
-
-def _holds_a_run(run_dir: RunDir) -> bool:
-    marks = (run_dir.identity_file, run_dir.config_file, run_dir.streams, run_dir.finetune, run_dir.summary_file)
-    return any(mark.exists() for mark in marks)
 
 
 @contextmanager
@@ -157,22 +197,13 @@ def _usable(root: Path) -> Iterator[None]:
         raise ConfigError("output_dir", str(root), expected, "Choose another output_dir.") from error
 
 
-def _refuse_unwritable(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise ConfigError("output_dir", str(root), "a directory; it is a file", "Choose another output_dir.")
-    existing = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        expected = f"a writable directory ({existing} is not)"
-        raise ConfigError("output_dir", str(root), expected, "Choose another output_dir.")
+def _refusal(run_dir: RunDir, expected: str, next_step: str) -> ConfigError:
+    return ConfigError("output_dir", str(run_dir.root), expected, next_step)
 
 
 def _in_use(run_dir: RunDir) -> ConfigError:
-    return ConfigError(
-        "output_dir",
-        str(run_dir.root),
-        "a directory that no other launcher is using",
-        "Wait for that run, stop it, or choose another output_dir.",
-    )
+    next_step = "Wait for that run, stop it, or choose another output_dir."
+    return _refusal(run_dir, "a directory that no other launcher is using", next_step)
 
 
 def _refuse_finished(run_dir: RunDir, old: RunIdentity, started: RunConfig | None, config: RunConfig) -> None:
@@ -184,16 +215,16 @@ def _refuse_finished(run_dir: RunDir, old: RunIdentity, started: RunConfig | Non
         raise ConfigError("output_dir", str(run_dir.summary_file), f"JSON text ({error})", _CHOOSE) from error
     if not isinstance(summary, dict) or summary.get("status") != "completed":
         return
-    steps, next_step = summary.get("steps"), "Set finetune.max_train_steps to more than {} to train on."
-    if isinstance(steps, int) and config.finetune.last_step > steps:
+    key, done = "max_train_steps", summary.get("steps")
+    if isinstance(done, int) and config.finetune.last_step > done:
         # What ended the run before its last step: passes over the problems, if anything.
-        was_cut = started is not None and steps < started.finetune.last_step
+        was_cut = started is not None and done < started.finetune.last_step
         epochs = started.finetune.max_epochs if started is not None and was_cut else None
         if epochs is None or config.finetune.max_epochs is None or config.finetune.max_epochs > epochs:
             return
-        steps, next_step = epochs, "Set finetune.max_epochs to more than {} to train on."
-    expected = f"an unfinished run; run {old.run_id} in it is complete"
-    raise ConfigError("output_dir", str(run_dir.root), expected, f"{next_step.format(steps)} {_CHOOSE}")
+        key, done = "max_epochs", epochs
+    more = f"Set finetune.{key} to more than {done} to train on. {_CHOOSE}"
+    raise _refusal(run_dir, f"an unfinished run; run {old.run_id} in it is complete", more)
 
 
 def _free_name(root: Path) -> Path:
@@ -201,6 +232,66 @@ def _free_name(root: Path) -> Path:
     while (candidate := root.with_name(f"{name}-{number}" if number else name)).exists():
         number += 1
     return candidate
+
+
+def find_changes(old: RunConfig, new: RunConfig) -> list[Change]:
+    """Every key whose value differs, in the order of the schema."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    fixed = {**FIXED, **_reference_keys(old, new)}
+    if old.finetune.rl.uses_values != new.finetune.rl.uses_values:
+        fixed["finetune.rl.advantage_estimator"] = _PARAMETERS
+
+    def why(key: str) -> str | None:
+        if key == "finetune.lora.sync":  # does not belong to the training state
+            return None
+        return next((why for name, why in fixed.items() if key == name or key.startswith(f"{name}.")), None)
+
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in _NOT_COMPARED]
+    return [Change(key, before.get(key), after.get(key), why(key)) for key in keys]
+
+
+def _reference_keys(old: RunConfig, new: RunConfig) -> dict[str, str]:
+    """Keys that must not change because they would bring in reference servers: batches that wait in the stream have no
+    log-probs of them. (The other way round the trainer's own reference model takes their place.)"""
+    asked, asks = (
+        config.finetune.rl.needs_reference and not config.uses_local_reference(config.has_reference_pool)
+        for config in (old, new)
+    )
+    if not asks or asked or not has_stage(new, "finetune"):
+        return {}
+    keys = _PLACE_KEYS if old.finetune.rl.needs_reference else _KL_KEYS
+    return dict.fromkeys(keys, "batches that wait in the stream have no log-probs of reference servers")
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to values; an empty mapping is a value."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
+    """False if the run in `run_dir`, which is not running, has certainly not taken an optimizer step.
+
+    A stage without a trainer (`debug.mode`) always counts as trained: its records are its result.
+    """
+    # Hidden files are what ranks tell each other when they start.
+    folder = run_dir.finetune
+    has_weights = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
+    if not has_stage(config, "finetune") or has_weights:
+        return True
+    try:
+        steps = json.loads(run_dir.summary_file.read_text(encoding="utf-8")).get("steps")
+    except (OSError, ValueError, AttributeError):
+        steps = None  # the previous start did not come to count them
+    if steps or not backend_of(config.streams).is_on_disk:
+        return bool(steps != 0)  # the records are in a server that is not up: only the summary knows
+    try:
+        messages = read_all(StreamHub(config.streams, run_dir), TRAINER_TOPIC, TRAINER, TrainerMessage)
+        return any(isinstance(message, StepDone) for message in messages)
+    except StreamError:
+        return True  # who knows what was there
 
 
 @dataclass(frozen=True)
@@ -236,7 +327,6 @@ def build_commands(
 def build_command(
     job: Job, world: WorldMap, run_dir: RunDir, environ: Mapping[str, str], search_dirs: Sequence[Path] = ()
 ) -> Command:
-    """The command of one job; see `build_commands`."""
     module = f"pipelinerl.{_ENTRYPOINTS[job.kind]}"
     argv = (sys.executable, "-m", module, "--run-dir", str(run_dir.root), "--job", job.name)
     ranks = [rank for rank in world.jobs_of("finetune") if rank.node_rank == job.node_rank]
@@ -277,17 +367,10 @@ def server_sockets(environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
 
     Unchanged if the user named a folder, or if none can be made whose path is short enough.
     """
-    try:
-        made = (
-            None
-            if environ.get(SOCKET_FOLDER_KEY)
-            else tempfile.TemporaryDirectory(prefix="pipelinerl-", ignore_cleanup_errors=True)
-        )
-    except OSError:
-        made = None
-    if made is None:
-        yield environ
-        return
-    with made as folder:
-        is_short = len(folder.encode()) + _SOCKET_NAME <= _LONGEST_SOCKET
-        yield {**environ, SOCKET_FOLDER_KEY: folder} if is_short else environ
+    made = None
+    if not environ.get(SOCKET_FOLDER_KEY):
+        with suppress(OSError):
+            made = tempfile.TemporaryDirectory(prefix="pipelinerl-", ignore_cleanup_errors=True)
+    with made or nullcontext() as folder:
+        is_short = folder is not None and len(folder.encode()) + _SOCKET_NAME <= _LONGEST_SOCKET
+        yield {**environ, SOCKET_FOLDER_KEY: folder} if folder and is_short else environ

@@ -59,7 +59,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
     """Gather the status of `run` at `now` (epoch seconds)."""
-    moment = time.time() if now is None else now
+    now = time.time() if now is None else now
     state, reason = _state(run)
     step, step_time = _last_step(run)
     return RunStatus(
@@ -70,9 +70,9 @@ def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
         reason=reason,
         step=step,
         max_steps=run.config.finetune.last_step if run.config.finetune.known_steps else None,
-        step_age_s=None if step_time is None else max(0.0, moment - step_time),
+        step_age_s=None if step_time is None else max(0.0, now - step_time),
         checkpoint=newest_training_state(run.run_dir),
-        jobs=[_job_status(run.run_dir, job.name, moment) for job in run.world.jobs],
+        jobs=[_job_status(run.run_dir, job.name, now) for job in run.world.jobs],
     )
 
 
@@ -80,7 +80,7 @@ def _state(run: StartedRun) -> tuple[str, str | None]:
     if run.is_running:
         return "running", None
     try:
-        summary: dict[str, Any] = msgspec.json.decode(run.run_dir.summary_file.read_bytes(), type=dict[str, Any])
+        summary = msgspec.json.decode(run.run_dir.summary_file.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         return "ended", "the launcher was killed before it could write summary.json; start it again to continue"
     except msgspec.MsgspecError as error:
@@ -106,18 +106,19 @@ def _job_status(run_dir: RunDir, name: str, now: float) -> JobStatus:
     beat = read_heartbeat(run_dir.heartbeat_file(name))
     if beat is None:
         return JobStatus(name=name)
-    alive = _is_alive(beat, run_dir.root, name)
-    waiting = beat.waiting_since is not None and alive
-    return JobStatus(
+    status = JobStatus(
         name=name,
         pid=beat.pid,
-        is_alive=alive,
-        waiting_for=beat.waiting_for if waiting else None,
-        waiting_s=now - beat.waiting_since if waiting and beat.waiting_since is not None else None,
-        deadline_s=beat.deadline_s if waiting else None,
+        is_alive=_is_alive(beat, run_dir.root, name),
         progress=beat.progress,
         progress_age_s=now - beat.progress_time,
         heartbeat_age_s=now - beat.time,
+    )
+    if beat.waiting_since is None or not status.is_alive:
+        return status
+    waiting_s = now - beat.waiting_since
+    return msgspec.structs.replace(
+        status, waiting_for=beat.waiting_for, waiting_s=waiting_s, deadline_s=beat.deadline_s
     )
 
 
@@ -133,8 +134,9 @@ def _is_alive(beat: HeartbeatState, root: Path, name: str) -> bool:
 
 def print_status(status: RunStatus, console: Console) -> None:
     """A few lines about the run, then one for each of its processes."""
-    done = "unknown" if status.step is None else str(status.step)
-    step = f"step {done}" if status.max_steps is None else f"step {done} of {status.max_steps}"
+    step = f"step {'unknown' if status.step is None else status.step}"
+    if status.max_steps is not None:
+        step += f" of {status.max_steps}"
     if status.step_age_s is not None:
         step += f", {format_seconds(status.step_age_s)} ago"
     checkpoint = "none" if status.checkpoint is None else f"step {status.checkpoint}"
@@ -145,48 +147,40 @@ def print_status(status: RunStatus, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("process", "pid", "progress"):
         table.add_column(name, no_wrap=True)
-    table.add_column("what it does")
+    table.add_column("state")
     for job in status.jobs:
-        table.add_row(job.name, str(job.pid or "-"), _progress(job), _doing(job))
+        progress = f"{job.progress}, {format_seconds(job.progress_age_s or 0)} ago" if job.progress else "-"
+        table.add_row(job.name, str(job.pid or "-"), progress, _doing(job))
     console.print(table)
-
-
-def _progress(job: JobStatus) -> str:
-    if not job.progress or job.progress_age_s is None:
-        return "-"
-    return f"{job.progress}, {format_seconds(job.progress_age_s)} ago"
 
 
 def _doing(job: JobStatus) -> str:
     if job.pid is None:
         return "never started"
-    if not job.is_alive:
-        return f"ended (last sign of life {format_seconds(job.heartbeat_age_s or 0)} ago)"
     silent_s = job.heartbeat_age_s or 0.0
+    if not job.is_alive:
+        return f"ended (last sign of life {format_seconds(silent_s)} ago)"
     silent = f"; no sign of life for {format_seconds(silent_s)}" if silent_s > _SILENT_S else ""
-    if job.waiting_for is None or job.waiting_s is None:
-        return f"alive, works{silent}"
+    if job.waiting_s is None:
+        return f"working{silent}"
     limit = "" if job.deadline_s is None else f" (at most {format_seconds(job.deadline_s)})"
-    return f"alive, waits for {job.waiting_for} since {format_seconds(job.waiting_s)}{limit}{silent}"
+    return f"waiting for {job.waiting_for} for {format_seconds(job.waiting_s)}{limit}{silent}"
 
 
 def format_seconds(seconds: float) -> str:
     """`12 s`, `3 min 20 s`, `5 h 2 min` or `3 d 4 h`."""
     whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    for size, large, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part} {small}"
+    return f"{whole} s"
 
 
 def main(argv: list[str]) -> int:
     """Print the status of the run that `argv` names; return 0."""
     parser = argparse.ArgumentParser(
         prog="python -m pipelinerl status",
-        description="Show every process of a run: alive or not, what it waits for and since when, its progress.",
+        description="Show every process of a run: alive or not, what it waits for and for how long, its progress.",
         epilog="Exit code 0, also for a run that failed; 2: not the directory of a run.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")
