@@ -33,8 +33,7 @@ from pipelinerl.run.processes import Event, Outcome, signals_as_events
 from pipelinerl.run.restart import can_resume
 from pipelinerl.run.session import supervise, supervise_jobs
 from pipelinerl.run.show import plan_of, print_plan
-from pipelinerl.run.start import build_commands, enter
-from pipelinerl.run.watch import RunSession
+from pipelinerl.run.start import RunSession, build_commands, enter
 from pipelinerl.rundir.identity import read_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub

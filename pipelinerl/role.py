@@ -29,6 +29,7 @@ from pipelinerl.world import Job, WorldMap
 
 logger = logging.getLogger(__name__)
 
+JOB_KEY = "PIPELINERL_JOB"
 TOKEN_KEY = "PIPELINERL_SERVER_TOKEN"
 DEATH_FD_KEY = "PIPELINERL_DEATH_FD"
 #: Shared by the launchers of a run over several nodes. No job sees it.

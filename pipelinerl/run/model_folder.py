@@ -7,6 +7,7 @@ Reads small files and the headers of the weight files, never the weights.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -85,13 +86,9 @@ def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
     asked, longest = config.vllm_config.number("max-model-len"), _context_length(_model_config(config.model_path))
     is_changed = config.vllm_config.option("hf-overrides")[1] is not None or environ.get(_LONGER_IS_ALLOWED) == "1"
     if asked is not None and longest is not None and asked > longest and not is_changed:
-        raise ConfigError(
-            key,
-            asked,
-            f"at most {longest}, the context length of {config.model_path} (see its config.json)",
-            f"Set {key} to {longest} or less, and llm.parameters.max_tokens below that. For a small model without a "
-            "GPU, base your configuration on base_cpu instead of base: its sizes fit.",
-        )
+        expected = f"at most {longest}, the context length of {config.model_path} (see its config.json)"
+        next_step = f"Set {key} to {longest} or less, and llm.parameters.max_tokens below that."
+        raise ConfigError(key, asked, expected, f"{next_step} The sizes of base_cpu fit small models.")
 
 
 def check_parallel_size(config: RunConfig) -> None:
@@ -142,9 +139,7 @@ def _model_config(model_path: str) -> dict[str, Any]:
     """The text model's `config.json`; empty if it is not on this machine or unreadable (whoever loads it complains)."""
     file = Path(model_path).expanduser() / "config.json"
     if not file.is_file() and _HUB_NAME.fullmatch(model_path):
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(model_path, "config.json")
+        cached = _hub().try_to_load_from_cache(model_path, "config.json")
         file = Path(cached) if isinstance(cached, str) else file
     try:
         content = json.loads(file.read_bytes())
@@ -159,9 +154,8 @@ def _model_config(model_path: str) -> dict[str, Any]:
 def _context_length(model: dict[str, Any]) -> int | None:
     """Number of positions of a model; None if unknown, or if its rotary embedding is scaled."""
     rope = model.get("rope_parameters") or {}
-    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    is_scaled = model.get("rope_scaling") or any(part.get("rope_type", "default") != "default" for part in parts)
-    if is_scaled or "model_max_length" in model:
+    kinds = [part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    if model.get("rope_scaling") or set(kinds) != {"default"} or "model_max_length" in model:
         return None
     lengths = [model.get(name) for name in ("max_position_embeddings", "n_positions")]
     return min((length for length in lengths if isinstance(length, int)), default=None)
@@ -185,8 +179,7 @@ def _check_folder(folder: Path, config: RunConfig) -> None:
     if not _found(folder, _TOKENIZER_FILES):
         raise _refusal(
             model_path,
-            f"a folder with model and tokenizer; {folder} has no tokenizer (no tokenizer.json, tokenizer_config.json, "
-            "tokenizer.model or vocabulary)",
+            f"a folder with model and tokenizer; {folder} has no tokenizer.json, tokenizer.model or vocabulary",
             "Copy the model's tokenizer files there (tokenizer.save_pretrained(folder) writes them).",
         )
     readers = _weight_readers(config)
@@ -194,14 +187,10 @@ def _check_folder(folder: Path, config: RunConfig) -> None:
         return
     weights = _weight_files(folder, model_path)
     if not weights:
+        expected = f"weights (*.safetensors or pytorch_model*.bin) in {folder}, which {readers} would load"
         is_adapter = bool(_found(folder, ("adapter_model*",)))
         adapter = " It holds a LoRA adapter: merge it into its base model first." if is_adapter else ""
-        raise _refusal(
-            model_path,
-            f"a folder with the model's weights; {folder} has no *.safetensors and no pytorch_model*.bin; they are "
-            f"loaded by {readers}",
-            f"{_COPY_AGAIN}{adapter}",
-        )
+        raise _refusal(model_path, expected, f"{_COPY_AGAIN}{adapter}")
     for file in weights:
         trouble = _pointer_trouble(file) or (_truncated(file) if file.suffix == ".safetensors" else None)
         if trouble is not None:
@@ -214,10 +203,8 @@ def _notes(folder: Path, model_path: str) -> list[str]:
     in_settings = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
     if in_settings or _found(folder, _CHAT_TEMPLATES):
         return []
-    return [
-        f"the tokenizer of {model_path} has no chat template: prompts that are lists of messages will be refused. For "
-        "a chat task use an instruction-tuned model, or put its chat_template.jinja into the folder"
-    ]
+    note = f"the tokenizer of {model_path} has no chat template: prompts that are lists of messages will be refused"
+    return [f"{note}. Use an instruction-tuned model for a chat task"]
 
 
 def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -280,26 +267,28 @@ def _truncated(file: Path) -> str | None:
 
 def _missing_on_hub(config: RunConfig) -> str | None:
     """Why the model cannot be had from the hub; None if it can."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    name = config.model_path
-    cached = try_to_load_from_cache(name, "config.json")
+    name, hub = config.model_path, _hub()
+    cached, is_offline = hub.try_to_load_from_cache(name, "config.json"), hub.constants.HF_HUB_OFFLINE
     if isinstance(cached, str):
-        if HF_HUB_OFFLINE:  # what is missing in the cache stays missing
+        if is_offline:  # what is missing in the cache stays missing
             _check_folder(Path(cached).parent, config)
         return None
-    if HF_HUB_OFFLINE:
+    if is_offline:
         return "not in the local cache, and HF_HUB_OFFLINE is set"
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # noqa: BLE001 - any failure to reach the hub answers the question
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[0] if lines else type(error).__name__
     # For the checks that read it. Without it, the servers themselves say what is wrong.
     with contextlib.suppress(Exception):
-        hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+        hub.hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
     return None
+
+
+def _hub() -> Any:
+    """Loaded late: only a model that is no folder needs it."""
+    return importlib.import_module("huggingface_hub")
 
 
 def _broken(file: Path, model_path: str, trouble: str) -> ConfigError:

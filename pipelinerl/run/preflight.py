@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.advice import epoch_notes
@@ -126,17 +126,12 @@ def check_output_dir(start: Start) -> list[str]:
 def check_supported(start: Start) -> list[str]:
     """Refuse what can be planned but not run."""
     config, several = start.config, start.cluster.world_size > 1
+    restarts, nodes = config.supervise.max_restarts, "with several nodes (WORLD_SIZE)"
     if several and config.debug.mode:
-        raise ConfigError(
-            "debug.mode", config.debug.mode, "'' with several nodes (WORLD_SIZE)", "Run the stage on one node."
-        )
-    if several and config.supervise.max_restarts:
-        raise ConfigError(
-            "supervise.max_restarts",
-            config.supervise.max_restarts,
-            "0 with several nodes (WORLD_SIZE)",
-            "Start the command again on all nodes: the run continues.",
-        )
+        raise ConfigError("debug.mode", config.debug.mode, f"'' {nodes}", "Run the stage on one node.")
+    if several and restarts:
+        next_step = "Start the command again on all nodes: the run continues."
+        raise ConfigError("supervise.max_restarts", restarts, f"0 {nodes}", next_step)
     return []
 
 
@@ -146,9 +141,8 @@ def check_vllm(start: Start) -> list[str]:
     # A folder of that name in the working directory is not an installation; it has no origin.
     if start.has_servers and (spec is None or spec.origin is None):
         raise UserError(
-            f"vLLM is not installed in the Python environment {sys.prefix}, and the servers of a run are vLLM servers. "
-            "Install pipelinerl with its extra: pip install -e '.[gpu]' where there are NVIDIA GPUs, "
-            "pip install -e '.[cpu]' where there are none."
+            f"vLLM, which the servers of a run need, is not installed in the Python environment {sys.prefix}. "
+            "Install it: pip install -e '.[gpu]' where there are NVIDIA GPUs, else pip install -e '.[cpu]'."
         )
     return []
 
@@ -211,14 +205,20 @@ def check_tracking(start: Start) -> list[str]:
 
 
 def check_dataset_loader(start: Start) -> list[str]:
-    """Find `dataset_loader` in the text of its file, without importing it."""
-    _check_function("dataset_loader", start.config.dataset_loader, False, start)
-    return []
+    return _check_function("dataset_loader", start.config.dataset_loader, False, start)
 
 
 def check_rollout_policy(start: Start) -> list[str]:
-    """Find `actor.rollout_policy` in the text of its file, without importing it."""
-    _check_function("actor.rollout_policy", start.config.actor.rollout_policy, True, start)
+    return _check_function("actor.rollout_policy", start.config.actor.rollout_policy, True, start)
+
+
+def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> list[str]:
+    """Find a function in the text of its file, without importing it."""
+    if has_stage(start.config, "actor"):
+        if not path:
+            raise UserError(f"{key} is not set: a run has no task without it.")
+        if (fault := function_fault(path, is_async, start.search_dirs)) is not None:
+            raise UserError(f"{key}: got {path!r}: {fault}")
     return []
 
 
@@ -240,22 +240,15 @@ def check_domain(start: Start) -> list[str]:
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         env.pop(NODE_SECRET_KEY, None)  # not for the user's code
         argv = [sys.executable, "-m", "pipelinerl.domains.check", "--run-config", str(file)]
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         try:
             with log.file.open("wb") as stderr:
                 done = subprocess.run(
-                    argv,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    check=False,
-                    timeout=DOMAIN_CHECK_TIMEOUT_S,
+                    argv, env=env, **pipes, stderr=stderr, check=False, timeout=DOMAIN_CHECK_TIMEOUT_S
                 )
         except subprocess.TimeoutExpired as error:
-            raise DomainError(
-                f"importing {what} and loading the problems took over {DOMAIN_CHECK_TIMEOUT_S:.0f} s. Make the module "
-                "quick to import."
-            ) from error
+            late = f"importing {what} and loading the problems took over {DOMAIN_CHECK_TIMEOUT_S:.0f} s"
+            raise DomainError(f"{late}. Make the module quick to import.") from error
         if done.returncode == EXIT_USER_ERROR:
             raise UserError(user_error(log) or last_error(log))
         if done.returncode != 0:
@@ -263,20 +256,8 @@ def check_domain(start: Start) -> list[str]:
     printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
     found = [match for line in printed if (match := _PROBLEMS_FOUND.fullmatch(line))]
     if not found:
-        raise DomainError(
-            f"the process that checked {what} was ended by the code that it loaded, with exit code 0 and without a "
-            "result. Look there for a call of sys.exit() or os._exit()."
-        )
+        raise DomainError(f"the code of {what} ended the process that checked it: it calls sys.exit() or os._exit().")
     return [found[-1][0], *(f"note: {note}" for note in epoch_notes(config, int(found[-1][1])))]
-
-
-def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> None:
-    if not has_stage(start.config, "actor"):
-        return
-    if not path:
-        raise UserError(f"{key} is not set: a run has no task without it.")
-    if (fault := function_fault(path, is_async, start.search_dirs)) is not None:
-        raise UserError(f"{key}: got {path!r}: {fault}")
 
 
 def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]) -> str | None:

@@ -26,8 +26,8 @@ import msgspec
 import psutil
 
 from pipelinerl.records import PoolAnswer
+from pipelinerl.role import JOB_KEY
 from pipelinerl.run.last_error import LogPart, crash_note, last_error
-from pipelinerl.run.start import JOB_KEY
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36

@@ -7,16 +7,15 @@ No process is started or ended here; the supervisor does what is decided.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone
 from pipelinerl.run.pool_command import ServerState, write_state
 from pipelinerl.run.processes import Outcome, describe_exit
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.run.start import RunSession
 from pipelinerl.streams.base import StreamReader, StreamWriter
 from pipelinerl.world import SERVER_KINDS, Job
 
@@ -63,7 +62,7 @@ class ExitPolicy:
         jobs: of this node.
         trainer: messages of the trainer; None: there is none, and the other stages know when they are done.
         incarnation: of this start.
-        ends_run: the run is over when all jobs ended; False on a node above 0, whose servers others may still need.
+        ends_run: whether the run is over when all jobs ended. Servers of a node above 0 may still be needed by others.
     """
 
     jobs: Sequence[Job]
@@ -86,12 +85,11 @@ class ExitPolicy:
     def phase(self) -> Phase:
         """`evaluating`: training is complete, and the actor still makes the last evaluation. On a node without an actor
         always `training`."""
-        actors = self._of_kind("actor")
+        actors, ranks = ({job.name for job in self.jobs if job.kind == kind} for kind in ("actor", "finetune"))
         if not actors:
             return "training"
-        if all(name in self._done for name in actors):
+        if actors <= self._done:
             return "over"
-        ranks = set(self._of_kind("finetune"))
         # Others than ranks end after training only; the ranks may be on another node.
         is_trained = bool(self._done - ranks) or (bool(ranks) and ranks <= self._done)
         return "evaluating" if is_trained else "training"
@@ -110,9 +108,6 @@ class ExitPolicy:
             return ExitVerdict("failed", "ended (exit code 0) before training was complete")
         self._done.add(job.name)
         return ExitVerdict("finished" if self.ends_run and not self.unfinished else "continue")
-
-    def _of_kind(self, kind: str) -> list[str]:
-        return [job.name for job in self.jobs if job.kind == kind]
 
     def _training_is_complete(self) -> bool:
         while self.trainer is not None and not self._is_trained:
@@ -174,43 +169,30 @@ class ServerKeeper:
     """State of all servers of one start of a run. Servers of the pool `actor` are announced in the stream `pool`: the
     run uses one only while it is up and has the weights.
 
+    Node 0 knows all of that pool and restarts its own in place; the others know their own, and restart none.
+
     Args:
-        jobs: the server jobs of the plan.
-        config: caps and back-off.
-        start_timeout_s: how long a restarted server may take until it has the weights.
+        session: of the run, as this node sees it.
         now: epoch seconds, as in all methods.
         changes: the stream `pool`; None on nodes above 0.
-        run_dir: where the command `pool` reads the state of the servers; None on nodes above 0.
-        incarnation: of this start.
-        node_rank: of this launcher: servers of other nodes are theirs.
 
     Attributes:
         phase: of the run. After training nobody can give a server its weights, so none is restarted.
     """
 
-    def __init__(
-        self,
-        jobs: Iterable[Job],
-        config: SuperviseConfig,
-        start_timeout_s: float,
-        now: float,
-        changes: StreamWriter[PoolChange] | None = None,
-        run_dir: RunDir | None = None,
-        incarnation: int = 0,
-        node_rank: int = 0,
-    ) -> None:
-        self._config = config
-        self._start_timeout_s = start_timeout_s
+    def __init__(self, session: RunSession, now: float, changes: StreamWriter[PoolChange] | None) -> None:
+        self._session = session
+        self._is_leader = session.world.rank == 0
         self._changes = changes
-        self._run_dir = run_dir
-        self._incarnation = incarnation
         self._unserved_since: float | None = None
         self.phase: Phase = "training"
         self.servers: dict[str, Server] = {}
-        for job in jobs:
-            is_policy, is_ours = job.kind == POLICY_KIND, job.node_rank == node_rank
-            server = Server(job.name, job.url or "", is_ours, is_policy, self._budget(), now, job.weight_group_port)
-            self.servers[job.name] = server
+        for job in session.world.jobs:
+            is_policy, is_ours = job.kind == POLICY_KIND, job.node_rank == session.world.rank
+            if job.kind in SERVER_KINDS and (is_ours or (is_policy and self._is_leader)):
+                self.servers[job.name] = Server(
+                    job.name, job.url or "", is_ours, is_policy, self._budget(), now, job.weight_group_port
+                )
         self._write_state()
 
     @property
@@ -230,14 +212,17 @@ class ServerKeeper:
         """Whether this is a server that is being ended."""
         return name in self.servers and bool(self.servers[name].trouble)
 
-    def may_restart(self, name: str, now: float) -> bool:
-        """Whether the end of this server would be followed by another start."""
-        server = self.servers[name]
-        return server.state != "removed" and server.budget.used(now) < server.budget.cap
-
     def can_lose(self, name: str) -> bool:
         """Whether the end of this server is no reason to restart it, nor to end the run before `find_unserved` does."""
         return self.servers[name].is_policy and self.phase != "training"
+
+    def survives_end_of(self, name: str, now: float) -> bool:
+        """Whether the run goes on when this job is ended: a server that may be restarted or lost."""
+        server = self.servers.get(name)
+        if server is None:
+            return False
+        may_restart = server.state != "removed" and server.budget.used(now) < server.budget.cap
+        return may_restart or self.can_lose(name)
 
     def on_exit(self, name: str, returncode: int, now: float) -> str | None:
         """The process of a server ended. None: it will be started again; else why not, completing `<job> ...`."""
@@ -248,12 +233,8 @@ class ServerKeeper:
         # What ends by itself, or cannot be used, before it ever served would only do so again.
         if server.is_policy and not server.has_served and (returncode >= 0 or server.trouble):
             return reason
-        delay_s = server.budget.take(now)
-        if delay_s is None:
-            return f"{reason}{self._cap_text(server)}"
-        logger.warning("%s %s; it is started again in %.1f s", name, reason, delay_s)
-        self._down(server, reason, now)
-        server.due = now + delay_s
+        if not self._retry(server, reason, now):
+            return f"{reason}{_cap_text(server)}"
         server.trouble = ""
         self._write_state()
         return None
@@ -269,23 +250,14 @@ class ServerKeeper:
         """A server whose process is not ours cannot be used: it is tried again, or leaves when that did not help."""
         server = self.servers[name]
         server.trouble = trouble
-        delay_s = server.budget.take(now)
-        if delay_s is None:
-            logger.error("%s %s%s: it leaves", name, trouble, self._cap_text(server))
+        if not self._retry(server, trouble, now):
+            logger.error("%s %s%s: it leaves", name, trouble, _cap_text(server))
             server.state = "removed"
             self._announce(server, "removed", trouble, now)
-        else:
-            logger.warning("%s %s; it is tried again in %.1f s", name, trouble, delay_s)
-            self._down(server, trouble, now)
-            server.due = now + delay_s
         self._write_state()
 
     def add(self, url: str, now: float) -> Server:
-        """Take in a server that is up already.
-
-        Raises:
-            ValueError: the run has it already.
-        """
+        """Take in a server that is up already. Raises ValueError if the run has it."""
         if any(server.url == url and server.state != "removed" for server in self.servers.values()):
             raise ValueError(f"a server that the run does not have yet; it has {url}")
         number = sum(server.joined for server in self.servers.values())
@@ -295,25 +267,20 @@ class ServerKeeper:
         return server
 
     def remove(self, server_or_url: str, now: float) -> Server:
-        """Let a server go.
-
-        Raises:
-            ValueError: there is none of that name or URL, or it is the last one.
-        """
-        found = [server for server in self.policy_servers if server_or_url in (server.name, server.url)]
-        if not found:
-            names = ", ".join(f"{server.name} ({server.url})" for server in self.policy_servers)
-            raise ValueError(f"a server of the run: {names}")
-        if len(self.policy_servers) == 1:
+        """Let a server go. Raises ValueError if there is none of that name or URL, or it is the last one."""
+        servers = self.policy_servers
+        found = next((server for server in servers if server_or_url in (server.name, server.url)), None)
+        if found is None:
+            raise ValueError(f"a server of the run: {', '.join(f'{each.name} ({each.url})' for each in servers)}")
+        if len(servers) == 1:
             raise ValueError("a server that is not the last one: a run needs one")
-        server = found[0]
-        if server.is_ours:
+        if found.is_ours:
             # Its process ends, so what runs there cannot come to its end.
-            self._down(server, "it was removed", now)
-        server.state, server.due, server.trouble = "removed", None, "it was removed"
-        self._announce(server, "removed", "it was removed", now)
+            self._down(found, "it was removed", now)
+        found.state, found.due, found.trouble = "removed", None, "it was removed"
+        self._announce(found, "removed", found.trouble, now)
         self._write_state()
-        return server
+        return found
 
     def take_due(self, now: float) -> list[Server]:
         """Servers that are to be started (ours) or tried (others) again now."""
@@ -336,7 +303,7 @@ class ServerKeeper:
         self._up(self.servers[name], now)
 
     def on_answer(self, answer: PoolAnswer, now: float) -> str | None:
-        """Take what the trainer says; returns why the server has to be ended, if it has to be."""
+        """Note what the trainer says; returns why the server has to be ended, if it has to be."""
         server = self.servers.get(answer.name)
         if server is None or server.generation != answer.generation or server.state in ("down", "removed"):
             return None
@@ -350,9 +317,9 @@ class ServerKeeper:
         return None
 
     def find_late(self, now: float) -> str | None:
-        """A restarted server that has not got the weights in time."""
+        """A restarted server that has not got the weights in `vllm_config.start_timeout_s`."""
         for server in self.policy_servers:
-            late = now - server.since > self._start_timeout_s
+            late = now - server.since > self._session.config.vllm_config.start_timeout_s
             if server.is_ours and server.generation and server.state == "starting" and late:
                 return server.name
         return None
@@ -377,18 +344,22 @@ class ServerKeeper:
         return server, f"{server.name} {trouble}, while the last evaluation needed it. {_REPEAT}"
 
     def _unserved_grace_s(self) -> float:
-        is_starting = any(server.state == "starting" for server in self.policy_servers)
-        return ANSWER_S if is_starting else END_S
+        return ANSWER_S if any(server.state == "starting" for server in self.policy_servers) else END_S
 
     def _budget(self) -> RestartBudget:
-        config = self._config
-        return RestartBudget(
-            config.max_server_restarts, config.server_restart_backoff_s, config.server_restart_window_s
-        )
+        config = self._session.config.supervise
+        cap = config.max_server_restarts if self._is_leader else 0
+        return RestartBudget(cap, config.server_restart_backoff_s, config.server_restart_window_s)
 
-    def _cap_text(self, server: Server) -> str:
-        cap = server.budget.cap
-        return f", after {cap} restarts (supervise.max_server_restarts)" if cap else ""
+    def _retry(self, server: Server, reason: str, now: float) -> bool:
+        """Plan another start or try; False if it had as many as it may."""
+        delay_s = server.budget.take(now)
+        if delay_s is None:
+            return False
+        logger.warning("%s %s; the next try is in %.1f s", server.name, reason, delay_s)
+        self._down(server, reason, now)
+        server.due = now + delay_s
+        return True
 
     def _up(self, server: Server, now: float) -> None:
         server.state, server.since, server.due = "starting", now, None
@@ -412,17 +383,24 @@ class ServerKeeper:
                 time=now,
                 reason=reason,
                 group_port=server.group_port,
-                incarnation=self._incarnation,
+                incarnation=self._session.identity.incarnation,
             )
         )
         self._changes.flush()
 
     def _write_state(self) -> None:
-        if self._run_dir is None:
-            return
-        states = [
-            ServerState(each.name, each.url, each.state, each.generation + 1, each.joined, each.version, each.trouble)
-            for each in self.servers.values()
-            if each.is_policy
-        ]
-        write_state(self._run_dir, states)
+        """Where the command `pool` reads it."""
+        if self._is_leader:
+            states = [
+                ServerState(
+                    each.name, each.url, each.state, each.generation + 1, each.joined, each.version, each.trouble
+                )
+                for each in self.servers.values()
+                if each.is_policy
+            ]
+            write_state(self._session.run_dir, states)
+
+
+def _cap_text(server: Server) -> str:
+    cap = server.budget.cap
+    return f", after {cap} restarts (supervise.max_server_restarts)" if cap else ""

@@ -20,10 +20,10 @@ from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.pool_command import forget_requests
 from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed, become_subreaper
-from pipelinerl.run.restart import POLICY_KIND, ExitPolicy, ServerKeeper
+from pipelinerl.run.restart import ExitPolicy, ServerKeeper
 from pipelinerl.run.show import print_result
-from pipelinerl.run.start import server_sockets
-from pipelinerl.run.watch import RunSession, Supervisor
+from pipelinerl.run.start import RunSession, server_sockets
+from pipelinerl.run.watch import Supervisor
 from pipelinerl.rundir.layout import newest_training_state
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER, TRAINER_TOPIC, Entry
 from pipelinerl.streams.hub import StreamHub, backend_of
@@ -31,7 +31,6 @@ from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.summary import write_json
 from pipelinerl.tracking.wandb_sink import first_line
-from pipelinerl.world import SERVER_KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +76,7 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
 
     Node 0 alone restarts servers in place, announces them in the stream `pool`, and answers the command `pool`.
     """
-    config, world, incarnation = session.config, session.world, session.identity.incarnation
-    is_leader = world.rank == 0
-    supervise = config.supervise if is_leader else config.supervise.model_copy(update={"max_server_restarts": 0})
+    is_leader = session.world.rank == 0
     if not become_subreaper():
         logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
     with ExitStack() as stack:
@@ -93,19 +90,10 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
             changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
             stack.callback(changes.close)
             stack.callback(_stop, _follow_answers(session, hub))
-        jobs = [
-            job
-            for job in world.jobs
-            if (is_leader and job.kind == POLICY_KIND) or (job.kind in SERVER_KINDS and job in world.local_jobs)
-        ]
-        run_dir = session.run_dir if is_leader else None
-        start_timeout_s = config.vllm_config.start_timeout_s
-        keeper = ServerKeeper(
-            jobs, supervise, start_timeout_s, time.time(), changes, run_dir, incarnation, node_rank=world.rank
-        )
-        trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if has_stage(config, "finetune") else None
-        policy = ExitPolicy([command.job for command in session.commands], trainer, incarnation, ends_run=is_leader)
-        return Supervisor(session, policy, keeper, peers, death_read).run()
+        trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if has_stage(session.config, "finetune") else None
+        jobs = [command.job for command in session.commands]
+        policy = ExitPolicy(jobs, trainer, session.identity.incarnation, ends_run=is_leader)
+        return Supervisor(session, policy, ServerKeeper(session, time.time(), changes), peers, death_read).run()
 
 
 def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:

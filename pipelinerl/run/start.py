@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from pipelinerl.config import RunConfig
@@ -26,7 +27,8 @@ from pipelinerl.config.load import load_config
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
-from pipelinerl.role import DEATH_FD_KEY, NODE_SECRET_KEY, TOKEN_KEY
+from pipelinerl.role import DEATH_FD_KEY, JOB_KEY, NODE_SECRET_KEY, TOKEN_KEY
+from pipelinerl.run.processes import Event
 from pipelinerl.rundir.durable import FileLock, is_locked
 from pipelinerl.rundir.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.rundir.layout import RunDir
@@ -60,7 +62,6 @@ _PLACE_KEYS = ("finetune.rl.reference", "world.preprocessor_fraction", "world.nu
 _KL_KEYS = ("finetune.rl.kl_coef", "finetune.rl.final_kl_coef", "finetune.rl.reward_minus_kl_coef")
 _CHOOSE = "Choose another output_dir, or set force_restart=true to move the old content aside and start over."
 
-JOB_KEY = "PIPELINERL_JOB"
 #: Where vLLM creates its sockets.
 SOCKET_FOLDER_KEY = "VLLM_RPC_BASE_PATH"
 # Limit of a Unix socket's path on Linux (`sun_path` with its terminator), and the name of one of vLLM's.
@@ -308,6 +309,22 @@ class Command:
         needs = f': "${{{TOKEN_KEY}:?export the token of the servers first}}"'
         lines = ["#!/bin/sh", "# Starts this one job of the run by hand.", needs, *exports]
         return "\n".join([*lines, f"exec {shlex.join(self.argv)}", ""])
+
+
+@dataclass(frozen=True)
+class RunSession:
+    """One start of a run, as one node sees it. `token` opens the servers' routes and lives in memory only. `restarts`
+    says why the launcher has started the run again by itself, once for each time."""
+
+    config: RunConfig
+    world: WorldMap
+    run_dir: RunDir
+    identity: RunIdentity
+    commands: Sequence[Command]
+    environ: Mapping[str, str]
+    token: str
+    events: SimpleQueue[Event]
+    restarts: tuple[str, ...] = ()
 
 
 def build_commands(

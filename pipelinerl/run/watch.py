@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from collections.abc import Iterable
+from queue import Empty
 
-from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.run.last_error import LogPart, last_error, user_error
@@ -37,11 +35,10 @@ from pipelinerl.run.processes import (
     wait_gone,
 )
 from pipelinerl.run.restart import ExitPolicy, ExitVerdict, ServerKeeper
-from pipelinerl.run.start import Command, child_environment
+from pipelinerl.run.start import Command, RunSession, child_environment
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
-from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.world import SERVER_KINDS, WorldMap
+from pipelinerl.world import SERVER_KINDS
 
 logger = logging.getLogger(__name__)
 MAX_GRACE_S = 10.0
@@ -58,22 +55,6 @@ _UNCLEAR = 2
 _STACK_DUMP_S = 3.0
 # Shorter waits are no news in the reason of a run that was stopped.
 _LONG_WAIT_S = 30.0
-
-
-@dataclass(frozen=True)
-class RunSession:
-    """One start of a run, as one node sees it. `token` opens the servers' routes and lives in memory only. `restarts`
-    says why the launcher has started the run again by itself, once for each time."""
-
-    config: RunConfig
-    world: WorldMap
-    run_dir: RunDir
-    identity: RunIdentity
-    commands: Sequence[Command]
-    environ: Mapping[str, str]
-    token: str
-    events: SimpleQueue[Event]
-    restarts: tuple[str, ...] = ()
 
 
 def why_stuck(
@@ -327,7 +308,7 @@ class Supervisor:
             reason = why_stuck(self._config, child.pid, child.started_at, beat, now)
             if reason is None:
                 continue
-            if name in self._keeper.servers and (self._keeper.may_restart(name, now) or self._keeper.can_lose(name)):
+            if self._keeper.survives_end_of(name, now):
                 self._end_server(name, reason)
                 continue
             error = last_error(child.stdout, child.stderr)

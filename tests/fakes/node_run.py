@@ -16,11 +16,11 @@ import psutil
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import ServerDropped
+from pipelinerl.role import JOB_KEY
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, NodeEnded, PoolAnswered
 from pipelinerl.run.session import supervise_jobs
-from pipelinerl.run.start import JOB_KEY, Command
-from pipelinerl.run.watch import RunSession
+from pipelinerl.run.start import Command, RunSession
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub

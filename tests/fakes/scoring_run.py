@@ -31,8 +31,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.session import supervise
-from pipelinerl.run.start import build_command, enter
-from pipelinerl.run.watch import RunSession
+from pipelinerl.run.start import RunSession, build_command, enter
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap
 

@@ -15,11 +15,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipelinerl.config import RunConfig
+from pipelinerl.role import JOB_KEY
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.session import supervise
-from pipelinerl.run.start import JOB_KEY, Command, enter
-from pipelinerl.run.watch import RunSession
+from pipelinerl.run.start import Command, RunSession, enter
 from pipelinerl.world import Job, WorldMap
 
 

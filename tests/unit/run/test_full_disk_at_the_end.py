@@ -16,7 +16,7 @@ from pipelinerl.run import session as session_module
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.session import supervise
-from pipelinerl.run.watch import RunSession
+from pipelinerl.run.start import RunSession
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking import collector as collector_module

@@ -1,4 +1,4 @@
-"""The last error of a log: the exception with its place, its cause, never a mere consequence."""
+"""The last error of a log: the exception with its place, its cause, never a mere consequence (line X7)."""
 
 from __future__ import annotations
 
@@ -29,71 +29,11 @@ pipelinerl.errors.StreamError: offset 7 of actor
 """
 SERVER = """(EngineCore pid=12) ERROR 07-01 10:00:00 [core.py:1] Traceback (most recent call last):
 (EngineCore pid=12) ERROR 07-01 10:00:00 [core.py:1]   File "/v/core.py", line 5, in step
-(EngineCore pid=12) ERROR 07-01 10:00:00 [core.py:1]     x
 (EngineCore pid=12) ERROR 07-01 10:00:00 [core.py:1] torch.OutOfMemoryError: 3 GiB
 (APIServer pid=11) Traceback (most recent call last):
 (APIServer pid=11)   File "/v/api.py", line 8, in main
 (APIServer pid=11) RuntimeError: Engine core initialization failed. See root cause above.
 """
-
-
-def write(tmp_path: Path, text: str) -> Path:
-    file = tmp_path / "stderr.log"
-    file.write_text(text)
-    return file
-
-
-def test_exception_and_place(tmp_path: Path) -> None:
-    assert last_error(LogPart(write(tmp_path, TRACEBACK))) == "ValueError: bad row 7 (/a/work.py:9)"
-
-
-def test_the_cause_comes_along(tmp_path: Path) -> None:
-    """X7: cause first."""
-    assert last_error(LogPart(write(tmp_path, CHAINED))) == (
-        "KeyError: 'x' (/a/io.py:1)\npipelinerl.errors.StreamError: offset 7 of actor (/a/main.py:2)"
-    )
-
-
-def test_the_root_cause_of_a_server(tmp_path: Path) -> None:
-    """X7: not its consequences in other processes."""
-    assert last_error(LogPart(write(tmp_path, SERVER))) == "torch.OutOfMemoryError: 3 GiB (/v/core.py:5)"
-
-
-def test_without_a_traceback_the_last_lines(tmp_path: Path) -> None:
-    assert last_error(LogPart(write(tmp_path, "\n".join(f"line {n}" for n in range(9))))) == "\n".join(
-        f"line {n}" for n in range(4, 9)
-    )
-
-
-def test_the_usage_above_an_error_of_the_command_line_is_left_out(tmp_path: Path) -> None:
-    text = (
-        "usage: llm [-h] [--model M]\n           [--seed S]\n           [--dtype D]\nllm: error: unrecognized: --sed\n"
-    )
-    assert last_error(LogPart(write(tmp_path, text))) == "llm: error: unrecognized: --sed"
-
-
-def test_nothing_or_no_file(tmp_path: Path) -> None:
-    assert last_error(LogPart(tmp_path / "none.log")) == "it wrote nothing to none.log"
-    assert last_error(LogPart(write(tmp_path, ""))) == "it wrote nothing to stderr.log"
-
-
-def test_an_earlier_process_is_skipped(tmp_path: Path) -> None:
-    file = write(tmp_path, TRACEBACK + "fine\n")
-    assert last_error(LogPart(file, offset=len(TRACEBACK))) == "fine"
-
-
-def test_user_error_is_the_message_without_its_prefix(tmp_path: Path) -> None:
-    file = write(tmp_path, "INFO x\nerror: attempts: got 0\nsecond line\n")
-    assert user_error(LogPart(file)) == "attempts: got 0\nsecond line"
-    assert user_error(LogPart(write(tmp_path, TRACEBACK))) is None
-
-
-def test_binary_rubbish_does_no_harm(tmp_path: Path) -> None:
-    file = tmp_path / "stderr.log"
-    file.write_bytes(b"\xff\xfe\x00 broken\n")
-    assert "broken" in last_error(LogPart(file))
-
-
 WORKER_KILLED = """(EngineCore pid=5) ERROR 07-01 10:00:00 [x.py:3] Worker proc W-0 died unexpectedly (exit code: -9)
 (EngineCore pid=5) ERROR 07-01 10:00:00 [core.py:1] Traceback (most recent call last):
 (EngineCore pid=5) ERROR 07-01 10:00:00 [core.py:1]   File "/v/core.py", line 5, in step
@@ -102,35 +42,13 @@ WORKER_KILLED = """(EngineCore pid=5) ERROR 07-01 10:00:00 [x.py:3] Worker proc 
 (APIServer pid=4) ERROR 07-01 10:00:00 [api.py:1]   File "/v/api.py", line 6, in generate
 (APIServer pid=4) ERROR 07-01 10:00:00 [api.py:1] vllm.v1.engine.exceptions.EngineDeadError: See stack trace (above).
 (APIServer pid=4) INFO 07-01 10:00:00 [api.py:1] Shutting down
-"""
-SHUTDOWN_NOISE = """nanobind: leaked 64 types!
+nanobind: leaked 64 types!
  - leaked type "x"
- - ... skipped remainder
 /p/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 2 leaked shared_memory objects
   warnings.warn('resource_tracker: There appear to be %d '
 """
-
-
-def test_a_dead_part_of_a_server_is_the_error_and_noise_is_not(tmp_path: Path) -> None:
-    stdout, stderr = tmp_path / "stdout.log", write(tmp_path, SHUTDOWN_NOISE)
-    stdout.write_text(WORKER_KILLED)
-    assert last_error(LogPart(stdout), LogPart(stderr)) == (
-        "Worker proc W-0 died unexpectedly (exit code: -9)\nRuntimeError: cancelled (/v/core.py:5)"
-    )
-    assert last_error(LogPart(tmp_path / "none.log"), LogPart(stderr)) == "it wrote nothing to none.log or stderr.log"
-
-
-def test_a_consequence_is_better_than_nothing(tmp_path: Path) -> None:
-    text = "\n".join(WORKER_KILLED.splitlines()[4:])
-    assert last_error(LogPart(write(tmp_path, text))) == (
-        "vllm.v1.engine.exceptions.EngineDeadError: See stack trace (above). (/v/api.py:6)"
-    )
-
-
+USAGE = "usage: llm [-h] [--model M]\n           [--seed S]\n           [--dtype D]\nllm: error: unrecognized: --sed\n"
 PYDANTIC = """Traceback (most recent call last):
-  File "/v/arg_utils.py", line 7, in create_engine_config
-    config = VllmConfig(
-             ^^^^^^^^^^^
   File "/v/dataclasses.py", line 5, in __init__
     s.validate(args)
 pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig
@@ -145,7 +63,6 @@ attempts
     For further information visit https://errors.pydantic.dev/2.13/v/greater_than
 inner.a
   Input should be a valid integer [type=int_parsing, input_value='x', input_type=str]
-    For further information visit https://errors.pydantic.dev/2.13/v/int_parsing
 shutting down
   in order
 """
@@ -157,43 +74,6 @@ RuntimeError: Error(s) in loading state_dict for Net:
 2026-07-01 10:00:00,123 INFO a.b: closing
   in order
 """
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            PYDANTIC,
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig: Value error, Total "
-            "number of attention heads (9) must be divisible by tensor parallel size (2). (/v/dataclasses.py:5)",
-        ),
-        (
-            FIELDS,
-            "pydantic_core._pydantic_core.ValidationError: 2 validation errors for Settings: attempts: Input should be "
-            "greater than 0; inner.a: Input should be a valid integer (/a/b.py:1)",
-        ),
-        (
-            STATE_DICT,
-            'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "weight".; '
-            "size mismatch for bias: 3 and 4. (/a/b.py:1)",
-        ),
-        (TRACEBACK, "ValueError: bad row 7 (/a/work.py:9)"),
-    ],
-)
-def test_the_reason_of_a_message_of_several_lines(tmp_path: Path, text: str, expected: str) -> None:
-    for prefix in ("", "(APIServer pid=11) ", "(EngineCore pid=3) ERROR 07-01 10:00:00 [core.py:1] "):
-        lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
-        assert last_error(LogPart(write(tmp_path, lines))) == expected
-
-
-def test_a_message_of_many_lines_is_cut(tmp_path: Path) -> None:
-    many = [f"  reason {n} {'x' * 90}" for n in range(9)]
-    text = "\n".join(["Traceback (most recent call last):", '  File "/a", line 1, in f', "ValueError: several:", *many])
-    found = last_error(LogPart(write(tmp_path, text)))
-    assert "reason 3" in found and "reason 4" not in found
-    assert found.endswith("... (/a:1)") and "\n" not in found
-
-
 QUIET = """INFO 07-01 10:00:00 [api.py:1] ValueError is handled
 (EngineCore pid=5) WARNING 07-01 10:00:00 [x.py:3] Found duplicate keys
 (EngineCore pid=5) WARNING 07-01 10:00:00 [x.py:3] Traceback (most recent call last):
@@ -207,34 +87,92 @@ INFO:     Application startup complete.
   return func(*args, **kwargs)
 Loading shards:  50%|#####     | 1/2 [00:01<00:01]
 """
+OURS = "2026-07-01 10:00:00,123 ERROR a.b: no room"
+ERRORS = {
+    "exception and place": (TRACEBACK, "ValueError: bad row 7 (/a/work.py:9)"),
+    "cause": (CHAINED, "KeyError: 'x' (/a/io.py:1)\npipelinerl.errors.StreamError: offset 7 of actor (/a/main.py:2)"),
+    "root cause": (SERVER, "torch.OutOfMemoryError: 3 GiB (/v/core.py:5)"),
+    "dead part": (
+        WORKER_KILLED,
+        "Worker proc W-0 died unexpectedly (exit code: -9)\nRuntimeError: cancelled (/v/core.py:5)",
+    ),
+    "only a consequence": (
+        "\n".join(WORKER_KILLED.splitlines()[4:]),
+        "vllm.v1.engine.exceptions.EngineDeadError: See stack trace (above). (/v/api.py:6)",
+    ),
+    "no traceback": ("\n".join(f"line {n}" for n in range(9)), "\n".join(f"line {n}" for n in range(4, 9))),
+    "usage": (USAGE, "llm: error: unrecognized: --sed"),
+    "record": (f"{QUIET}{OURS}\n{QUIET}", OURS),
+    "pydantic": (
+        PYDANTIC,
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig: Value error, Total number of "
+        "attention heads (9) must be divisible by tensor parallel size (2). (/v/dataclasses.py:5)",
+    ),
+    "fields": (
+        FIELDS,
+        "pydantic_core._pydantic_core.ValidationError: 2 validation errors for Settings: attempts: Input should be "
+        "greater than 0; inner.a: Input should be a valid integer (/a/b.py:1)",
+    ),
+    "state dict": (
+        STATE_DICT,
+        'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "weight".; '
+        "size mismatch for bias: 3 and 4. (/a/b.py:1)",
+    ),
+}
 
 
-def test_information_and_warnings_are_no_errors(tmp_path: Path) -> None:
-    assert last_error(LogPart(tmp_path / "none.log"), LogPart(write(tmp_path, QUIET))) == (
-        "it wrote no error to none.log or stderr.log"
+def write(tmp_path: Path, text: str) -> LogPart:
+    (tmp_path / "stderr.log").write_text(text)
+    return LogPart(tmp_path / "stderr.log")
+
+
+@pytest.mark.parametrize(("text", "expected"), ERRORS.values(), ids=ERRORS)
+def test_x7_the_last_error(tmp_path: Path, text: str, expected: str) -> None:
+    assert last_error(write(tmp_path, text)) == expected
+
+
+@pytest.mark.parametrize("prefix", ["(APIServer pid=11) ", "(EngineCore pid=3) ERROR 07-01 10:00:00 [core.py:1] "])
+@pytest.mark.parametrize("name", ["exception and place", "pydantic", "fields", "state dict"])
+def test_the_prefix_of_a_servers_lines_is_no_part_of_it(tmp_path: Path, name: str, prefix: str) -> None:
+    text, expected = ERRORS[name]
+    assert last_error(write(tmp_path, "".join(f"{prefix}{line}\n" for line in text.splitlines()))) == expected
+
+
+def test_logs_that_name_no_error(tmp_path: Path) -> None:
+    none = LogPart(tmp_path / "none.log")
+    found = {last_error(none), last_error(write(tmp_path, "")), last_error(none, write(tmp_path, QUIET))}
+    assert len(found) == 3 and all("none.log" in each or "stderr.log" in each for each in found)
+    (tmp_path / "stderr.log").write_bytes(b"\xff\xfe\x00 broken\n")
+    assert "broken" in last_error(LogPart(tmp_path / "stderr.log"))
+
+
+def test_an_earlier_process_is_skipped(tmp_path: Path) -> None:
+    part = write(tmp_path, TRACEBACK + "fine\n")
+    assert last_error(LogPart(part.file, offset=len(TRACEBACK))) == "fine"
+
+
+def test_user_error_is_the_message_without_its_prefix(tmp_path: Path) -> None:
+    assert (
+        user_error(write(tmp_path, "INFO x\nerror: attempts: got 0\nsecond line\n")) == "attempts: got 0\nsecond line"
     )
-    assert last_error(LogPart(write(tmp_path, f"{QUIET}2026-07-01 10:00:00,123 ERROR a.b: no room\n{QUIET}"))) == (
-        "2026-07-01 10:00:00,123 ERROR a.b: no room"
-    )
+    assert user_error(write(tmp_path, TRACEBACK)) is None
 
 
-SEGFAULT = """Fatal Python error: Segmentation fault
-
-Thread 0x00007f (most recent call first):
-  File "/a/work.py", line 9 in run
-  File "/a/main.py", line 3 in <module>
-"""
+def test_a_message_of_many_lines_is_cut(tmp_path: Path) -> None:
+    many = [f"  reason {n} {'x' * 90}" for n in range(9)]
+    text = "\n".join(["Traceback (most recent call last):", '  File "/a", line 1, in f', "ValueError: several:", *many])
+    found = last_error(write(tmp_path, text))
+    assert "reason 3" in found and "reason 4" not in found and found.endswith("... (/a:1)") and "\n" not in found
 
 
 def test_a_signal_leaves_a_note_or_none(tmp_path: Path) -> None:
-    part = LogPart(write(tmp_path, TRACEBACK + QUIET))
-    assert crash_note(part) is None
-    assert crash_note(LogPart(tmp_path / "none.log")) is None
-    assert crash_note(LogPart(write(tmp_path, TRACEBACK + SEGFAULT))) == (
-        "Fatal Python error: Segmentation fault (/a/work.py:9)"
-    )
+    crashed = "Fatal Python error: Segmentation fault\n\nThread 0x7f (most recent call first):\n"
+    crashed += '  File "/a/w.py", line 9 in f\n'
     aborted = "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: out of memory\n"
-    assert crash_note(LogPart(write(tmp_path, TRACEBACK + aborted))) == (
-        "terminate called after throwing an instance of 'c10::Error': what():  CUDA error: out of memory"
-    )
-    assert crash_note(LogPart(write(tmp_path, WORKER_KILLED))) == "Worker proc W-0 died unexpectedly (exit code: -9)"
+    for text, note in (
+        (QUIET, None),
+        (crashed, "Fatal Python error: Segmentation fault (/a/w.py:9)"),
+        (aborted, "terminate called after throwing an instance of 'c10::Error': what():  CUDA error: out of memory"),
+        (WORKER_KILLED, "Worker proc W-0 died unexpectedly (exit code: -9)"),
+    ):
+        assert crash_note(write(tmp_path, TRACEBACK + text)) == note

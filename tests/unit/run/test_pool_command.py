@@ -54,33 +54,23 @@ def test_a_command_waits_for_the_launcher_and_for_the_server(tmp_path: Path) -> 
 def test_refusals_and_time_limits_are_errors_with_a_reason(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     write_state(run_dir, state("starting"))
-    with pytest.raises(ConfigError, match=r"0\.01 s"):
-        ask(run_dir, REQUEST, 0.01)
-    with pytest.raises(ConfigError, match=r"0\.01 s"):
-        wait_serving(run_dir, REQUEST, "joined_0", 0.01)
+    for wait in (lambda: ask(run_dir, REQUEST, 0.01), lambda: wait_serving(run_dir, REQUEST, "joined_0", 0.01)):
+        with pytest.raises(ConfigError, match=r"0\.01 s"):
+            wait()
     write_state(run_dir, state("removed"))
     with pytest.raises(ConfigError, match="401"):
         wait_serving(run_dir, REQUEST, "joined_0", WAIT_S)
-    (pool_dir(run_dir) / "a.request.json").write_text("torn")
-    take_requests(run_dir, lambda each: PoolReply("never"))
-    assert files(run_dir) == ["a.answer.json", "servers.json"]
-    assert "never" not in (pool_dir(run_dir) / "a.answer.json").read_text()
-    forget_requests(run_dir)
-    assert files(run_dir) == ["servers.json"]
 
 
-def test_a_request_that_is_withdrawn_meanwhile_is_no_trouble(tmp_path: Path) -> None:
+def test_requests_that_nobody_waits_for_or_reads_are_no_trouble(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    pool_dir(run_dir).mkdir()
-    for name in ("a", "b"):
-        (pool_dir(run_dir) / f"{name}.request.json").write_text('{"action": "add", "server": "http://x:1"}')
-    answered: list[PoolRequest] = []
-
-    def answer(request: PoolRequest) -> PoolReply:
-        answered.append(request)
-        for file in pool_dir(run_dir).glob("*.request.json"):
-            file.unlink()  # both commands are interrupted
-        return PoolReply("joined_0")
-
-    take_requests(run_dir, answer)
-    assert answered == [REQUEST]
+    for name, text in (("a", "torn"), ("b", '{"action": "add", "server": "http://x:1"}')):
+        pool_dir(run_dir).mkdir(exist_ok=True)
+        (pool_dir(run_dir) / f"{name}.request.json").write_text(text)
+    (pool_dir(run_dir) / "gone.request.json").symlink_to("withdrawn")
+    take_requests(run_dir, lambda each: PoolReply("joined_0"))
+    assert files(run_dir) == ["a.answer.json", "b.answer.json", "gone.request.json"]
+    assert "joined_0" not in (pool_dir(run_dir) / "a.answer.json").read_text()
+    (pool_dir(run_dir) / "gone.request.json").unlink()
+    forget_requests(run_dir)
+    assert files(run_dir) == []

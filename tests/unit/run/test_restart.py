@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
 
-from pipelinerl.config.resources import FileStreams, SuperviseConfig
+from pipelinerl.config import RunConfig
+from pipelinerl.config.resources import FileStreams
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady, TrainerMessage, TrainingDone
 from pipelinerl.run.pool_command import read_state
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.restart import ANSWER_S, END_S, ExitPolicy, RestartBudget, ServerKeeper, can_resume
+from pipelinerl.run.start import RunSession
+from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.world import Job
+from pipelinerl.world import Job, WorldMap
 
 START_TIMEOUT_S = 100
 
@@ -114,12 +118,17 @@ class Written:
 class Kept:
     """A keeper of two servers and a verifier, and what it announced."""
 
-    def __init__(self, root: Path | None = None, **supervise: Any) -> None:
-        config = SuperviseConfig(**{"server_restart_backoff_s": 1, "max_server_restarts": 2, **supervise})
+    def __init__(self, root: Path, **supervise: Any) -> None:
+        changes = {"server_restart_backoff_s": 1, "max_server_restarts": 2, **supervise}
+        config = RunConfig.model_validate(
+            {"output_dir": "x", "supervise": changes, "vllm_config": {"start_timeout_s": START_TIMEOUT_S}}
+        )
         self.said = Written()
         jobs = [job("actor_llm", 0), job("actor_llm", 1), job("verifier", 0)]
-        run_dir = None if root is None else RunDir(root)
-        self.keeper = ServerKeeper(jobs, config, START_TIMEOUT_S, 0.0, cast(Any, self.said), run_dir, incarnation=4)
+        world = WorldMap(jobs, "cpu", 1, 0, 0, "h", 1)
+        identity = RunIdentity(run_id="r", incarnation=4)
+        session = RunSession(config, world, RunDir(root), identity, [], {}, "t", SimpleQueue())
+        self.keeper = ServerKeeper(session, 0.0, cast(Any, self.said))
 
     def ready(self, name: str, generation: int = 0, now: float = 1.0) -> None:
         self.keeper.on_answer(ServerReady(name=name, generation=generation, version=3, time=now, incarnation=4), now)
@@ -132,6 +141,11 @@ class Kept:
         return [(change.name, change.event, change.generation) for change in self.said.changes]
 
 
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path)
+
+
 def test_restarts_wait_twice_as_long_each_time_and_are_capped_within_the_window() -> None:
     budget = RestartBudget(cap=3, backoff_s=1, window_s=100)
     assert [budget.take(now) for now in (0, 10, 20, 30)] == [1, 2, 4, None]
@@ -140,8 +154,7 @@ def test_restarts_wait_twice_as_long_each_time_and_are_capped_within_the_window(
     assert [slow.take(0) for _ in range(3)] == [50, 60, 60]
 
 
-def test_a_server_that_served_is_restarted_and_announced() -> None:
-    kept = Kept()
+def test_a_server_that_served_is_restarted_and_announced(kept: Kept) -> None:
     kept.ready("actor_llm_0")
     assert kept.keeper.on_exit("actor_llm_0", -9, 10.0) is None
     assert kept.events == [("actor_llm_0", "down", 0)] and "SIGKILL" in kept.said.changes[0].reason
@@ -157,30 +170,28 @@ def test_a_server_that_served_is_restarted_and_announced() -> None:
     assert kept.keeper.servers["actor_llm_0"].state == "serving"
 
 
-def test_the_cap_is_in_the_reason_and_each_server_has_its_own() -> None:
-    kept = Kept()
+def test_the_cap_is_in_the_reason_and_each_server_has_its_own(kept: Kept, tmp_path: Path) -> None:
     kept.ready("actor_llm_0")
     for now in (10.0, 20.0):
-        assert kept.keeper.may_restart("actor_llm_0", now)
+        assert kept.keeper.survives_end_of("actor_llm_0", now)
         assert kept.keeper.on_exit("actor_llm_0", -9, now) is None
         kept.keeper.started("actor_llm_0", now + 2)
-    assert not kept.keeper.may_restart("actor_llm_0", 30.0)
+    assert not kept.keeper.survives_end_of("actor_llm_0", 30.0)
     reason = str(kept.keeper.on_exit("actor_llm_0", -9, 30.0))
     assert "SIGKILL" in reason and "supervise.max_server_restarts" in reason
     assert kept.keeper.on_exit("actor_llm_1", -9, 30.0) is None
-    none = Kept(max_server_restarts=0)
+    none = Kept(tmp_path, max_server_restarts=0)
     none.ready("actor_llm_0")
     assert "max_server_restarts" not in str(none.keeper.on_exit("actor_llm_0", -9, 5.0))
 
 
 @pytest.mark.parametrize("returncode", [0, 1, 2])
-def test_what_ends_by_itself_before_it_served_is_not_tried_again(returncode: int) -> None:
-    assert Kept().keeper.on_exit("actor_llm_0", returncode, 5.0) is not None
-    assert Kept().keeper.on_exit("actor_llm_0", -9, 5.0) is None
+def test_what_ends_by_itself_before_it_served_is_not_tried_again(kept: Kept, returncode: int) -> None:
+    assert kept.keeper.on_exit("actor_llm_0", returncode, 5.0) is not None
+    assert kept.keeper.on_exit("actor_llm_0", -9, 5.0) is None
 
 
-def test_a_verifier_is_restarted_and_nobody_is_told() -> None:
-    kept = Kept()
+def test_a_verifier_is_restarted_and_nobody_is_told(kept: Kept) -> None:
     assert kept.keeper.on_exit("verifier_0", 1, 5.0) is None
     assert [server.name for server in kept.keeper.take_due(6.0)] == ["verifier_0"]
     kept.keeper.started("verifier_0", 6.0)
@@ -188,9 +199,8 @@ def test_a_verifier_is_restarted_and_nobody_is_told() -> None:
 
 
 @pytest.mark.parametrize("has_served", [True, False])
-def test_l1_a_server_that_the_trainer_dropped(has_served: bool) -> None:
+def test_l1_a_server_that_the_trainer_dropped(kept: Kept, has_served: bool) -> None:
     """It is ended and restarted; one that could not be used from the first ends the run, with the trainer's error."""
-    kept = Kept()
     if has_served:
         kept.ready("actor_llm_0")
     trouble = kept.dropped("actor_llm_0", 2.0)
@@ -209,8 +219,7 @@ def test_l1_a_server_that_the_trainer_dropped(has_served: bool) -> None:
     assert kept.keeper.servers["actor_llm_0"].state == "starting"
 
 
-def test_a_restarted_server_that_never_gets_weights_is_late() -> None:
-    kept = Kept()
+def test_a_restarted_server_that_never_gets_weights_is_late(kept: Kept) -> None:
     kept.ready("actor_llm_0")
     assert kept.keeper.find_late(1e9) is None  # the first start has the trainer's deadline
     kept.keeper.on_exit("actor_llm_0", -9, 10.0)
@@ -221,8 +230,7 @@ def test_a_restarted_server_that_never_gets_weights_is_late() -> None:
     assert kept.keeper.find_late(1e9) is None
 
 
-def test_a_server_that_is_added_serves_once_it_is_ready(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
+def test_a_server_that_is_added_serves_once_it_is_ready(kept: Kept, tmp_path: Path) -> None:
     assert kept.keeper.add("http://x:1", 1.0).name == "joined_0"
     assert kept.events == [("joined_0", "up", 0)]
     assert (kept.said.changes[0].url, kept.said.changes[0].group_port) == ("http://x:1", None)
@@ -250,8 +258,7 @@ def test_a_server_that_joined_and_cannot_be_used_is_tried_again_then_leaves(tmp_
     assert kept.keeper.add("http://x:1", 5.0).name == "joined_1"
 
 
-def test_removing() -> None:
-    kept = Kept()
+def test_removing(kept: Kept) -> None:
     kept.keeper.add("http://x:1", 1.0)
     kept.keeper.remove("http://x:1", 2.0)
     assert kept.events[1:] == [("joined_0", "removed", 0)]  # what runs there may end there
@@ -263,8 +270,7 @@ def test_removing() -> None:
             kept.keeper.remove(name, 4.0)
 
 
-def test_the_last_evaluation_continues_while_one_server_serves() -> None:
-    kept = Kept()
+def test_the_last_evaluation_continues_while_one_server_serves(kept: Kept) -> None:
     kept.ready("actor_llm_0")
     kept.ready("actor_llm_1")
     assert not kept.keeper.can_lose("actor_llm_0")
@@ -279,8 +285,7 @@ def test_the_last_evaluation_continues_while_one_server_serves() -> None:
     assert lost is not None and lost[0].name == "actor_llm_1"
 
 
-def test_a_server_that_was_restarted_too_late_is_not_waited_for() -> None:
-    kept = Kept()
+def test_a_server_that_was_restarted_too_late_is_not_waited_for(kept: Kept) -> None:
     for name in ("actor_llm_0", "actor_llm_1"):
         kept.ready(name)
         assert kept.keeper.on_exit(name, -9, 5.0) is None
@@ -295,8 +300,7 @@ def test_a_server_that_was_restarted_too_late_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("phase", ["training", "over"])
-def test_before_and_after_the_last_evaluation_no_server_is_missed(phase: Any) -> None:
-    kept = Kept()
+def test_before_and_after_the_last_evaluation_no_server_is_missed(kept: Kept, phase: Any) -> None:
     kept.keeper.phase = phase
     for name in ("actor_llm_0", "actor_llm_1"):
         kept.keeper.give_up(name, "ended", 10.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
@@ -19,8 +18,8 @@ from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper
-from pipelinerl.run.start import Command
-from pipelinerl.run.watch import MIN_GRACE_S, RunSession, Supervisor, long_waits, why_stuck
+from pipelinerl.run.start import Command, RunSession
+from pipelinerl.run.watch import MIN_GRACE_S, Supervisor, long_waits, why_stuck
 from pipelinerl.rundir.heartbeat import HeartbeatState
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
@@ -56,8 +55,18 @@ def test_l7_stuck(started_at: float, state: HeartbeatState | None, now: float, s
     assert reason is None if said is None else said in str(reason)
 
 
-def child(name: str, started_at: float = 900.0) -> Child:
-    return Child(name, 5, LogPart(Path("out")), LogPart(Path("err")), started_at)
+class FakeChild(Child):
+    """Notes what it is asked."""
+
+    def __init__(self, name: str, pid: int = 2**22, started_at: float = 0.0) -> None:
+        super().__init__(name, pid, LogPart(Path("out")), LogPart(Path("err")), started_at)
+        self.asked: list[str] = []
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+    def dump_stacks(self) -> None:
+        self.asked.append("dump_stacks")
 
 
 def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> None:
@@ -72,7 +81,7 @@ def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> Non
     for name, state in beats.items():
         run_dir.job(name).mkdir()
         run_dir.heartbeat_file(name).write_bytes(msgspec.json.encode(state))
-    children = [child(name) for name in (*beats, "verifier_0")]
+    children = [FakeChild(name, 5, 900.0) for name in (*beats, "verifier_0")]
     children[-1].returncode = 0
     text = long_waits(children, run_dir, 1050.0)
     assert "finetune_0 had waited 125 s for servers" in text and "actor_llm_0" in text and "150 s" in text
@@ -80,29 +89,15 @@ def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> Non
     assert long_waits(children[:1], run_dir, 1050.0) == ""
 
 
-@dataclass
 class Link:
     """Stands in for the link to another node."""
 
-    rank: int
-    said: list[str] = field(default_factory=list)
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.said: list[str] = []
 
     def tell(self, message: Any) -> None:
         self.said.append(type(message).__name__)
-
-
-class FakeChild(Child):
-    """Notes what it is asked."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, 2**22, LogPart(Path("out")), LogPart(Path("err")), 0.0)
-        self.asked: list[str] = []
-
-    def terminate(self) -> None:
-        self.asked.append("terminate")
-
-    def dump_stacks(self) -> None:
-        self.asked.append("dump_stacks")
 
 
 class SavingRun:
@@ -115,6 +110,7 @@ class SavingRun:
         peers: tuple[int, ...] = (),
         grace_s: float = 60.0,
         root: Path = Path("x"),
+        is_signalled: bool = True,
     ) -> None:
         jobs = [Job("finetune", f"finetune_{i}", i, i, 0, "h", [], None, None, None, 1) for i in range(trainers)]
         jobs.append(Job("actor", "actor_0", 0, 0, 0, "h", [], None, None, None, 1))
@@ -125,13 +121,13 @@ class SavingRun:
         commands = [Command(job, ("true",), {}) for job in jobs]
         session = RunSession(config, world, RunDir(root), identity, commands, {}, "t", self.events)
         self.links = [Link(rank) for rank in peers]
-        keeper = ServerKeeper([], config.supervise, 1.0, 0.0)
-        self.supervisor = Supervisor(
-            session, ExitPolicy(jobs, None), keeper, Peers(own_rank, cast(Any, self.links)), -1
-        )
+        keeper = ServerKeeper(session, 0.0, None)
+        others = Peers(own_rank, cast(Any, self.links))
+        self.supervisor = Supervisor(session, ExitPolicy(jobs, None), keeper, others, -1)
         self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
         self.supervisor._children = {child.name: child for child in self.trainers}
-        self.supervisor._is_signalled = True
+        self.supervisor._is_signalled = is_signalled
+        self.grace_s = grace_s
 
     def wait(self, *events: Event) -> tuple[float, bool]:
         """(grace of the other processes, whether the wait ended before its time)."""
@@ -139,11 +135,7 @@ class SavingRun:
             self.events.put(event)
         started = time.monotonic()
         grace_s = self.supervisor._let_trainers_save()
-        return grace_s, time.monotonic() - started < self.supervisor._config.shutdown_grace_s / 2
-
-    @property
-    def asked(self) -> list[str]:
-        return self.trainers[0].asked
+        return grace_s, time.monotonic() - started < self.grace_s / 2
 
 
 SAVED = ChildExited("finetune_0", 143)
@@ -153,28 +145,21 @@ STOP = NodeEnded("interrupted", "node 1: stopped by SIGTERM", 143)
 def test_one_node_waits_for_its_trainers_and_no_longer() -> None:
     run = SavingRun()
     assert run.wait(ChildExited("actor_0", 1), SAVED) == (watch.MAX_GRACE_AFTER_FAILURE_S, True)
-    assert run.asked == ["terminate"]
+    assert run.trainers[0].asked == ["terminate"]
     assert SavingRun(trainers=0).wait()[1]
 
 
 def test_a_trainer_that_does_not_end_says_where_it_is_when_the_time_is_over() -> None:
     run = SavingRun(grace_s=0.1)
     assert run.wait()[0] == MIN_GRACE_S
-    assert run.asked == ["terminate", "dump_stacks"]
+    assert run.trainers[0].asked == ["terminate", "dump_stacks"]
 
 
 def test_a_second_signal_does_not_wait() -> None:
+    """The own signal after that of another node is not a second one: a scheduler signals all nodes."""
     assert SavingRun().wait(Interrupted(15)) == (MIN_GRACE_S, True)
-
-
-def test_the_own_signal_after_that_of_another_node_is_not_a_second_one() -> None:
-    """A scheduler signals all nodes; the word of another launcher may be faster."""
-    run = SavingRun()
-    run.supervisor._is_signalled = False
-    assert run.wait(Interrupted(15), SAVED)[0] > MIN_GRACE_S
-    twice = SavingRun()
-    twice.supervisor._is_signalled = False
-    assert twice.wait(Interrupted(15), Interrupted(15)) == (MIN_GRACE_S, True)
+    assert SavingRun(is_signalled=False).wait(Interrupted(15), SAVED)[0] > MIN_GRACE_S
+    assert SavingRun(is_signalled=False).wait(Interrupted(15), Interrupted(15)) == (MIN_GRACE_S, True)
 
 
 @pytest.mark.parametrize("events", [(SAVED, NodeSaved(1), STOP, NodeSaved(2)), (NodeSaved(2), NodeSaved(1), SAVED)])
@@ -186,8 +171,7 @@ def test_servers_live_until_the_trainers_of_all_nodes_are_gone(events: tuple[Eve
 
 def test_a_node_without_trainers_says_so_at_once_and_waits_for_the_others() -> None:
     run = SavingRun(trainers=0, own_rank=1, peers=(0,))
-    assert run.wait(STOP, NodeSaved(0))[1]
-    assert run.links[0].said == ["Saved"]
+    assert run.wait(STOP, NodeSaved(0))[1] and run.links[0].said == ["Saved"]
 
 
 def test_x7_a_signal_ends_the_search_for_the_cause_of_a_failure(
@@ -205,8 +189,7 @@ def test_x7_a_signal_ends_the_search_for_the_cause_of_a_failure(
         return Child(name, 2**22, LogPart(tmp_path / "stdout.log"), LogPart(log), time.time(), returncode=1)
 
     monkeypatch.setattr(watch, "spawn", spawn)
-    run = SavingRun(trainers=0, root=tmp_path)
     started = time.monotonic()
-    outcome = run.supervisor.run()
+    outcome = SavingRun(trainers=0, root=tmp_path).supervisor.run()
     assert (outcome.status, outcome.exit_code, outcome.job) == ("failed", 1, "actor_0")
     assert "bad row 7" in str(outcome.reason) and time.monotonic() - started < 40
