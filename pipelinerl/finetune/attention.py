@@ -12,6 +12,7 @@ PyTorch that has `torch.nn.attention.varlen` (2.11 or later). One kernel per lay
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+from transformers import AttentionInterface
 
 SEGMENTED_ATTENTION = "pipelinerl_segments"
 VARLEN_ATTENTION = "pipelinerl_varlen"
@@ -98,13 +100,6 @@ def varlen_layout(lengths: Sequence[int]) -> VarlenLayout:
 Layout = SegmentLayout | VarlenLayout
 
 
-def layout_for(attention: str, lengths: Sequence[int]) -> Layout | None:
-    """What `attention` has to know of a row with samples of these lengths; None for those that are not ours."""
-    if attention not in OWN_ATTENTIONS:
-        return None
-    return varlen_layout(lengths) if attention == VARLEN_ATTENTION else segment_layout(lengths)
-
-
 def segmented_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -166,7 +161,6 @@ def varlen_attention(
     layout: VarlenLayout,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    kernel: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each sample of a packed row.
 
@@ -174,16 +168,15 @@ def varlen_attention(
         query: `[1, heads, T, head size]`; `key` and `value` may have fewer heads. `value` has the dtype of the result
             (bf16 or fp16); the others may be wider, as rotary embeddings leave them under autocast.
         sliding_window: tokens that a position sees, itself included; None: all before it.
-        kernel: `varlen_attn` or what stands for it in a test.
 
     Returns:
         `[1, T, heads, head size]`.
     """
-    kernel = kernel or _kernel()
+    kernel = _kernel()
     q, k, v = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
     options: dict[str, object] = {}
     if q.shape[1] != k.shape[1]:
-        if _has_grouped_heads(kernel):
+        if "enable_gqa" in _parameters(kernel):
             options["enable_gqa"] = True
         else:
             k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
@@ -202,13 +195,8 @@ def can_use_varlen(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _kernel() -> Callable[..., torch.Tensor]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn  # type: ignore[return-value]
-
-
-def _has_grouped_heads(kernel: Callable[..., torch.Tensor]) -> bool:
-    return "enable_gqa" in _parameters(kernel)
+    kernel: Callable[..., torch.Tensor] = importlib.import_module(_VARLEN_MODULE).varlen_attn
+    return kernel
 
 
 @cache
@@ -218,8 +206,6 @@ def _parameters(kernel: Callable[..., torch.Tensor]) -> frozenset[str]:
 
 def register_own_attention() -> None:
     """Make our attentions known to transformers (safe to call twice)."""
-    from transformers import AttentionInterface
-
     for name in OWN_ATTENTIONS:
         AttentionInterface.register(name, segmented_attention)
 

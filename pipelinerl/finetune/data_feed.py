@@ -25,7 +25,6 @@ from pipelinerl.streams.read import Feed
 if TYPE_CHECKING:
     from pipelinerl.finetune.weight_sync import WeightSync
 
-EXIT_STOPPED = 128 + signal.SIGTERM
 _TERM, _QUIT = b"t", b"q"
 
 

@@ -2,25 +2,26 @@
 
 Started by the launcher with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Exit 0 means that training
 is complete: the final weights are with the servers and in `finetune/current`. SIGTERM makes it save a training state
-behind the present step and end with exit code 143.
+after the present step and end with exit code 143.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from pipelinerl.role import run_role
+from pipelinerl.config.schedule import update_interval
+from pipelinerl.role import RoleContext, run_role
 
-if TYPE_CHECKING:
-    from pipelinerl.role import RoleContext
+EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 def main(context: RoleContext) -> None:
-    """Train to the end (heavy imports happen here, after the arguments were checked)."""
-    from pipelinerl.config.schedule import update_interval
-    from pipelinerl.finetune.data_feed import EXIT_STOPPED
+    """Train to the end."""
+    # Here, as torch must not be loaded before the heartbeat runs.
     from pipelinerl.finetune.loop import run_trainer
 
     config = context.config
@@ -28,18 +29,22 @@ def main(context: RoleContext) -> None:
         raise SystemExit(EXIT_STOPPED)
 
 
-def run() -> NoReturn:
-    """Run the role and end the process at once: the interpreter's own end can hang in torch (see `end_process`)."""
-    try:
-        code = run_role(main)
-    except SystemExit as stopped:
-        code = int(stopped.code or 0)
-    if "torch" in sys.modules:
-        from pipelinerl.finetune.ranks import end_process
+def end_process(code: int) -> NoReturn:
+    """End a process that has or had a gloo group, with everything printed so far, and without an interpreter's end.
 
-        end_process(code)
-    sys.exit(code)
+    torch (seen with 2.13) frees DDP's reducer with the interpreter's lock held. If that frees the group too, its
+    threads are joined meanwhile, and one of them may just be dropping the tensors of the last collective, for which it
+    needs that lock: then the process hangs for ever.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    run()
+    try:
+        exit_code = run_role(main)
+    except SystemExit as stopped:
+        exit_code = int(stopped.code or 0)
+    end_process(exit_code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -204,25 +204,13 @@ class ReferenceModel:
 
         All micro-batches of a step in one go, so that an offloaded model travels once.
         """
-        with self._frozen():
-            return [self._score(batch) for batch in micro_batches]
-
-    def _score(self, batch: MicroBatch) -> torch.Tensor:
-        layout = self._model.layout_of(batch)
-        layout = layout.to(self._device) if layout is not None else None
-        logprobs: torch.Tensor = self._model(batch.to(self._device), layout).logprobs
-        return logprobs.cpu()
-
-    @contextmanager
-    def _frozen(self) -> Iterator[None]:
+        frozen: AbstractContextManager[None] = nullcontext()
         if has_adapters(self._model):
-            with adapters_off(self._model):
-                yield
+            frozen = adapters_off(self._model)
         elif self._offload:
-            with _on_device(self._model, self._device):
-                yield
-        else:
-            yield
+            frozen = _on_device(self._model, self._device)
+        with frozen:
+            return [self._model(*self._model.placed(batch, self._device)).logprobs.cpu() for batch in micro_batches]
 
 
 def load_reference(

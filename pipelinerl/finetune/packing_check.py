@@ -72,7 +72,7 @@ def packing_difference(policy: PolicyModel) -> float:
 def forward_difference(policy: PolicyModel) -> float:
     """Largest |log-prob difference| between the policy's path (own head) and the model's plain logits."""
     sample = _samples(policy)[1]
-    ids = torch.tensor([sample], device=_device(policy))
+    ids = torch.tensor([sample], device=next(policy.parameters()).device)
     in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16)
     with exact_attention(policy), in_bf16:
         logits = policy.language_model(input_ids=ids, use_cache=False).logits
@@ -143,14 +143,9 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
 
 
 def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]], first_position: int = 0) -> torch.Tensor:
-    batch = token_batch(samples, _device(policy))
-    if first_position:
-        batch = replace(batch, position_ids=batch.position_ids + first_position)
-    layout = policy.layout_of(batch)
-    if layout is not None:
-        # Its index tensors are made on the CPU.
-        layout = layout.to(_device(policy))
-    outputs: PolicyOutputs = policy(batch, layout)
+    batch = token_batch(samples, torch.device("cpu"))
+    batch = replace(batch, position_ids=batch.position_ids + first_position)
+    outputs: PolicyOutputs = policy(*policy.placed(batch, next(policy.parameters()).device))
     return outputs.logprobs[0]
 
 
@@ -163,7 +158,3 @@ def _samples(policy: PolicyModel) -> list[list[int]]:
 def _largest(difference: torch.Tensor) -> float:
     value = float(difference.abs().max())
     return value if value == value else float("inf")
-
-
-def _device(policy: PolicyModel) -> torch.device:
-    return next(policy.parameters()).device

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from pipelinerl.finetune.attention import OWN_ATTENTIONS, Layout, layout_for
+from pipelinerl.finetune.attention import OWN_ATTENTIONS, VARLEN_ATTENTION, Layout, segment_layout, varlen_layout
 from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.rl.precision import fp32_products, keep_exact
@@ -94,8 +94,13 @@ class PolicyModel(torch.nn.Module):
         """Index tensors for our own attentions (None for the others). Build it before moving `batch` to a GPU."""
         if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
-        lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1]
-        return layout_for(self.attention, lengths.tolist())
+        lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1].tolist()
+        return varlen_layout(lengths) if self.attention == VARLEN_ATTENTION else segment_layout(lengths)
+
+    def placed(self, batch: MicroBatch, device: torch.device) -> tuple[MicroBatch, Layout | None]:
+        """`batch` and its layout on `device`, from where `forward` takes them."""
+        layout = self.layout_of(batch)
+        return batch.to(device), None if layout is None else layout.to(device)
 
     def forward(
         self, batch: MicroBatch, layout: Layout | None = None, temperature: float | None = None

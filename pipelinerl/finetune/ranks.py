@@ -13,18 +13,15 @@ others come. A server that shares this GPU and computes with several others woul
 from __future__ import annotations
 
 import atexit
-import logging
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
 from pipelinerl.errors import ConfigError
@@ -87,22 +84,9 @@ class Ranks:
         return self.device if self.host_group is None else torch.device("cpu")
 
     def close(self) -> None:
-        """Leave the process group. A gloo group stays, until `end_process` ends the process with it."""
+        """Leave the process group. A gloo group stays, until `main.end_process` ends the process with it."""
         if dist.is_initialized() and dist.get_backend() != "gloo":
             dist.destroy_process_group()
-
-
-def end_process(code: int) -> NoReturn:
-    """End a process that has or had a gloo group, with everything printed so far, and without an interpreter's end.
-
-    torch (seen with 2.13) frees DDP's reducer with the interpreter's lock held. If that frees the group too, its
-    threads are joined meanwhile, and one of them may just be dropping the tensors of the last collective, for which it
-    needs that lock: then the process hangs for ever.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager
@@ -112,7 +96,7 @@ def joined_ranks(
     """`start_ranks`, and the group is left behind the block.
 
     Not if the block failed: NCCL's end waits for the other ranks, and they wait for this one. It has to end its process
-    (`end_process`), which the others notice.
+    (`main.end_process`), which the others notice.
     """
     ranks = start_ranks(environ, device, timeout_s, meeting_file)
     yield ranks
@@ -143,8 +127,6 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeti
 
     timeout = timedelta(seconds=timeout_s)
     if meeting_file is None:
-        from accelerate import PartialState
-
         state = PartialState(cpu=device == "cpu", timeout=timeout)
         return Ranks(state.process_index, state.num_processes, state.device, _host_group(timeout))
     rank = int(environ["RANK"])
@@ -164,7 +146,7 @@ def _host_group(timeout: timedelta) -> dist.ProcessGroup | None:
     if dist.get_backend() == "gloo":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-    # Held until the process ends: freeing a gloo group can hang (see `end_process`).
+    # Held until the process ends: freeing a gloo group can hang (see `main.end_process`).
     atexit.register(_keep, group)
     return group
 

@@ -12,13 +12,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.base import Backend
+from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.optimizer import Schedule
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import Sample, TrainingBatch
@@ -48,12 +48,6 @@ class StepResult:
         return not math.isfinite(self.grad_norm)
 
 
-class Reference(Protocol):
-    """The part of `ReferenceModel` that a step needs."""
-
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]: ...
-
-
 class StepRunner:
     """Takes optimizer steps with one backend.
 
@@ -69,7 +63,7 @@ class StepRunner:
         ranks: Ranks,
         schedule: Schedule,
         pad_id: int = 0,
-        reference: Reference | None = None,
+        reference: ReferenceModel | None = None,
         on_micro_batch: Callable[[], object] = lambda: None,
     ) -> None:
         self._backend = backend
@@ -115,9 +109,7 @@ class StepRunner:
         metrics: Metrics = {}
         diagnostics = DiagnosticsSum(self._config.rl.weight_bound)
         for number, micro_batch in enumerate(micro_batches, start=1):
-            layout = self._backend.policy.layout_of(micro_batch)
-            micro_batch = micro_batch.to(self._ranks.device)
-            layout = layout.to(self._ranks.device) if layout is not None else None
+            micro_batch, layout = self._backend.policy.placed(micro_batch, self._ranks.device)
             is_last = number == len(micro_batches)
             outputs = self._backend.forward(micro_batch, layout, is_last=is_last)
             inputs = LossInputs.of(

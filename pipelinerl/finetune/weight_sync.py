@@ -259,10 +259,8 @@ class WeightSync:
     @torch.no_grad()
     def _trainer_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[ProbeSequence]:
         """The trainer's log-probs at temperature 1 (what servers report for given tokens). All ranks compute them."""
-        batch = token_batch(tokens, torch.device("cpu"))
-        layout = self._backend.policy.layout_of(batch)
-        layout = layout.to(self._ranks.device) if layout is not None else None
-        row = self._backend.forward(batch.to(self._ranks.device), layout, 1.0).logprobs[0].tolist()
+        batch, layout = self._backend.policy.placed(token_batch(tokens, torch.device("cpu")), self._ranks.device)
+        row = self._backend.forward(batch, layout, 1.0).logprobs[0].tolist()
         sequences, start = [], 0
         for ids in tokens:
             sequences.append(ProbeSequence(list(ids), row[start : start + len(ids) - 1]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fakes.varlen_kernel import plain_varlen_attn
 
+from pipelinerl.finetune import attention
 from pipelinerl.finetune.attention import can_use_varlen, varlen_attention, varlen_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -13,7 +14,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("window", [None, 16])
-def test_the_kernel_computes_what_the_plain_one_does(key_heads: int, window: int | None) -> None:
+def test_the_kernel_computes_what_the_plain_one_does(
+    monkeypatch: pytest.MonkeyPatch, key_heads: int, window: int | None
+) -> None:
     device = torch.device("cuda", 0)
     if not can_use_varlen(torch.bfloat16, device):
         pytest.skip("this PyTorch has no torch.nn.attention.varlen with a window and a scale")
@@ -25,9 +28,10 @@ def test_the_kernel_computes_what_the_plain_one_does(key_heads: int, window: int
         for heads in (6, key_heads, key_heads)
     ]
     weight = torch.randn(1, sum(lengths), 6, 64, device=device)
-    for kernel in (None, plain_varlen_attn):
+    for kernel in (attention._kernel(), plain_varlen_attn):
+        monkeypatch.setattr(attention, "_kernel", lambda kernel=kernel: kernel)
         leaves = [states.clone().requires_grad_() for states in inputs]
-        output = varlen_attention(*leaves, varlen_layout(lengths).to(device), 0.1, window, kernel)  # type: ignore[misc]
+        output = varlen_attention(*leaves, varlen_layout(lengths).to(device), 0.1, window)  # type: ignore[misc]
         (output.float() * weight).sum().backward()
         results.append([output.detach(), *(leaf.grad for leaf in leaves)])
     for ours, plain in zip(*results, strict=True):

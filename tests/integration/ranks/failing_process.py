@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from pipelinerl.finetune.ranks import end_process, joined_ranks
+from pipelinerl.finetune.main import end_process
+from pipelinerl.finetune.ranks import joined_ranks
 
 
 def main(folder, device):

@@ -14,10 +14,10 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import add_adapters
+from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import end_process
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.rl.packing import make_plan

@@ -12,8 +12,8 @@ from fakes.finetune_kit import Kit
 from rank_process import CHOICES, gradients, join, make_backend, without_step
 
 from pipelinerl.config import RunConfig
+from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import end_process
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.rl.packing import make_plan

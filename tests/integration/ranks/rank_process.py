@@ -20,9 +20,10 @@ from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.finetune.backends import create_backend
 from pipelinerl.finetune.best_model import BestKeeper, BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
+from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import end_process, start_ranks
+from pipelinerl.finetune.ranks import start_ranks
 from pipelinerl.finetune.step import StepRunner, reduce_metrics
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.finetune.weight_sync import WeightSync

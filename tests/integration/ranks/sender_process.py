@@ -13,8 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends import create_backend
+from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.ranks import end_process
 
 MIB = 2**20
 

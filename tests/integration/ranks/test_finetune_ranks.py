@@ -86,7 +86,8 @@ def test_a_rank_ends_at_once_with_what_it_printed():
     """The interpreter's end could free a gloo group with its lock held, which hangs: nothing of it runs."""
     code = """
 import atexit, sys, torch.distributed as dist
-from pipelinerl.finetune.ranks import Ranks, end_process, ensure_process_group
+from pipelinerl.finetune.main import end_process
+from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 atexit.register(print, "the interpreter's end")
 ensure_process_group(Ranks())
 Ranks().close()

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipelinerl.finetune.ranks import Ranks, end_process, start_ranks
+from pipelinerl.finetune.main import end_process
+from pipelinerl.finetune.ranks import Ranks, start_ranks
 
 
 def join(device):

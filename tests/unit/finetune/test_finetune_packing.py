@@ -6,7 +6,7 @@ from transformers import MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.attention import SegmentLayout, register_own_attention, segment_layout
+from pipelinerl.finetune.attention import register_own_attention, segment_layout
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel
@@ -113,8 +113,3 @@ def test_loading_says_which_attention_was_chosen(tmp_path, kit, caplog):
     assert policy.compute_dtype == torch.float32
     explicit = load_policy(run_config(tmp_path, folder, attn_implementation="sdpa"), torch.device("cpu"))
     assert explicit.attention == "sdpa"
-
-
-def test_layouts_move_with_the_batch():
-    layout = segment_layout([3, 3])
-    assert isinstance(layout.to(torch.device("cpu")), SegmentLayout)

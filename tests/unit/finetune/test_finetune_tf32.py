@@ -85,22 +85,6 @@ def test_a_step_allows_tf32_around_the_body_only(kit, checkpointing):
     assert allowed_products() == before != "tf32"
 
 
-def test_without_it_every_product_is_exact(kit):
-    with MatrixProducts() as products:
-        step_of(kit, kit.policy())
-    assert products.seen
-    assert not any(product.in_tf32 for product in products.seen)
-
-
-def test_a_head_that_need_not_be_fp32_is_like_the_body(kit):
-    with MatrixProducts() as products:
-        step_of(kit, kit.policy(tf32=True, fp32_head=False))
-    head = [product for product in products.seen if product.has(kit.vocabulary)]
-    # Its logits in backward, computed again, are those of forward.
-    assert len(head) == 4
-    assert all(product.in_tf32 for product in head)
-
-
 @torch.no_grad()
 def test_log_probs_are_those_of_an_exact_head_on_a_rounded_body(kit):
     batch = token_batch([SAMPLE], CPU)

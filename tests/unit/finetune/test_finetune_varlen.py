@@ -19,21 +19,23 @@ def test_layout_by_hand():
     assert isinstance(layout.to(CPU), varlen.VarlenLayout)
 
 
-def test_a_window_of_two_by_hand():
+def test_a_window_of_two_by_hand(monkeypatch):
     """Equal scores: the output is the mean of the values that a position sees, its own and the one before."""
+    monkeypatch.setattr(varlen, "_kernel", lambda: plain_varlen_attn)
     value = torch.tensor([[1.0], [3.0], [5.0], [10.0], [20.0]]).view(1, 1, 5, 1)
     zeros = torch.zeros(1, 1, 5, 1)
     layout = varlen.varlen_layout([3, 2])
-    found = varlen.varlen_attention(zeros, zeros, value, layout, sliding_window=2, kernel=plain_varlen_attn)
+    found = varlen.varlen_attention(zeros, zeros, value, layout, sliding_window=2)
     assert found.flatten().tolist() == [1, 2, 4, 10, 15]
-    found = varlen.varlen_attention(zeros, zeros, value, layout, kernel=plain_varlen_attn)
+    found = varlen.varlen_attention(zeros, zeros, value, layout)
     assert found.flatten().tolist() == [1, 2, 3, 10, 15]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-def test_it_computes_what_the_segmented_attention_does(kernel, window, scaling):
+def test_it_computes_what_the_segmented_attention_does(monkeypatch, kernel, window, scaling):
+    monkeypatch.setattr(varlen, "_kernel", lambda: kernel)
     generator = torch.Generator().manual_seed(3)
     lengths = [4, 7, 1, 9]
     query, key, value = (torch.randn(1, heads, 21, 8, generator=generator) for heads in (6, 2, 2))
@@ -41,15 +43,8 @@ def test_it_computes_what_the_segmented_attention_does(kernel, window, scaling):
     expected, _ = segmented_attention(
         module, query, key, value, None, scaling, segment_layout=segment_layout(lengths), sliding_window=window
     )
-    found = varlen.varlen_attention(query, key, value, varlen.varlen_layout(lengths), scaling, window, kernel)
+    found = varlen.varlen_attention(query, key, value, varlen.varlen_layout(lengths), scaling, window)
     torch.testing.assert_close(found, expected)
-
-
-def test_rotary_embeddings_in_fp32_are_rounded_to_the_dtype_of_the_values():
-    query, key = torch.randn(2, 1, 2, 6, 8)
-    value = torch.randn(1, 2, 6, 8, dtype=torch.bfloat16)
-    found = varlen.varlen_attention(query, key, value, varlen.varlen_layout([6]), kernel=plain_varlen_attn)
-    assert found.dtype == torch.bfloat16 and found.shape == (1, 6, 2, 8)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -17,7 +17,6 @@ from pipelinerl.finetune.checkpoint import CheckpointStore
 from pipelinerl.finetune.data_feed import DataFeed, StopRequest, stop_on_sigterm
 from pipelinerl.finetune.loop import check_on_policy, run_trainer, samples_everything
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.report import peak_memory
 from pipelinerl.records import (
     FateRecord,
     MetricRecord,
@@ -99,12 +98,6 @@ def test_probes_follow_the_updates_that_are_asked_for(start, every, interval, ve
     run = start(weight_update_interval=interval, supervise=dict(probe_every_n_updates=every)).go()
     assert probed(run) == versions
     assert run.publisher.versions == [*range(0, 5, interval), *([4] if interval == 3 else [])]
-
-
-def test_a_resumed_run_probes_in_the_same_rhythm(start):
-    start("cut", interrupt_train_steps=1).go()
-    # Version 1 is its first, 2 the first update after the start, 3 the third update of the run, 4 the last.
-    assert probed(start("cut", supervise=dict(probe_every_n_updates=3)).go()) == [1, 2, 3, 4]
 
 
 def in_passes(batches, *epochs_done):
@@ -413,18 +406,3 @@ def test_a_value_head_is_trained_and_saved_beside_the_model(kit, role, tmp_path)
     # Adam's first step moves every weight by its learning rate.
     assert head["bias"].abs().item() == pytest.approx(0.1, rel=1e-3)
     assert not any("value_head" in name for name in load_file(folder / "model.safetensors"))
-
-
-def test_a_cpu_has_no_memory_metric():
-    assert peak_memory(torch.device("cpu")) == {}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_the_peak_is_that_of_one_step():
-    device = torch.device("cuda", 0)
-    peak_memory(device)
-    large = torch.empty(2**30, dtype=torch.uint8, device=device)
-    del large
-    assert peak_memory(device)["finetune/gpu_memory_peak_gib"] >= 1
-    assert peak_memory(device)["finetune/gpu_memory_peak_gib"] < 1

@@ -67,15 +67,6 @@ def test_updates_smaller_than_a_bf16_step_add_up() -> None:
     assert torch.equal(parameter, expected.to(BF16).float())
 
 
-def test_an_error_inside_leaves_rounded_values() -> None:
-    parameter = torch.nn.Parameter(torch.full((3,), 1.003))
-    served = ServedValues([parameter], BF16)
-    with pytest.raises(RuntimeError), served.masters():
-        raise RuntimeError
-    assert parameter.tolist() == [1.0, 1.0, 1.0]
-    assert torch.equal(served.value_of("any", parameter), torch.full((3,), 1.003))
-
-
 def test_a_frozen_parameter_is_rounded_for_good_and_another_one_left_alone() -> None:
     frozen = torch.nn.Parameter(torch.tensor([1.003]), requires_grad=False)
     other = torch.nn.Parameter(torch.tensor([1.003]))
@@ -133,14 +124,6 @@ def test_master_weights_are_saved_and_training_goes_on_exactly(kit, tmp_path) ->
         assert all(torch.equal(expected[key], found[key]) for key in expected), dtype
 
 
-def test_fp32_exports_hold_the_master_weights(kit) -> None:
-    backend = PlainBackend(kit.policy(served_dtype=BF16), kit.config(), Ranks())
-    train(backend, kit, 1)
-    masters, sent = received(backend, torch.float32), received(backend, BF16)
-    assert not is_rounded(masters["model.norm.weight"])
-    assert all(torch.equal(masters[name].to(BF16), sent[name]) for name in sent)
-
-
 def test_the_masters_move_as_those_of_an_unrounded_trainer(kit) -> None:
     start = kit.policy().language_model.state_dict()
     backends = [PlainBackend(kit.policy(**options), kit.config(), Ranks()) for options in ({}, {"served_dtype": BF16})]
@@ -179,44 +162,6 @@ def test_where_servers_get_the_adapter_alone_the_trainer_computes_with_their_bas
         own = parameters[name.replace(".weight", ".default.weight")]
         # alpha / r = 4 is a power of two: B times it is exact.
         assert torch.equal(tensor.float(), own * (4 if ".lora_B." in name else 1)), name
-
-
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_biases_trained_beside_adapters_have_masters_too(kit, bias: str) -> None:
-    policy = kit.policy(compute_dtype=torch.float32, served_dtype=BF16)
-    add_adapters(policy, LoraConfig(enabled=True, r=2, bias=bias), "base")
-    backend = PlainBackend(policy, kit.config(), Ranks())
-    train(backend, kit, 1)
-    name = "model.layers.0.self_attn.q_proj.bias"
-    masters, sent = received(backend, torch.float32), received(backend, BF16)
-    parameters = {key.replace(".base_layer", ""): value for key, value in policy.language_model.named_parameters()}
-    assert not is_rounded(masters[name]) and torch.equal(masters[name].to(BF16), sent[name])
-    assert torch.equal(parameters[name].detach(), sent[name].float())
-
-
-@pytest.mark.parametrize(
-    ("lora", "deepspeed"), [(False, False), (True, False), (False, True)], ids=["plain", "biases", "deepspeed"]
-)
-def test_a_frozen_copy_is_the_policy_at_the_start(kit, tmp_path, lora: bool, deepspeed: bool) -> None:
-    kit.model().save_pretrained(tmp_path / "model")
-    kit.tokenizer(tmp_path / "model")
-    finetune = {"dtype": "fp32", "gradient_checkpointing": False, "rl": {"kl_coef": 0.1, "reference": "local"}}
-    config = RunConfig(
-        output_dir=str(tmp_path),
-        model_path=str(tmp_path / "model"),
-        vllm_config={"vllm_kwargs": {"dtype": "bfloat16"}},
-        finetune={**finetune, "lora": {"enabled": lora, "r": 2, "bias": "all" if lora else "none"}},
-        backend="deepspeed" if deepspeed else "plain",
-    )
-    policy = load_policy(config, CPU)
-    reference = load_reference(config, policy, CPU, has_servers=False)
-    assert reference is not None
-    if not deepspeed:
-        PlainBackend(policy, config.finetune, Ranks())
-    batch = token_batch([IDS], CPU)
-    with torch.no_grad():
-        ours = policy(batch, policy.layout_of(batch)).logprobs
-    assert torch.equal(ours, reference.logprobs([batch])[0])
 
 
 def test_a_weight_beyond_float16_is_refused_by_name_and_its_master_kept(kit, tmp_path) -> None:
