@@ -13,8 +13,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from time import monotonic
 
@@ -37,7 +37,6 @@ ALL_DATASETS = "all"
 #: evaluation rollouts so far that could not be recorded (`actor.recorded_test_samples`)
 UNRECORDED = "actor/unrecorded_test_samples"
 MAX_CHARS = 4000
-_RECORDED_KEY = "actor.recorded_test_samples"
 
 
 class EvaluationRecorder:
@@ -54,7 +53,6 @@ class EvaluationRecorder:
         self._open_writer = open_writer
         self._limit = limit
         self._writer: LoopWriter[EvaluationRollout] | None = None
-        self._has_warned = False
         #: Rollouts of this start that could not be recorded.
         self.unrecorded = 0
 
@@ -73,36 +71,16 @@ class EvaluationRecorder:
         except StreamError as error:
             # The next one is tried again: a disk gets space again, and a bad value belongs to one rollout.
             self.unrecorded += 1
-            self._warn_once(f"rollout {rollout.id} is not recorded; it still counts in the averages", error)
-
-    async def flush(self) -> None:
-        """Make the records as durable as `streams.fsync` asks for."""
-        await self._finish(LoopWriter.flush)
+            if self.unrecorded == 1:
+                logger.warning(
+                    "evaluation rollout %s is not recorded (%s counts them): %s", rollout.id, UNRECORDED, error
+                )
 
     async def close(self) -> None:
-        """Release the stream, and log how many rollouts are missing in it."""
-        if self.unrecorded > 1:
-            logger.warning("%d rollouts of evaluations were not recorded in this start of the run", self.unrecorded)
-        await self._finish(LoopWriter.close)
-
-    async def _finish(self, call: Callable[[LoopWriter[EvaluationRollout]], Awaitable[None]]) -> None:
-        if self._writer is None:
-            return
-        try:
-            await call(self._writer)
-        except StreamError as error:
-            self._warn_once("recorded rollouts may not survive a crash of the machine", error)
-
-    def _warn_once(self, what: str, error: StreamError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "evaluations: %s. Further failures are only counted (%s); %s=0 turns recording off. Reason: %s",
-                what,
-                UNRECORDED,
-                _RECORDED_KEY,
-                error,
-            )
+        """Release the stream."""
+        if self._writer is not None:
+            with suppress(StreamError):
+                await self._writer.close()
 
 
 @dataclass
@@ -212,7 +190,6 @@ class Evaluator:
 
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(run_attempt(index, problem)) for index, problem in enumerate(self.problems)]
-        await self.recorder.flush()
         template = EvaluationResult(
             due_version=due_version,
             min_version=first_version,
@@ -325,10 +302,5 @@ def rollout_record(
 
 
 def _problem_text(problem: Problem) -> str:
-    try:
-        text = json.dumps(problem.data, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(problem.data)  # its keys are not strings
-    if len(text) <= MAX_CHARS:
-        return text
-    return f"{text[:MAX_CHARS]}...({len(text) - MAX_CHARS} characters cut)"
+    text = json.dumps(problem.data, ensure_ascii=False, default=str, skipkeys=True)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...({len(text) - MAX_CHARS} characters cut)"

@@ -56,48 +56,16 @@ class Publisher:
     fates: LoopWriter[FateRecord]
     metrics: LoopWriter[MetricRecord]
 
-    async def start_group(self, group_id: str, num_rollouts: int, version: int) -> None:
-        """Write that a group is running, so that a restart knows of it."""
-        await self._write("pending", group_id, [], "started", num_rollouts, version)
-
-    async def write_failures(self, record: Group, failures: Sequence[RolloutFailed], version: int) -> None:
-        """Write the fates of the rollouts without samples, one record for each reason."""
-        for reason, count in Counter(failure.reason for failure in failures).items():
-            await self._write("failed", record.id, [], reason, count, version)
-        if record.rollouts and not record.samples:
-            await self._write("failed", record.id, [], "no_samples", len(record.rollouts), version)
-
-    async def publish_group(self, record: Group, version: int) -> bool:
-        """Write a group with samples, after `write_failures`. False: nobody reads it any more, and it was given up."""
-        try:
-            await self.groups.write(record)
-        except NoRoom:
-            await self.give_up_group(record.id, record.samples, len(record.rollouts), TRAINING_DONE, version)
-            return False
-        return True
-
-    def stop_waiting(self) -> None:
-        """From now on give up groups for which the stream has no room."""
-        self.groups.end_waits()
-
-    async def give_up_group(
-        self, group_id: str, samples: Sequence[Sample], num_rollouts: int, reason: str, version: int
+    async def write_fate(
+        self,
+        fate: Fate,
+        group_id: str,
+        reason: str,
+        num_rollouts: int,
+        version: int,
+        samples: Sequence[Sample] = (),
     ) -> None:
-        """Write the fate of a group that is never published: its finished samples, and all its rollouts."""
-        await self._write("failed", group_id, samples, reason, num_rollouts, version)
-
-    async def publish_metrics(self, values: dict[str, float], version: int) -> None:
-        await self.metrics.write(MetricRecord(source=self.source, step=version, time=time.time(), values=values))
-
-    async def close(self) -> None:
-        """Write what was handed over, and release the streams."""
-        async with AsyncExitStack() as stack:
-            for writer in (self.metrics, self.fates, self.groups):
-                stack.push_async_callback(writer.close)
-
-    async def _write(
-        self, fate: Fate, group_id: str, samples: Sequence[Sample], reason: str, num_rollouts: int, version: int
-    ) -> None:
+        """Write that `num_rollouts` rollouts of a group, with these samples, ended (`pending`: that they run)."""
         await self.fates.write(
             FateRecord(
                 sample_ids=[sample.id for sample in samples],
@@ -111,6 +79,31 @@ class Publisher:
                 incarnation=self.incarnation,
             )
         )
+
+    async def write_failures(self, record: Group, failures: Sequence[RolloutFailed], version: int) -> None:
+        """Write the fates of the rollouts without samples, one record for each reason."""
+        for reason, count in Counter(failure.reason for failure in failures).items():
+            await self.write_fate("failed", record.id, reason, count, version)
+        if record.rollouts and not record.samples:
+            await self.write_fate("failed", record.id, "no_samples", len(record.rollouts), version)
+
+    async def publish_group(self, record: Group, version: int) -> bool:
+        """Write a group with samples, after `write_failures`. False: nobody reads it any more, and it was given up."""
+        try:
+            await self.groups.write(record)
+        except NoRoom:
+            await self.write_fate("failed", record.id, TRAINING_DONE, len(record.rollouts), version, record.samples)
+            return False
+        return True
+
+    async def publish_metrics(self, values: dict[str, float], version: int) -> None:
+        await self.metrics.write(MetricRecord(source=self.source, step=version, time=time.time(), values=values))
+
+    async def close(self) -> None:
+        """Write what was handed over, and release the streams."""
+        async with AsyncExitStack() as stack:
+            for writer in (self.metrics, self.fates, self.groups):
+                stack.push_async_callback(writer.close)
 
 
 @dataclass
@@ -159,7 +152,7 @@ class GroupRunner:
             for task in self._running:
                 task.cancel()
             # Groups that wait to be written are not cut off: they are written now, or given up.
-            self.publisher.stop_waiting()
+            self.publisher.groups.end_waits()
 
     def _has_room(self) -> bool:
         # Attempts get their slots a moment after their group was started, so they are counted as well.
@@ -167,7 +160,7 @@ class GroupRunner:
         has_slot = self._unfinished_attempts < slots and self.scheduler.has_free_slot
         # Groups that wait for a full stream are memory: at most about as many as could run.
         is_written = not self._unwritten_groups or self._unwritten_groups * self.attempts < slots
-        return has_slot and is_written and self.progress.budget.allows_group()
+        return has_slot and is_written and self.progress.needs_groups and self.progress.budget.allows_group()
 
     def _start_group(self, tasks: asyncio.TaskGroup) -> None:
         number = next(self.numbers)
@@ -181,7 +174,9 @@ class GroupRunner:
     async def _run_group(self, group_id: str, problem: Problem) -> None:
         finished: list[Sample] = []
         try:
-            await self.publisher.start_group(group_id, self.attempts, self.progress.current_version)
+            await self.publisher.write_fate(
+                "pending", group_id, "started", self.attempts, self.progress.current_version
+            )
             async with asyncio.TaskGroup() as attempts:
                 tasks = [
                     attempts.create_task(self._run_attempt(group_id, problem, index, finished))
@@ -190,7 +185,7 @@ class GroupRunner:
         except asyncio.CancelledError:
             reason = TRAINING_DONE if self.progress.done else RUN_ENDED
             version = self.progress.current_version
-            await self.publisher.give_up_group(group_id, finished, self.attempts, reason, version)
+            await self.publisher.write_fate("failed", group_id, reason, self.attempts, version, finished)
             raise
         task = asyncio.current_task()
         assert task is not None

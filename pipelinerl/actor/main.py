@@ -36,10 +36,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
 
-from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.budget import SampleBudget, lag_policy_of
 from pipelinerl.actor.evaluator import UNRECORDED, EvaluationRecorder, Evaluator
 from pipelinerl.actor.groups import INTERRUPTED, GroupRunner, Publisher
-from pipelinerl.actor.lag import lag_policy_of
 from pipelinerl.actor.membership import Membership
 from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, evaluation_problems
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
@@ -107,7 +106,7 @@ class Actor:
         self.progress: TrainingProgress = (
             ProgressWithoutTrainer(config, self.budget, incarnation, self.changes)
             if config.debug.mode == "actor"
-            else TrainingProgress(self.budget, incarnation, self.changes)
+            else TrainingProgress(self.budget, incarnation, self.changes, config.finetune.last_step)
         )
         self.urls = {job.name: job.url for job in context.world.jobs_of("actor_llm") if job.url is not None}
         self.scheduler = Scheduler(
@@ -188,8 +187,7 @@ class Actor:
                     ]
                 try:
                     await self.pool.start(background)
-                    await self._train(background)
-                    self.membership.close()
+                    await self._train()
                     for helper in helpers:
                         helper.cancel()
                 finally:
@@ -204,7 +202,7 @@ class Actor:
                 if self.pause_answers is not None:
                     writers.push_async_callback(self.pause_answers.close)
 
-    async def _train(self, background: asyncio.TaskGroup) -> None:
+    async def _train(self) -> None:
         context, progress, evaluator = self.context, self.progress, self.evaluator
         start_timeout_s = self.config.vllm_config.start_timeout_s
         if isinstance(progress, ProgressWithoutTrainer):
@@ -213,7 +211,7 @@ class Actor:
             progress.serve_initial_weights()
         with context.heartbeat.waiting("the first weight update", start_timeout_s):
             await self.changes.wait_for(lambda: progress.version is not None)
-        await self.membership.begin(background)
+        await self.membership.begin()
 
         first_version = progress.current_version
         if context.incarnation > 0:
@@ -240,7 +238,7 @@ class Actor:
         started = find_started_groups(streams, name)
         for group_id, num_rollouts in started.open_groups.items():
             version = self.progress.current_version
-            await self.publisher.give_up_group(group_id, [], num_rollouts, INTERRUPTED, version)
+            await self.publisher.write_fate("failed", group_id, INTERRUPTED, num_rollouts, version)
         # Nothing is awaited from here on, so that each step settles its groups either before or after all of this.
         version, steps_done = self.progress.current_version, self.progress.steps_done
         self.groups.epochs.resume(started.numbers_due, started.next_number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from pipelinerl.actor.budget import SampleBudget
@@ -44,12 +45,14 @@ class TrainingProgress:
         budget: samples are settled in it.
         incarnation: updates of other incarnations say nothing about the current servers.
         changes: notified after every change.
+        last_step: of the run.
     """
 
-    def __init__(self, budget: SampleBudget, incarnation: int, changes: Changes) -> None:
+    def __init__(self, budget: SampleBudget, incarnation: int, changes: Changes, last_step: float = math.inf) -> None:
         self.budget = budget
         self.changes = changes
         self._incarnation = incarnation
+        self._last_step = last_step
         self.version: int | None = None
         self.steps_done = 0
         self.done = False
@@ -58,6 +61,11 @@ class TrainingProgress:
     def current_version(self) -> int:
         """The version that the servers sample with; 0 before the first update."""
         return self.version or 0
+
+    @property
+    def needs_groups(self) -> bool:
+        """False once the last step is done, even if its weights are still on their way."""
+        return not self.done and self.steps_done < self._last_step
 
     def apply_message(self, message: TrainerMessage) -> None:
         """Apply one message of the trainer."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from pipelinerl.actor.progress import Changes
-from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, StartRollout
 from pipelinerl.actor.workers import WorkerPool
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.llm.client import Fault, retry_delay_s
 
-#: A server may refuse all connections for this long without costing rollouts a try, and so may one rollout be refused.
-#: A server whose engine died refuses connections some seconds before its process ends and the launcher reports it.
+#: A rollout may be refused for this long without costing it a try: a server whose engine died refuses connections some
+#: seconds before its process ends and the launcher reports it.
 REFUSALS_FORGIVEN_S = 60.0
 
 
@@ -46,7 +46,6 @@ class ServerLoad:
     index: int
     usable: bool = True
     running: int = 0
-    refusing_since: float | None = None
     reported_at: float = field(default_factory=lambda: monotonic())
     counted_at: float = field(default_factory=lambda: monotonic())
     idle_s: float = 0.0
@@ -107,7 +106,6 @@ class Scheduler:
         self.servers = [ServerLoad(index) for index in range(num_servers)]
         #: Versions whose update may come now, because a pause was requested and no rollout runs.
         self.quiet: asyncio.Queue[int] = asyncio.Queue()
-        self.requests = 0
         self.retries = 0
         self._slots_per_server = slots_per_server
         self._pool = pool
@@ -132,7 +130,7 @@ class Scheduler:
 
     async def run(self, attempt: Attempt) -> Answer:
         """Return how `attempt` ended. Failures are returned; only a broken run raises."""
-        tries = unpaused_refusals = 0
+        tries = refusals = 0
         refused_since: float | None = None
         server: ServerLoad | None = None
         while True:
@@ -141,19 +139,21 @@ class Scheduler:
                 answer = await self._pool.run(_start(attempt, server), self._timeout_s)
             finally:
                 self._release(server, attempt.evaluation)
-            self.requests += answer.requests
             self.retries += answer.retries
-            refused_since = _note_refusal(answer, server, refused_since)
             if isinstance(answer, RolloutEnded):
                 return answer
+            is_refused = answer.transient and answer.reason == Fault.REFUSED.value
+            if is_refused and refused_since is None:
+                refused_since = monotonic()
+            elif not is_refused and answer.reason != Fault.CANNOT_CONNECT.value:
+                refused_since = None  # the server was asked, and answered
             if answer.reason == SERVER_LOST or (answer.transient and not server.usable):
-                # The failure says nothing about the rollout.
-                refused_since = None
-            elif refused_since is not None and _is_forgiven(server, refused_since):
+                refused_since = None  # the failure says nothing about the rollout
+            elif is_refused and refused_since is not None and monotonic() - refused_since < REFUSALS_FORGIVEN_S:
                 if not answer.retries:
                     # The client pauses between its own retries; without any, an immediate try would spin.
-                    await asyncio.sleep(retry_delay_s(unpaused_refusals, 0.0))
-                    unpaused_refusals += 1
+                    await asyncio.sleep(retry_delay_s(refusals, 0.0))
+                    refusals += 1
             elif not answer.transient or tries >= self._max_retries:
                 return answer
             else:
@@ -246,27 +246,6 @@ class Scheduler:
         if self._paused_for is not None and not self._holds and not self._is_quiet:
             self._is_quiet = True
             self.quiet.put_nowait(self._paused_for)
-
-
-def _note_refusal(answer: Answer, server: ServerLoad, refused_since: float | None) -> float | None:
-    """Update since when `server` refuses all connections; return since when the rollout is refused, None if it is not.
-
-    Several rollouts can be answered while one is refused because of its own code, so both times count.
-    """
-    if isinstance(answer, RolloutFailed) and answer.reason == Fault.CANNOT_CONNECT.value:
-        return None  # the fault is this machine's; the server was not even asked
-    if isinstance(answer, RolloutFailed) and answer.transient and answer.reason == Fault.REFUSED.value:
-        now = monotonic()
-        if server.refusing_since is None:
-            server.refusing_since = now
-        return now if refused_since is None else refused_since
-    server.refusing_since = None
-    return None
-
-
-def _is_forgiven(server: ServerLoad, refused_since: float) -> bool:
-    first = refused_since if server.refusing_since is None else min(refused_since, server.refusing_since)
-    return monotonic() - first < REFUSALS_FORGIVEN_S
 
 
 def _start(attempt: Attempt, server: ServerLoad) -> StartRollout:

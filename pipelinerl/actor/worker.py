@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import uvloop
 
 from pipelinerl.actor.worker_messages import (
     CRASHED_EXIT_CODE,
-    STACKS_SIGNAL,
     CancelRollout,
     Connection,
     Fatal,
@@ -39,7 +39,7 @@ from pipelinerl.actor.worker_messages import (
     Servers,
     StartRollout,
     ToWorker,
-    sendable,
+    check_sendable,
 )
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config, to_dictconfig
@@ -151,8 +151,7 @@ class RolloutWorker:
                 llms.append(make_llm(self._config, url, self._tokenizer, evaluation=evaluation))
                 # One renderer for all: its cache serves every server.
                 llms[-1].share_renderer(llms[0])
-            for llm, max_model_len in zip(llms, servers.max_model_lens, strict=True):
-                llm.max_model_len = max_model_len
+                llms[-1].max_model_len = servers.max_model_len
 
     def _forget(self, ticket: int, task: asyncio.Task[None]) -> None:
         del self._running[ticket]
@@ -164,7 +163,8 @@ class RolloutWorker:
         answer: FromWorker
         try:
             result = await self._function(self._cfg, llm, start.problem, session)
-            answer = sendable(self._ended(start, llm, result))
+            answer = self._ended(start, llm, result)
+            check_sendable(answer)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; each kind has its answer
             answer = self._failed(start, llm, error)
         if llm.counters.fatal is not None:
@@ -201,13 +201,14 @@ class RolloutWorker:
     def _recorded(self, start: StartRollout, result: RolloutResult) -> list[EvaluationSample]:
         """What an evaluation's rollout said. A text that cannot be recorded never costs the rollout."""
         try:
-            return recorded_samples(
+            samples = recorded_samples(
                 result.training_texts,
                 group_id=start.group_id,
                 rollout_id=start.rollout_id,
                 incarnation=self._incarnation,
                 reward=result.metrics.reward,
             )
+            return msgspec.json.decode(msgspec.json.encode(samples), type=list[EvaluationSample])
         except Exception as error:  # noqa: BLE001 - texts that are not trained may hold anything
             logger.warning("what rollout %s said is not recorded: %r", start.rollout_id, error)
             return []
@@ -312,8 +313,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, format=LOG_FORMAT.replace("%(name)s", f"{name} %(name)s"), stream=sys.stderr
     )
     end_with_launcher()
-    # `chain`: afterwards the signal has its default effect, which ends the process.
-    faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True, chain=True)
     connection = socket.socket(fileno=arguments.fd)
     connection.setblocking(False)
     try:

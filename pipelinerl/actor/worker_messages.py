@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import signal
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -12,13 +10,9 @@ import msgspec
 from pipelinerl.errors import RolloutError
 from pipelinerl.records import EvaluationSample, RolloutSummary, Sample
 
-logger = logging.getLogger(__name__)
-
 #: Exit codes of a worker. faulthandler exits with 1 when user code held the event loop for too long.
 BLOCKED_EXIT_CODE = 1
 CRASHED_EXIT_CODE = 3
-#: Makes a worker write the stacks of its threads to its stderr and end.
-STACKS_SIGNAL = signal.SIGUSR1
 #: Failure of a rollout whose server went away. It says nothing about the rollout, which runs again elsewhere.
 SERVER_LOST = "server_lost"
 _LENGTH_BYTES = 4
@@ -28,11 +22,11 @@ _MAX_MESSAGE_BYTES = 1 << 31
 class Servers(msgspec.Struct, tag="servers"):
     """To a worker, before the first rollout and whenever a server joined: all servers, in the scheduler's order.
 
-    `max_model_lens` are the longest sequences in tokens (None: unknown).
+    `max_model_len` is the longest sequence in tokens (None: unknown).
     """
 
-    max_model_lens: list[int | None]
     urls: list[str]
+    max_model_len: int | None
 
 
 class StartRollout(msgspec.Struct, tag="start"):
@@ -147,27 +141,12 @@ class Connection(Generic[T]):
         self._writer.close()
 
 
-def sendable(answer: RolloutEnded) -> RolloutEnded:
-    """Return `answer`, whose values user code made, in a form that the actor can read.
-
-    Recorded texts that cannot be encoded are left out.
+def check_sendable(answer: RolloutEnded) -> None:
+    """Check that the actor can read `answer`, whose values user code made.
 
     Raises:
-        RolloutError: `bad_value`: another value has the wrong type, or no encoding.
+        RolloutError: `bad_value`: a value has the wrong type, or no encoding.
     """
-    try:
-        _check_sendable(answer)
-        return answer
-    except RolloutError as error:
-        if not answer.recorded:
-            raise
-        bare = msgspec.structs.replace(answer, recorded=[])
-        _check_sendable(bare)
-        logger.warning("the texts of rollout %s are not recorded: %s", answer.summary.rollout_id, error)
-        return bare
-
-
-def _check_sendable(answer: RolloutEnded) -> None:
     try:
         _ended_decoder.decode(_encoder.encode(answer))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:

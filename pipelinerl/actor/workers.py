@@ -1,17 +1,15 @@
 """The pool of rollout workers: processes that run the user's rollouts.
 
 A worker that dies ends the run with its exit code; its last output is in the actor's `stderr.log`, which the workers
-share. A worker whose event loop is held by user code is replaced, and its rollouts are tried again: it ends by itself
-after `BLOCK_LIMIT_S`, or is ended if it does not answer the cancellation of a rollout. Either way it writes the stacks
-of its threads to its stderr.
+share. A worker whose event loop is held by user code for `BLOCK_LIMIT_S` writes the stacks of its threads to its stderr
+and ends; it is replaced, and its rollouts are tried again.
 
-| who waits       | for                                        | at most                    |
-|-----------------|--------------------------------------------|----------------------------|
-| `run`           | the worker's answer                        | the rollout's time-out     |
-| `wait_ready`    | user code and tokenizer to be loaded       | `START_TIMEOUT_S`          |
-| `_follow`       | a worker's next message, or its end        |                            |
-| `_await_cancel` | the answer to a cancellation               | `CANCEL_GRACE_S`           |
-| `close`         | workers to end after their socket closed   | `_STOP_GRACE_S`, then kill |
+| who waits    | for                                          | at most                    |
+|--------------|----------------------------------------------|----------------------------|
+| `run`        | the worker's answer                          | the rollout's time-out     |
+| `wait_ready` | user code and tokenizer to be loaded         | `START_TIMEOUT_S`          |
+| `_follow`    | a worker's next message, or its end          |                            |
+| `close`      | workers to end after their socket closed     | `_STOP_GRACE_S`, then kill |
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from dataclasses import dataclass, field
 from pipelinerl.actor.worker_messages import (
     BLOCKED_EXIT_CODE,
     SERVER_LOST,
-    STACKS_SIGNAL,
     Answer,
     CancelRollout,
     Connection,
@@ -44,12 +41,9 @@ from pipelinerl.errors import DomainError, WorkerError
 
 logger = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 10.0
 BLOCK_LIMIT_S = 60.0
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 5.0
-# A stuck worker has this long to write its stacks.
-_STACKS_S = 5.0
 
 
 @dataclass(eq=False)
@@ -68,7 +62,6 @@ class _Worker:
     connection: Connection[FromWorker]
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     pending: dict[int, _Pending] = field(default_factory=dict)
-    replaced: bool = False
 
 
 class WorkerPool:
@@ -108,11 +101,7 @@ class WorkerPool:
         """Tell all workers about the servers, and wait until each has loaded the user's code."""
         self.set_servers(servers)
         for worker in self._workers:
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    await worker.ready.wait()
-            except TimeoutError as error:
-                raise _not_ready(worker) from error
+            await worker.ready.wait()
 
     def set_servers(self, servers: Servers) -> None:
         """Tell all workers about the servers; they know before any rollout on a new one."""
@@ -164,10 +153,11 @@ class WorkerPool:
                 async with asyncio.timeout(_STOP_GRACE_S):
                     await worker.process.wait()
             except TimeoutError:
-                _kill(worker)
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.kill()
                 await worker.process.wait()
 
-    async def _start_worker(self, index: int) -> _Worker:
+    async def _start_worker(self, index: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -187,69 +177,31 @@ class WorkerPool:
         self._workers.append(worker)
         assert self._tasks is not None
         self._tasks.create_task(self._follow(worker), name=f"worker-{index}")
-        return worker
 
     async def _follow(self, worker: _Worker) -> None:
         """Handle a worker's messages until it ends."""
-        # `wait_ready` watches the start of the first workers; nobody watches that of a replacement.
-        limit_s = None if self._servers is None else START_TIMEOUT_S
         try:
-            async with asyncio.timeout(limit_s) as start:
+            async with asyncio.timeout(START_TIMEOUT_S) as start:
                 while (message := await worker.connection.receive()) is not None:
                     _handle(worker, message)
                     if isinstance(message, Ready):
                         start.reschedule(None)
         except TimeoutError as error:
-            raise _not_ready(worker) from error
-        if self._closing or worker.replaced:
-            return
+            raise WorkerError(f"rollout worker {worker.index} was not ready after {START_TIMEOUT_S:g} s") from error
         code = await worker.process.wait()
-        if self._closing or worker.replaced:
+        if self._closing:
             return
-        if code == BLOCKED_EXIT_CODE and worker.ready.is_set():
-            logger.warning(
-                "user code held rollout worker %d for too long (see the traceback above); the worker is replaced and "
-                "%d rollouts are tried again",
-                worker.index,
-                len(worker.pending),
+        if code != BLOCKED_EXIT_CODE or not worker.ready.is_set():
+            raise WorkerError(
+                f"rollout worker {worker.index} (pid {worker.process.pid}) ended {_how(code)} with "
+                f"{len(worker.pending)} rollouts running; its last output is above, in the actor's stderr.log"
             )
-            await self._replace(worker)
-            return
-        raise WorkerError(
-            f"rollout worker {worker.index} (pid {worker.process.pid}) ended {_how(code)} with {len(worker.pending)} "
-            "rollouts running; its last output is above, in the actor's stderr.log"
-        )
-
-    def _cancel(self, worker: _Worker, ticket: int) -> None:
-        """Cancel a rollout that nobody waits for any more, and replace the worker if it does not answer."""
-        pending = worker.pending.get(ticket)
-        if self._closing or worker.replaced or pending is None:
-            return
-        if not pending.sent:
-            del worker.pending[ticket]
-            return
-        pending.answer = asyncio.get_running_loop().create_future()
-        worker.connection.send(CancelRollout(ticket))
-        assert self._tasks is not None
-        # A task group that is ending accepts no tasks, and then the worker ends as well.
-        with contextlib.suppress(RuntimeError):
-            self._tasks.create_task(self._await_cancel(worker, pending.answer), name=f"cancel-{ticket}")
-
-    async def _await_cancel(self, worker: _Worker, answer: asyncio.Future[Answer]) -> None:
-        done, _ = await asyncio.wait([answer], timeout=CANCEL_GRACE_S)
-        if done or worker.replaced or self._closing:
-            return
         logger.warning(
-            "rollout worker %d (pid %d) is stuck in user code and is replaced (see the stacks of its threads below); "
+            "user code held rollout worker %d for too long (see the traceback above); the worker is replaced and "
             "%d rollouts are tried again",
             worker.index,
-            worker.process.pid,
-            len(worker.pending) - 1,
+            len(worker.pending),
         )
-        await self._replace(worker)
-
-    async def _replace(self, worker: _Worker) -> None:
-        worker.replaced = True
         self.replaced_workers += 1
         # The new one first: there is always a worker for new rollouts.
         await self._start_worker(worker.index)
@@ -259,9 +211,17 @@ class WorkerPool:
                 failure = RolloutFailed(ticket, "blocked_worker", "user code held the worker", transient=True)
                 pending.answer.set_result(failure)
         worker.pending.clear()
-        # Before its connection is closed, which could make it leave the place where it hangs.
-        await _end_with_stacks(worker.process)
         worker.connection.close()
+
+    def _cancel(self, worker: _Worker, ticket: int) -> None:
+        """Cancel a rollout that nobody waits for any more. It counts as pending until the worker answers."""
+        pending = worker.pending.get(ticket)
+        if self._closing or pending is None:
+            return
+        if pending.sent:
+            worker.connection.send(CancelRollout(ticket))
+        else:
+            del worker.pending[ticket]
 
 
 def worker_command(run_dir: str, job: str) -> list[str]:
@@ -282,30 +242,6 @@ def _handle(worker: _Worker, message: FromWorker) -> None:
             raise DomainError(message.message)
         case Fatal():
             raise WorkerError(f"rollout worker {worker.index}: {message.message}")
-
-
-async def _end_with_stacks(process: asyncio.subprocess.Process) -> None:
-    """End a stuck worker. The signal makes it write the stacks of its threads and end, if the user's code lets it."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(STACKS_SIGNAL)
-    try:
-        async with asyncio.timeout(_STACKS_S):
-            await process.wait()
-    except TimeoutError:
-        pass
-    finally:
-        # Even if the actor ends meanwhile: nobody else knows this worker any more.
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-
-
-def _kill(worker: _Worker) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        worker.process.kill()
-
-
-def _not_ready(worker: _Worker) -> WorkerError:
-    return WorkerError(f"rollout worker {worker.index} was not ready after {START_TIMEOUT_S:g} s")
 
 
 def _how(code: int) -> str:

@@ -17,9 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pipelinerl.actor.budget import SampleBudget
+from pipelinerl.actor.budget import SampleBudget, lag_policy_of
 from pipelinerl.actor.groups import INTERRUPTED, Publisher
-from pipelinerl.actor.lag import lag_policy_of
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.resume import find_started_groups, find_unsettled_groups
 from pipelinerl.actor.worker_messages import RolloutFailed
@@ -195,7 +194,8 @@ class _Actor:
         self._hear()
         started = find_started_groups(hub, name)
         for group_id, rollouts in started.open_groups.items():
-            _now(self.publisher.give_up_group(group_id, [], rollouts, INTERRUPTED, self.view.current_version))
+            version = self.view.current_version
+            _now(self.publisher.write_fate("failed", group_id, INTERRUPTED, rollouts, version))
         self.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
         for group_id, ids in find_unsettled_groups(hub, name, self.view.steps_done).items():
             self.budget.publish(group_id, ids)
@@ -211,7 +211,7 @@ class _Actor:
         if len(self.running) < 4 and self.budget.allows_group() and self.rng.random() < 0.6:
             group_id = f"{self.incarnation}-{next(self.numbers)}"
             self.budget.start_group(group_id)
-            _now(self.publisher.start_group(group_id, ATTEMPTS, self.view.current_version))
+            _now(self.publisher.write_fate("pending", group_id, "started", ATTEMPTS, self.view.current_version))
             self.running[group_id] = self.view.current_version
         elif self.running:
             self._finish(self.rng.choice(list(self.running)))

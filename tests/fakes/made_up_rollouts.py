@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import deepcopy
 
 from fakes.crash_run import made_up_sample
 from msgspec.structs import replace
@@ -90,7 +91,7 @@ class HeldRollouts:
         return len(lost)
 
     def set_servers(self, servers: Servers) -> None:
-        self.told.append(servers)
+        self.told.append(deepcopy(servers))
 
     async def wait_ready(self, servers: Servers) -> None:
-        self.told.append(servers)
+        self.told.append(deepcopy(servers))

@@ -132,7 +132,7 @@ def test_corrupt_and_missing_records_are_reported_with_key_and_offset(server: Re
     reader = open_reader(server)
     assert read_steps(reader, 1) == [0]
     for _ in range(2):
-        with pytest.raises(StreamError, match=r"metrics:a:0}:log, offset 1: not a JSON record"):
+        with pytest.raises(StreamError, match=r"metrics:a:0}:log, offset 1: not a MetricRecord"):
             reader.read(0)
     client.xdel(KEYS[0], "2-0")
     client.xadd(KEYS[0], {FIELD: encode(record(2))}, id="3-0")

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 from fakes.short_sample import short_sample
 
-from pipelinerl.actor.budget import SampleBudget
-from pipelinerl.actor.lag import MaxLag
+from pipelinerl.actor.budget import MaxLag, SampleBudget
 from pipelinerl.actor.main import Actor
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups

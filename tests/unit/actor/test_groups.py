@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from fakes.made_up_rollouts import InstantRollouts, ended, settle
 
-from pipelinerl.actor.budget import LagPolicy, SampleBudget
+from pipelinerl.actor.budget import LagPolicy, MaxLag, SampleBudget
 from pipelinerl.actor.groups import GroupRunner, Publisher, number_of
-from pipelinerl.actor.lag import MaxLag
 from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
@@ -164,6 +163,20 @@ async def test_a_slow_problem_is_waited_for() -> None:
     by_id = {group.id: group.epochs_done for group in groups}
     # Nine others ended meanwhile, which are nearly two passes, but the first one is not complete.
     assert by_id["0-9"] == 2 / 5 and by_id["0-2"] >= 2.0
+
+
+async def test_no_group_starts_after_the_last_step() -> None:
+    """Its samples would fail as `training_done`: the end of training is only heard once the weights are sent."""
+    rollouts = InstantRollouts()
+    runner = runner_of(rollouts, Written())
+    runner.progress._last_step = 3
+    runner.progress.steps_done = 3
+    running = asyncio.create_task(runner.run())
+    await settle()
+    assert not rollouts.starts
+    runner.progress.done = True
+    runner.progress.changes.notify()
+    await asyncio.wait_for(running, LIMIT_S)
 
 
 async def test_nothing_starts_while_rollouts_are_paused() -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from fakes.short_sample import short_sample
 
-from pipelinerl.actor.budget import SampleBudget
-from pipelinerl.actor.lag import OneRound
+from pipelinerl.actor.budget import OneRound, SampleBudget
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, next_update, pauses_rollouts, rounds_of, update_interval

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from pipelinerl.actor.budget import LagPolicy, SampleBudget
-from pipelinerl.actor.lag import MaxLag
+from pipelinerl.actor.budget import LagPolicy, MaxLag, SampleBudget
 
 
 def known(samples_per_step: int, max_lag: int, attempts: int, per_rollout: int = 1) -> SampleBudget:

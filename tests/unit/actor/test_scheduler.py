@@ -86,7 +86,7 @@ async def test_r3_a_transient_failure_is_tried_again_on_another_server() -> None
     scheduler = scheduler_of(runner, servers=2, max_retries=3)
     assert isinstance(await scheduler.run(attempt()), RolloutEnded)
     assert [start.server for start in runner.starts] == [0, 1]
-    assert (scheduler.requests, scheduler.retries, busy(scheduler)) == (3, 5, [0, 0])
+    assert (scheduler.retries, busy(scheduler)) == (5, [0, 0])
 
 
 @pytest.mark.parametrize(("transient", "tries"), [(True, 3), (False, 1)])

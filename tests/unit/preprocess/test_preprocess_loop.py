@@ -8,8 +8,7 @@ import pytest
 from msgspec.structs import replace
 from preprocess_groups import context, group, sample
 
-from pipelinerl.actor.budget import SampleBudget
-from pipelinerl.actor.lag import MaxLag
+from pipelinerl.actor.budget import MaxLag, SampleBudget
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.preprocess.main import main, reference_scorer
 from pipelinerl.records import (
