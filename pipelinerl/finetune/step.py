@@ -27,7 +27,7 @@ from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.coefficients import EntropyControl, coefficients_at
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.losses import LossInputs, Metrics, compute_loss
-from pipelinerl.rl.microbatch import MicroBatch, collate, sentinel, to_tokens
+from pipelinerl.rl.microbatch import MicroBatch, collate, sentinel
 from pipelinerl.rl.packing import make_plan
 
 
@@ -229,7 +229,7 @@ def finish_advantages(
 def _of_samples(batch: MicroBatch, samples: Sequence[Sample]) -> torch.Tensor:
     """Each sample's advantage at all its positions: [R, T] float64."""
     values = [samples[index].advantage or 0.0 for index in batch.indices] or [0.0]
-    return to_tokens(torch.tensor(values, dtype=torch.float64), batch.segment_ids)
+    return torch.tensor(values, dtype=torch.float64)[batch.segment_ids.clamp(min=0)]
 
 
 def _kl_rewards(batch: MicroBatch, coefficient: float) -> torch.Tensor:

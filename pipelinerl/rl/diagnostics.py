@@ -40,13 +40,6 @@ class StepDiagnostics:
     maxima: torch.Tensor
 
     @classmethod
-    def of(cls, inputs: LossInputs, clamp: float) -> StepDiagnostics:
-        """Diagnostics of one micro-batch; `clamp` is the upper bound of the importance weight."""
-        tokens = DiagnosticsSum(clamp)
-        tokens.add(inputs)
-        return tokens.total()
-
-    @classmethod
     def of_tokens(
         cls, new: torch.Tensor, old: torch.Tensor, lag: torch.Tensor, on_policy: torch.Tensor, clamp: float
     ) -> StepDiagnostics:

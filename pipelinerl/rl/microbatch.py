@@ -156,18 +156,6 @@ def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False)
     )
 
 
-def segment_sum(values: torch.Tensor, mask: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Sum of `values` [R, T] where `mask`, by sample: [num_segments]. Samples are never split, so it is complete."""
-    out = values.new_zeros(max(num_segments, 1))
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    return out.index_add(0, segment_ids.clamp(min=0).reshape(-1), kept.reshape(-1))
-
-
-def to_tokens(per_segment: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Give every position the value of its sample: [R, T]. Padding gets that of sample 0; it is masked anyway."""
-    return per_segment[segment_ids.clamp(min=0)]
-
-
 def _token_columns(sample: Sample, weight: float, segment: int) -> dict[str, np.ndarray]:
     """Arrays of one sample, one value per token; position t predicts token t + 1, the last one nothing."""
     labels, length = np.asarray(sample.labels, dtype=np.int64), len(sample.input_ids)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pipelinerl.rl.microbatch import MicroBatch, positions_of, segment_sum, to_tokens
+from pipelinerl.rl.microbatch import MicroBatch, positions_of
 from pipelinerl.rl.user_function import LOSS_API_VERSION
 
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
@@ -106,16 +106,21 @@ class LossInputs:
         return torch.where(self.mask, ratio, torch.zeros_like(ratio))
 
     def sample_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of `values` [R, T] over the trained tokens of every sample: [num_segments]."""
-        return segment_sum(values, self.mask, self.segment_ids, self.num_segments)
+        """Sum of `values` [R, T] over the trained tokens of every sample: [num_segments]. Samples are never split."""
+        kept = torch.where(self.mask, values, torch.zeros_like(values)).reshape(-1)
+        return values.new_zeros(max(self.num_segments, 1)).index_add(0, self._segment.reshape(-1), kept)
 
     def sample_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean of `values` [R, T] over the trained tokens of every sample: [num_segments]; 0 for none."""
         return self.sample_sum(values) / self.sample_sum(self.mask.to(values.dtype)).clamp(min=1)
 
     def to_tokens(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """Give every position the value of its sample: [R, T]."""
-        return to_tokens(per_sample, self.segment_ids)
+        """Give every position the value of its sample: [R, T]. Padding, which is masked, gets that of sample 0."""
+        return per_sample[self._segment]
+
+    @property
+    def _segment(self) -> torch.Tensor:
+        return self.segment_ids.clamp(min=0)
 
     def token_mean(self, values: torch.Tensor) -> torch.Tensor:
         """A mean over the trained tokens of the step, as this micro-batch's share of the sum: a metric."""

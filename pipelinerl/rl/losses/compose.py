@@ -1,4 +1,11 @@
-"""The loss of one micro-batch: policy loss by name, importance correction, KL, entropy bonus, value loss."""
+"""The loss of one micro-batch: policy loss by name, importance correction, KL, entropy bonus, value loss.
+
+KL(policy || reference) is estimated per token (J. Schulman, "Approximating KL Divergence", 2020). With
+r = log ref - log new of a token that the policy sampled:
+    k1 = -r             unbiased, can be negative; as a loss its expected gradient is zero: use it in the reward
+    k2 = r^2 / 2        biased, low variance; as a loss its gradient is that of KL on-policy
+    k3 = e^r - r - 1    unbiased, never negative, low variance
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,6 @@ from pipelinerl.config.algorithm import GaeAdvantage, RLConfig
 from pipelinerl.config.section import Section
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.kl import token_kl
 from pipelinerl.rl.losses.base import LossInputs, Metrics, PolicyLoss
 from pipelinerl.rl.losses.cispo import cispo
 from pipelinerl.rl.losses.decoupled_ppo import decoupled_ppo
@@ -118,3 +124,16 @@ def _value_term(inputs: LossInputs, returns: torch.Tensor | None, estimator: Sec
 def weighted_sum(inputs: LossInputs, per_token: torch.Tensor) -> torch.Tensor:
     """Sum over trained tokens of weight * value; masked values (finite or not) add exactly 0."""
     return (torch.where(inputs.mask, per_token, torch.zeros_like(per_token)) * inputs.weights).sum()
+
+
+def token_kl(new: torch.Tensor, ref: torch.Tensor, estimator: str = "k3", clamp: float = 5.0) -> torch.Tensor:
+    """KL estimate of every token. Log-ratios are clamped to [-clamp, clamp] (no gradient beyond), so e^r is finite."""
+    r = (ref - new).clamp(-clamp, clamp)
+    if estimator == "k1":
+        return -r
+    if estimator == "k2":
+        return r.square() / 2
+    if estimator == "k3":
+        # Near the reference e^r and 1 cancel: their difference in fp32 would be rounding, and often negative.
+        return torch.expm1(r) - r
+    raise ValueError(f"finetune.rl.kl_estimator: got {estimator!r}, expected k1, k2 or k3")

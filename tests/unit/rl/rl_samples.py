@@ -9,6 +9,8 @@ import torch
 
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
 from pipelinerl.rl.aggregation import step_scale
+from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
+from pipelinerl.rl.losses import LossInputs
 from pipelinerl.rl.microbatch import MicroBatch, collate
 
 
@@ -54,3 +56,10 @@ def on_trained(batch: MicroBatch, values: Sequence[float]) -> torch.Tensor:
     """[R, T] float32 with `values` on the trained tokens, 0 elsewhere."""
     zeros = torch.zeros(batch.mask.shape)
     return zeros.masked_scatter(batch.mask, torch.tensor(values, dtype=torch.float32)) if values else zeros
+
+
+def diagnostics_of(*micro_batches: LossInputs, clamp: float = 5.0) -> StepDiagnostics:
+    tokens = DiagnosticsSum(clamp)
+    for inputs in micro_batches:
+        tokens.add(inputs)
+    return tokens.total()

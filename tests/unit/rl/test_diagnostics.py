@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rl_samples import collated, make_sample
+from rl_samples import collated, diagnostics_of, make_sample
 
-from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
+from pipelinerl.rl.diagnostics import DiagnosticsSum
 from pipelinerl.rl.losses import LossInputs
 from pipelinerl.rl.microbatch import sentinel
 
@@ -23,7 +23,7 @@ def inputs_for(log_ratios, spans=None, trainer_version=3):
 
 def test_ess_before_and_after_clamping():
     # w = 1, 1, 1, 9: before (12^2) / (4 * 84) = 0.4286, clamped at 5: (8^2) / (4 * 28) = 0.5714.
-    values = StepDiagnostics.of(inputs_for([0, 0, 0, math.log(9)]), clamp=5.0).values()
+    values = diagnostics_of(inputs_for([0, 0, 0, math.log(9)])).values()
     assert values["finetune/ess"] == pytest.approx(144 / 336, rel=1e-5)
     assert values["finetune/ess_after_clamp"] == pytest.approx(64 / 112, rel=1e-5)
     assert values["rl/ratio_over_clamp_fraction"] == 0.25
@@ -32,7 +32,7 @@ def test_ess_before_and_after_clamping():
 
 
 def test_differences_and_kl():
-    values = StepDiagnostics.of(inputs_for([0.5, -0.5]), clamp=5.0).values()
+    values = diagnostics_of(inputs_for([0.5, -0.5])).values()
     assert values["finetune/logprob_abs_diff_mean"] == pytest.approx(0.5)
     assert values["rl/logprob_abs_diff_max"] == pytest.approx(0.5)
     assert values["rl/logprob_abs_diff_p99"] == pytest.approx(0.5, abs=0.0051)
@@ -42,7 +42,7 @@ def test_differences_and_kl():
 
 def test_entropy_from_the_sampled_tokens():
     # Log-probs -6 and -6 + log 3, sampled by a policy that gave both e^-6: weights 1 and 3.
-    values = StepDiagnostics.of(inputs_for([0.0, math.log(3)]), clamp=5.0).values()
+    values = diagnostics_of(inputs_for([0.0, math.log(3)])).values()
     assert values["rl/entropy_estimate"] == pytest.approx((6.0 + 3 * (6.0 - math.log(3))) / 4, rel=1e-5)
 
 
@@ -54,12 +54,12 @@ def test_entropy_estimate_is_the_entropy_of_the_policy_in_training():
     batch = collated([make_sample([1], [2] * len(drawn), logprobs=sampler[drawn].tolist())])
     inputs = LossInputs.of(batch, torch.cat([policy[drawn], torch.zeros(1)])[None])
     expected = -(policy.exp() * policy).sum().item()
-    assert StepDiagnostics.of(inputs, clamp=5.0).values()["rl/entropy_estimate"] == pytest.approx(expected, rel=0.02)
+    assert diagnostics_of(inputs).values()["rl/entropy_estimate"] == pytest.approx(expected, rel=0.02)
 
 
 def test_quantiles_within_one_bin():
     ratios = [k / 100 - 0.5 for k in range(100)]
-    values = StepDiagnostics.of(inputs_for(ratios), clamp=5.0).values()
+    values = diagnostics_of(inputs_for(ratios)).values()
     assert values["rl/log_ratio_p50"] == pytest.approx(-0.01, abs=0.011)
     assert values["rl/log_ratio_p01"] == pytest.approx(-0.5, abs=0.011)
     assert values["rl/log_ratio_p99"] == pytest.approx(0.48, abs=0.011)
@@ -67,7 +67,7 @@ def test_quantiles_within_one_bin():
 
 def test_lag_by_token_across_an_update():
     # Tokens 0-1 from version 1, token 2 from version 3; the trainer is at 3: lags 2, 2, 0.
-    values = StepDiagnostics.of(inputs_for([0, 0, 0], spans=[(1, 0, 2), (3, 2, 3)]), clamp=5.0).values()
+    values = diagnostics_of(inputs_for([0, 0, 0], spans=[(1, 0, 2), (3, 2, 3)])).values()
     assert values["finetune/lag_mean_versions"] == pytest.approx(4 / 3)
     assert values["finetune/lag_max_versions"] == 2
     assert values["rl/lag_share_0"] == pytest.approx(1 / 3)
@@ -75,9 +75,9 @@ def test_lag_by_token_across_an_update():
 
 
 def test_micro_batches_add_up_and_sentinels_add_nothing():
-    whole = StepDiagnostics.of(inputs_for([0.1, -0.2, 1.9, 0.4]), clamp=5.0).values()
-    empty = StepDiagnostics.of(LossInputs.of(sentinel(pad_id=0), torch.zeros(1, 2)), clamp=5.0)
-    parts = StepDiagnostics.of(inputs_for([0.1]), 5.0) + StepDiagnostics.of(inputs_for([-0.2, 1.9, 0.4]), 5.0) + empty
+    whole = diagnostics_of(inputs_for([0.1, -0.2, 1.9, 0.4])).values()
+    empty = diagnostics_of(LossInputs.of(sentinel(pad_id=0), torch.zeros(1, 2)))
+    parts = diagnostics_of(inputs_for([0.1])) + diagnostics_of(inputs_for([-0.2, 1.9, 0.4])) + empty
     assert parts.values() == pytest.approx(whole)
     assert empty.values() == {}
 
@@ -85,9 +85,9 @@ def test_micro_batches_add_up_and_sentinels_add_nothing():
 @pytest.mark.parametrize("max_waiting_tokens", [1, 3, 100])
 def test_a_step_is_the_same_whenever_its_tokens_are_summed_up(max_waiting_tokens):
     parts = [inputs_for([0.1]), inputs_for([-0.2, 1.9], trainer_version=9), inputs_for([0.4])]
-    one_by_one = StepDiagnostics.of(parts[0], 5.0)
+    one_by_one = diagnostics_of(parts[0])
     for part in parts[1:]:
-        one_by_one = one_by_one + StepDiagnostics.of(part, 5.0)
+        one_by_one = one_by_one + diagnostics_of(part)
     tokens = DiagnosticsSum(5.0, max_waiting_tokens)
     for part in parts:
         tokens.add(part)
@@ -98,8 +98,8 @@ def test_a_step_is_the_same_whenever_its_tokens_are_summed_up(max_waiting_tokens
 
 def test_without_known_positions_they_are_looked_for():
     inputs = inputs_for([0.1, -0.2])
-    expected = StepDiagnostics.of(inputs, 5.0).values()
-    assert StepDiagnostics.of(replace(inputs, trained=None), 5.0).values() == expected
+    expected = diagnostics_of(inputs).values()
+    assert diagnostics_of(replace(inputs, trained=None)).values() == expected
     with pytest.raises(ValueError, match="expected at least one"):
         DiagnosticsSum(5.0).total()
 
@@ -109,22 +109,16 @@ def test_the_numerical_gap_is_that_of_samples_of_the_weights_in_training():
     mixed = inputs_for([1.0, -0.5, 4.0], spans=[(1, 0, 2), (3, 2, 3)])
     older = inputs_for([2.0], spans=[(2, 0, 1)])
     whole = inputs_for([0.25, -0.75], spans=[(3, 0, 2)])
-    tokens = DiagnosticsSum(5.0)
-    for inputs in (mixed, older, whole):
-        tokens.add(inputs)
-    values = tokens.total().values()
+    values = diagnostics_of(mixed, older, whole).values()
     assert values["rl/on_policy_tokens"] == 2
     assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.5)
-    without = StepDiagnostics.of(mixed, clamp=5.0).values()
+    without = diagnostics_of(mixed).values()
     assert "rl/logprob_abs_diff_on_policy" not in without and "rl/on_policy_tokens" not in without
 
 
 def test_what_is_not_finite_elsewhere_stays_out_of_the_numerical_gap():
-    tokens = DiagnosticsSum(5.0)
-    for inputs in (inputs_for([math.nan], spans=[(1, 0, 1)]), inputs_for([0.25], spans=[(3, 0, 1)])):
-        tokens.add(inputs)
-    values = tokens.total().values()
+    values = diagnostics_of(inputs_for([math.nan], spans=[(1, 0, 1)]), inputs_for([0.25], spans=[(3, 0, 1)])).values()
     assert values["rl/logprob_abs_diff_on_policy"] == pytest.approx(0.25)
     assert math.isnan(values["finetune/logprob_abs_diff_mean"])
-    broken = StepDiagnostics.of(inputs_for([math.nan], spans=[(3, 0, 1)]), clamp=5.0).values()
+    broken = diagnostics_of(inputs_for([math.nan], spans=[(3, 0, 1)])).values()
     assert math.isnan(broken["rl/logprob_abs_diff_on_policy"])

@@ -15,13 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from rl_samples import collated, make_sample
+from rl_samples import collated, diagnostics_of, make_sample
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.keys import known_keys, values_of
 from pipelinerl.rl.aggregation import AGGREGATIONS
 from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.diagnostics import StepDiagnostics
 from pipelinerl.rl.losses import POLICY_LOSSES, LossInputs, compute_loss
 from pipelinerl.rl.microbatch import sentinel
 
@@ -107,7 +106,7 @@ def check_finite_and_masked(batch, tokens, rl):
             assert torch.isfinite(leaf.grad).all()
             assert not leaf.grad[~batch.mask].any()
     assert all(math.isfinite(metric.item()) for metric in metrics.values())
-    diagnostics = StepDiagnostics.of(inputs, rl.weight_bound).values()
+    diagnostics = diagnostics_of(inputs, clamp=rl.weight_bound).values()
     assert all(math.isfinite(value) for value in diagnostics.values())
 
 

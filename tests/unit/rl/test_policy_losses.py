@@ -12,8 +12,8 @@ from rl_samples import collated, make_sample, on_trained
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.kl import token_kl
 from pipelinerl.rl.losses import LossInputs, compute_loss
+from pipelinerl.rl.losses.compose import token_kl
 
 NONE = Coefficients(kl=0.0, entropy=0.0)
 LOG2 = math.log(2)
