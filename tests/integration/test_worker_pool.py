@@ -41,7 +41,7 @@ def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> Wor
     return WorkerPool(worker_command(str(run.files.root), "actor_0"), 1, block_limit_s=6)
 
 
-async def test_a_worker_held_by_a_regular_expression_is_replaced(
+async def test_l4_a_worker_held_by_a_regular_expression_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pool = make_pool(tmp_path, monkeypatch, BLOCKING)
