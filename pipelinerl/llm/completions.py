@@ -15,6 +15,7 @@ from pipelinerl.records.completion import (
     PackedSpan,
     decode_completion,
     is_packed,
+    parse_weight_label,
     unpack_ids,
     unpack_logprobs,
 )
@@ -178,9 +179,14 @@ def _checked_logprobs(answer: _Answer) -> list[float]:
 def _labelled_spans(spans: list[PackedSpan], unlabelled_version: int | None) -> list[VersionSpan]:
     labelled = []
     for span in spans:
-        is_unlabelled = span.version == _UNLABELLED and unlabelled_version is not None
-        label = str(unlabelled_version) if is_unlabelled else span.version
-        if not (label.isascii() and label.isdecimal()):
-            raise RolloutError("unversioned", f"weight version {label!r} is not a policy version")
-        labelled.append(VersionSpan(int(label), span.start, span.end))
+        label = span.version
+        if label == _UNLABELLED and unlabelled_version is not None:
+            label = str(unlabelled_version)
+        try:
+            policy, version = parse_weight_label(label)
+        except ValueError as error:
+            raise RolloutError("unversioned", str(error)) from error
+        if policy:
+            raise RolloutError("unversioned", f"tokens of policy {policy!r}, expected the run's only policy")
+        labelled.append(VersionSpan(version, span.start, span.end))
     return labelled

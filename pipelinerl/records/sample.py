@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-#: Rises when a reader of the old records would misread the new ones. 2: checksums.
+#: Rises when a reader of the old records would misread the new ones. 2: checksums, slots for experts and images.
 SCHEMA_VERSION = 2
 IGNORED_LABEL = -100
 
@@ -26,6 +26,14 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class Array(msgspec.Struct, frozen=True):
+    """A NumPy array: `dtype` in NumPy's notation, `shape`, and `data` in C order (base64 in JSON)."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One trainable token sequence.
 
@@ -34,6 +42,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     trained token, in order: natural logs of the sampling distribution at the sampling temperature.
     `version_spans` cover the trained tokens without gaps. `advantage` is that of its group's estimator
     (`rl/advantages.py`), before KL in the reward and normalization; None until the preprocessor has seen the group.
+
+    `routed_experts` (shape [T, layers, experts per token], -1 where unknown) and `multimodal` (inputs of the model by
+    name) are reserved: nothing writes them yet, and the trainer refuses samples that have them.
     """
 
     id: str
@@ -53,6 +64,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float | None = None
     incarnation: int = 0
     metadata: dict[str, Any] = {}
+    routed_experts: Array | msgspec.UnsetType = msgspec.UNSET
+    multimodal: dict[str, Array] | msgspec.UnsetType = msgspec.UNSET
     schema: int = SCHEMA_VERSION
 
     @property

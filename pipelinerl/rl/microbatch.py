@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import UNSET
 
 from pipelinerl.records import IGNORED_LABEL, Sample
 from pipelinerl.rl.aggregation import StepScale
@@ -100,6 +101,7 @@ def collate(
     if not indices:
         return sentinel(pad_id=pad_id, step_tokens=scale.num_tokens)
     chosen = [samples[index] for index in indices]
+    _refuse_other_inputs(chosen)
     with_ref = _all_or_none_have_reference(chosen)
     columns = [
         _token_columns(sample, scale.token_weights[index], segment)
@@ -199,6 +201,16 @@ def _tensor(rows: Sequence[Sequence[dict[str, np.ndarray]]], width: int, name: s
         flat = np.concatenate([column[name] for column in row])
         line[: len(flat)] = flat
     return torch.from_numpy(out)
+
+
+def _refuse_other_inputs(chosen: Sequence[Sample]) -> None:
+    """A sample with inputs that this trainer does not give to the model would be trained wrongly."""
+    for sample in chosen:
+        if sample.routed_experts is not UNSET or sample.multimodal is not UNSET:
+            raise ValueError(
+                f"sample {sample.id} has routed experts or multimodal inputs, expected tokens alone: this version of "
+                "pipelinerl cannot train on them"
+            )
 
 
 def _all_or_none_have_reference(chosen: Sequence[Sample]) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import aiohttp
 
 from pipelinerl.errors import WeightSyncError
+from pipelinerl.records.completion import weight_label
 from pipelinerl.weights.manifest import ServerModel, update_problems
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class ControlClient:
 
     async def finish_update(self, version: int) -> None:
         """Put the received weights in place under the label `version`."""
-        await self.post("/finish_weight_update", json={"weight_version": str(version)})
+        await self.post("/finish_weight_update", json={"weight_version": weight_label(version)})
 
     async def worker_call(self, method: str) -> Any:
         """Call a method of `inference.worker_extension` in every worker; returns the answer of the first one."""

@@ -95,15 +95,6 @@ def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -
     assert find_evaluations(hub, "actor_0") == {(0, False)}
 
 
-def test_an_evaluation_in_which_everything_failed_was_not_made(tmp_path: Path) -> None:
-    hub = StreamHub(FileStreams(), RunDir(tmp_path), "run")
-    of_it: dict[str, Any] = dict(due_version=0, min_version=0, max_version=0, is_final=False, dataset_name="d")
-    values: dict[str, Any] = dict(success_rate=None, mean_reward=None, metrics={}, seconds=1, time=0)
-    failed = EvaluationResult(num_rollouts=2, num_failed=2, **of_it, **values)
-    write(hub, "evaluation", "actor_0", EvaluationResult, failed)
-    assert find_evaluations(hub, "actor_0") == set()
-
-
 def actor_fate(group_id: str, kind: Any, reason: str, num_rollouts: int) -> FateRecord:
     return FateRecord(
         sample_ids=[],

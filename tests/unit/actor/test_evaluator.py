@@ -15,9 +15,9 @@ from fakes.made_up_rollouts import PROBLEM, InstantRollouts, ended
 from msgspec.structs import replace
 
 from pipelinerl.actor.budget import LagPolicy, SampleBudget
-from pipelinerl.actor.evaluator import EvaluationRecorder, Evaluator, as_final, rollout_record, summarize
+from pipelinerl.actor.evaluator import EvaluationRecorder, Evaluator, as_final, summarize
 from pipelinerl.actor.progress import Changes, TrainingProgress
-from pipelinerl.actor.scheduler import Attempt, Scheduler
+from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.worker import RolloutWorker
 from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed, StartRollout, check_sendable
 from pipelinerl.config.resources import FileStreams
@@ -26,7 +26,6 @@ from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.llm.sample_builder import recorded_samples
 from pipelinerl.records import EvaluationResult, EvaluationRollout, RolloutSummary, VersionSpan
-from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import LoopWriter, StreamHub
@@ -59,25 +58,6 @@ def test_texts_are_recorded_as_they_are_without_what_training_needs() -> None:
     assert (spans.version_spans, spans.reward) == ([VersionSpan(3, 0, 1)], 1.0)
     bare = recorded(text(input_ids=[], labels=[], finished=False))[0]
     assert (bare.prompt_text, bare.output_text, bare.finish_reason) == ("2+2?", "4", "length")
-
-
-def test_whatever_metadata_holds_can_be_written() -> None:
-    odd = {"score": math.nan, "where": Path("/x"), 3: "\ud800", "deep": {"inf": [math.inf]}}
-    (sample,) = recorded(text(metadata=odd, reward=math.inf, input_ids=[], text="half \ud800"), reward=math.nan)
-    record = EvaluationRollout(
-        id="e/r0",
-        group_id="e",
-        problem_id="p",
-        dataset_name="d",
-        problem="{}",
-        due_version=5,
-        is_final=False,
-        samples=[sample],
-    )
-    codec = RecordCodec[EvaluationRollout](EvaluationRollout)
-    assert codec.decode(codec.encode(record)) == record
-    assert sample.metadata == {"score": "NaN", "where": "/x", "3": "?", "deep": {"inf": ["Infinity"]}}
-    assert sample.reward == 0.0 and sample.prompt_text + sample.output_text == "half ?"
 
 
 def recorder_of(limit: int | None, open_writer: Any = None) -> EvaluationRecorder:
@@ -189,29 +169,6 @@ async def test_an_evaluation_writes_what_was_chosen_also_what_failed(tmp_path: P
     assert (results[0].num_rollouts, results[0].num_failed) == (4, 1)
 
 
-async def test_none_are_recorded_with_0(tmp_path: Path) -> None:
-    recorder = recorder_of(0)
-    runner, results = await evaluate(recorder)
-    await recorder.close()
-    assert not any(start.record for start in runner.starts) and results[0].num_rollouts == 4
-
-
-async def test_o2_a_stream_that_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
-        def write(self, record: Any) -> int:
-            raise StreamError("stream x: No space left on device")
-
-        flush = end_waits = close = lambda self: None
-
-    recorder = recorder_of(None, lambda: LoopWriter(Broken(), may_wait=False))  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING):
-        _, results = await evaluate(recorder)
-        await recorder.close()
-    assert results[0].num_rollouts == 4 and recorder.unrecorded == 4
-    (warning,) = caplog.messages
-    assert "No space left" in warning
-
-
 @pytest.mark.parametrize("fails_at", ["open", "write"])
 async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_at: str
@@ -249,15 +206,6 @@ async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
     reader = hub.reader("evaluation_rollouts", "actor_0", EvaluationRollout)
     assert len(reader.read(timeout_s=0)) == 7 and recorder.unrecorded == 1
     assert len(caplog.messages) == 1
-
-
-def test_a_problem_of_any_size_and_kind_is_recorded() -> None:
-    def problem_of(data: dict[Any, Any]) -> str:
-        attempt = Attempt("e/r0", "e", Problem(id="p", dataset_name="d", data=data), seed=1, evaluation=True)
-        return rollout_record(attempt, RolloutFailed(0, "x", ""), 1, False, 0).problem
-
-    long = problem_of({"tests": "y" * 10_000})
-    assert long.startswith('{"tests": "yyy') and long.endswith("(6013 characters cut)") and len(long) < 4100
 
 
 def test_o2_evaluations_are_due_once_also_when_versions_jump() -> None:
@@ -332,9 +280,3 @@ def test_an_evaluation_in_which_everything_failed_is_over_and_has_no_averages() 
     (of_two,) = summarize(problems, [failed, failed], TEMPLATE)
     assert (of_two.dataset_name, of_two.num_failed, of_two.success_rate) == ("all", 2, None)
     assert as_final(summarize([PROBLEM], [failed], replace(TEMPLATE, max_version=4)), 4) == []
-
-
-def test_a_data_set_in_which_everything_failed_has_no_result_beside_one_that_has() -> None:
-    problems = [PROBLEM, Problem(id="q", dataset_name="b", data={})]
-    results = summarize(problems, [ended(), RolloutFailed(0, "x", "")], TEMPLATE)
-    assert [(r.dataset_name, r.success_rate, r.num_failed) for r in results] == [("all", 1.0, 1), ("train", 1.0, 0)]

@@ -151,20 +151,6 @@ async def test_groups_say_how_many_passes_are_done(rollouts: Rollouts) -> None:
         assert not wanted <= places(groups[: ends[0]])
 
 
-async def test_a_slow_problem_is_waited_for() -> None:
-    rollouts = Rollouts(slow=2)
-
-    def last(group: Group) -> bool:
-        if group.id == "0-9":
-            rollouts.go_on.set()
-        return group.epochs_done >= 1
-
-    groups, _ = await groups_of(rollouts, 5, last)
-    by_id = {group.id: group.epochs_done for group in groups}
-    # Nine others ended meanwhile, which are nearly two passes, but the first one is not complete.
-    assert by_id["0-9"] == 2 / 5 and by_id["0-2"] >= 2.0
-
-
 async def test_no_group_starts_after_the_last_step() -> None:
     """Its samples would fail as `training_done`: the end of training is only heard once the weights are sent."""
     rollouts = InstantRollouts()
@@ -174,21 +160,6 @@ async def test_no_group_starts_after_the_last_step() -> None:
     running = asyncio.create_task(runner.run())
     await settle()
     assert not rollouts.starts
-    runner.progress.done = True
-    runner.progress.changes.notify()
-    await asyncio.wait_for(running, LIMIT_S)
-
-
-async def test_nothing_starts_while_rollouts_are_paused() -> None:
-    rollouts = InstantRollouts()
-    runner = runner_of(rollouts, Written())
-    runner.scheduler.pause(1)
-    running = asyncio.create_task(runner.run())
-    await settle()
-    assert not rollouts.starts
-    runner.scheduler.weights_served(1)
-    await settle()
-    assert rollouts.starts
     runner.progress.done = True
     runner.progress.changes.notify()
     await asyncio.wait_for(running, LIMIT_S)

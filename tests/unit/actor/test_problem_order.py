@@ -76,22 +76,6 @@ def test_the_share_of_each_domain_is_within_two_percent() -> None:
     assert counts == {"a": 1280, "b": 768, "c": 512}
 
 
-def test_each_domain_passes_over_its_own_problems() -> None:
-    order = ProblemOrder(MIX, "7")
-    drawn = [order[number].id for number in range(200) if order[number].domain == "c"]
-    assert len(drawn) == 40 and len(set(drawn)) == 40
-
-
-def test_o3_a_restart_finds_the_same_problems() -> None:
-    first, second = ProblemOrder(MIX, "7"), ProblemOrder(MIX, "7")
-    assert [first[number].id for number in range(300)][250:] == [second[number].id for number in range(250, 300)]
-
-
-def test_without_shares_problems_count_by_their_number() -> None:
-    order = ProblemOrder([Problem(str(i), "x", {}, "a" if i else "b") for i in range(10)], "1")
-    assert sorted(order[number].id for number in range(10)) == [str(i) for i in range(10)]
-
-
 def test_leading_places_count() -> None:
     epochs, seen = EpochCounter(4), []
     for number in (1, 0, 3, 4, 2):

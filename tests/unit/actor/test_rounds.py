@@ -71,14 +71,6 @@ def test_groups_larger_than_a_step_are_shared_out_one_for_each_step() -> None:
     assert [sizes(batcher.close_step(step)) for step in (1, 2)] == [[10], [10]]
 
 
-def test_what_an_early_step_takes_too_much_a_later_one_has_less() -> None:
-    """Groups of 3 in steps of 4: 6, 3, 3 and not three times 6, so the round needs no more than its 12 samples."""
-    batcher = Batcher(4, rounds=Rounds(3, 4, 30))
-    for index in range(4):
-        batcher.add(ready(f"g{index}", 3))
-    assert [sum(sizes(batcher.close_step(step))) for step in (1, 2, 3)] == [6, 3, 3]
-
-
 def test_a_restart_in_the_middle_of_a_round_counts_the_batches_that_are_written() -> None:
     batcher = Batcher(4, rounds=Rounds(3, 4, 30), step_samples={1: 6})
     batcher.add(ready("a", 3))
@@ -125,14 +117,6 @@ def test_a_filtered_group_is_replaced_in_the_same_round() -> None:
         publish(budget, name, 2)
     budget.settle_samples("g1", ["g1/r0/s0", "g1/r1/s0"])
     assert admit_all(budget, first=4) == ["g4"]
-
-
-def test_the_last_round_is_as_short_as_training_is() -> None:
-    budget = known(Rounds(4, 4, 6), attempts=2)
-    budget.policy.trainer_at(4)
-    assert len(admit_all(budget)) == 4
-    budget.policy.trainer_at(6)
-    assert not budget.allows_group()
 
 
 @dataclass

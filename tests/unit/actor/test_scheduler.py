@@ -203,16 +203,6 @@ async def test_running_rollouts_end_and_others_wait_for_the_update() -> None:
     await run.close()
 
 
-async def test_an_idle_actor_is_quiet_at_once_and_once() -> None:
-    run = Running()
-    run.scheduler.pause(3)
-    assert run.scheduler.quiet.get_nowait() == 3
-    run.scheduler.weights_served(3)
-    await run.start(0)
-    await run.end(0)
-    assert run.scheduler.quiet.empty()
-
-
 async def test_evaluations_use_the_slots_that_a_pause_leaves() -> None:
     run = Running(slots=1)
     await run.start(0, 1)
@@ -226,14 +216,6 @@ async def test_evaluations_use_the_slots_that_a_pause_leaves() -> None:
     await settle()
     assert run.running == ["r1"]
     await run.close()
-
-
-async def test_a_cancelled_rollout_does_not_hold_the_update() -> None:
-    run = Running()
-    await run.start(0)
-    run.scheduler.pause(1)
-    await run.close()
-    assert run.scheduler.quiet.get_nowait() == 1
 
 
 async def test_holders_keep_updates_away_and_wait_for_one_in_progress() -> None:

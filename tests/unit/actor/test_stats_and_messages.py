@@ -102,10 +102,3 @@ async def test_what_is_no_message_is_an_error() -> None:
         await receiving(b"\x00\x00\x00\x01\x05").receive()
     with pytest.raises(ValueError, match="4294967295 bytes"):
         await receiving(b"\xff\xff\xff\xff").receive()
-
-
-async def test_messages_are_sent_with_their_length() -> None:
-    written: list[bytes] = []
-    connection: Connection[None] = Connection(asyncio.StreamReader(), SimpleNamespace(write=written.append), ToWorker)  # type: ignore[arg-type]
-    connection.send(CancelRollout(1))
-    assert written == [encoded(CancelRollout(1))]

@@ -19,7 +19,7 @@ from fakes.completions import as_json, packed
 
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM, trainable
-from pipelinerl.llm.client import Fault, Verdict, classify, connect_fault, open_session, reason_of, retry_delay_s
+from pipelinerl.llm.client import Fault, Verdict, classify, connect_fault, open_session, retry_delay_s
 from pipelinerl.llm.completions import Completion
 from pipelinerl.llm.trainable import complete, request_body
 from pipelinerl.records.completion import MEDIA_TYPE
@@ -54,10 +54,6 @@ def test_only_what_the_other_side_says_is_a_refusal(error: OSError, fault: Fault
     found, text = connect_fault(error)
     assert found is fault
     assert (str(error) or "ConnectionResetError") in text
-
-
-def test_reasons_are_words() -> None:
-    assert (reason_of(503), reason_of(Fault.TIMEOUT)) == ("http_503", "timeout")
 
 
 def test_delays_double_up_to_a_cap_and_honor_the_server() -> None:

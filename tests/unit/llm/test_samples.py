@@ -90,19 +90,10 @@ def test_t2_texts_that_do_not_fit_together_fail_with_a_reason(changes: dict[str,
     assert refused.value.reason == reason
 
 
-def test_a_reward_that_was_never_set_is_not_taken_for_0() -> None:
-    assert make_training_text(LLM, make_call()).reward is None and TrainingText().reward is None
-
-
 def test_rewards_of_other_number_types() -> None:
     assert checked_reward(0.0) == 0.0
     assert checked_reward(True) == 1.0
     assert checked_reward(np.float32(0.5)) == 0.5
-
-
-def test_metadata_that_is_not_plain_is_written_as_text() -> None:
-    (sample,) = build_samples([make_text(metadata={"n": 1, "what": {1: object}})], group_id="g", rollout_id="r")
-    assert sample.metadata == {"n": 1, "what": {"1": "<class 'object'>"}}
 
 
 def test_whatever_metadata_holds_can_be_written() -> None:
@@ -204,13 +195,6 @@ def test_a_version_is_never_guessed(seen: set[int], stated: Any) -> None:
         complete_texts(result, llm)
         build_samples(result.training_texts, group_id="g", rollout_id="r")
     assert refused.value.reason == "unversioned"
-
-
-def test_versions_that_are_there_stay() -> None:
-    result, llm = by_hand({2, 3}, model_version=9)
-    result.training_texts = [make_text()]
-    complete_texts(result, llm)
-    assert result.training_texts[0].version_spans == [VersionSpan(2, 0, 1), VersionSpan(3, 1, 3)]
 
 
 def test_the_versions_of_a_rollout_without_texts_are_those_that_answered() -> None:

@@ -37,12 +37,6 @@ def test_whole_groups_until_the_step_is_full():
     assert batcher.oldest_offset is None and batcher.num_samples == 0
 
 
-def test_an_empty_group_takes_no_place():
-    batcher = Batcher(1)
-    batcher.add(ready("a", 0))
-    assert batcher.close_step(1) is None and batcher.oldest_offset is None
-
-
 def test_ring_drops_the_oldest():
     batcher = Batcher(2, capacity_samples=4, drop_oldest=True)
     assert [batcher.add(ready(name, 2)) for name in "ab"] == [[], []]
@@ -58,13 +52,6 @@ def test_without_dropping_the_reader_is_told_to_stop():
         assert batcher.add(ready(name, 2)) == []
         assert batcher.is_full == (name != "a")
     assert batcher.num_samples == 6
-
-
-def test_a_group_larger_than_the_ring_still_trains():
-    batcher = Batcher(2, capacity_samples=3, drop_oldest=True)
-    batcher.add(ready("a", 1))
-    assert len(batcher.add(ready("b", 8))) == 1
-    assert names(batcher.close_step(1)) == ["b"]
 
 
 def test_stale_samples_leave_before_a_step_closes():
@@ -202,12 +189,6 @@ def test_a_batch_behind_the_passes_gives_the_next_one_a_pass() -> None:
     assert last.wait_no_longer(8) and not last.is_closed
     last.close(4, 2.7)
     assert last.is_closed
-
-
-def test_without_max_epochs_nothing_ends() -> None:
-    last = LastStep(None, 1, 0, 0.0)
-    last.see(100.0)
-    assert not last.wait_no_longer(7) and not last.is_closed
 
 
 @pytest.mark.parametrize("rounds", [None, Rounds(3, 4, 100)])

@@ -224,66 +224,6 @@ def test_the_rest_is_not_waited_for_up_to_the_next_update(tmp_path, keys):
     assert passes_over(run) == [(1, 1)]
 
 
-def test_the_range_of_rewards_is_one_of_the_rollouts_metrics(tmp_path):
-    """Not of what the texts were given to train on, nor of what a length penalty makes of it."""
-    limits = {
-        "filter_reward_low": 0.0,
-        "filter_reward_high": 1.0,
-        "overlong_buffer_tokens": 2,
-        "overlong_limit_tokens": 3,
-    }
-    run = Run(tmp_path, finetune={**FINETUNE, "rl": limits})
-    for number, reward in enumerate((1.0, 0.5, 0.5)):
-        made = group(f"0-{number}", rewards=(0.0, 7.0))
-        summaries = [replace(rollout, reward=reward) for rollout in made.rollouts]
-        run.actor.write(replace(made, rollouts=summaries))
-    assert run.next_batch().group_ids == ["0-1", "0-2"]
-    run.finish()
-    assert {reason for _, _, reason in run.fates()} == {"reward_range"}
-
-
-def test_at_most_two_steps_ahead_of_the_trainer(tmp_path):
-    run = Run(tmp_path)
-    for n in range(8):
-        run.actor.write(group(f"0-{n}"))
-    assert [run.next_batch().step for _ in range(2)] == [1, 2]
-    assert run.next_batch(0.1) is None
-    run.step_done(1)
-    assert run.next_batch().step == 3
-    run.finish()
-
-
-def test_ring_drops_the_oldest_when_training_is_slow(tmp_path):
-    run = Run(tmp_path, preprocess={"ring_buffer_size": 1})
-    for n in range(12):
-        run.actor.write(group(f"0-{n}"))
-    assert [run.next_batch().step for _ in range(2)] == [1, 2]
-    run.actor.write(group("0-12"))
-    # The ring holds two of the nine groups that are left.
-    fates = run.context.streams.reader("fates", "preprocessor_0", FateRecord)
-    assert fates.read(LIMIT_S), "nothing was dropped"
-    run.step_done(1)
-    third = run.next_batch()
-    run.finish()
-    assert third.step == 3
-    dropped = {name for ids, fate, reason in run.fates() for name in ids if reason == "dropped_oldest"}
-    trained = {item.id for item in third.samples}
-    assert dropped and not dropped & trained
-
-
-def test_on_policy_bound_is_hard(tmp_path):
-    run = Run(tmp_path, finetune={**FINETUNE, "max_version_lag": 0})
-    for name in ("0-0", "0-1", "0-2"):
-        run.actor.write(group(name, version=0))
-    assert run.next_batch().step == 1
-    for name in ("0-3", "0-4"):
-        run.actor.write(group(name, version=1))
-    batch = run.next_batch()
-    assert batch.group_ids == ["0-3", "0-4"]
-    run.finish()
-    assert (["0-2/r0/s0", "0-2/r1/s0"], "stale", "max_version_lag") in run.fates()
-
-
 def test_restart_neither_loses_nor_repeats(tmp_path):
     first = Run(tmp_path, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
     first.actor.write(group("0-0"))

@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 
-import msgspec
 import pytest
 from aiohttp import web
 from preprocess_groups import group, sample
@@ -141,18 +140,3 @@ def test_groups_are_scored_before_the_advantages_and_fails_what_could_not_be_sco
         ("g/r3/s0", "filtered", "longer_than_seq_length"),
     ]
     assert [item.advantage for item in ready.record.samples] == [1.0, -0.5]
-
-
-def test_a_sample_too_long_to_train_is_spared_though_kl_is_part_of_the_reward():
-    """Its reward stays in the baseline, which knows no KL."""
-    seen = []
-
-    def scorer(samples):
-        seen.extend(s.id for s in samples)
-        return [msgspec.structs.replace(s, ref_logprobs=s.logprobs) for s in samples]
-
-    config = FinetuneConfig(seq_length=16, rl={"reward_minus_kl_coef": 0.1})
-    items = [sample("g/r0/s0", 1.0), sample("g/r1/s0", 0.0, output=60)]
-    ((ready, _),) = GroupScorer(config, ResumePoint(), scorer).score([Entry(0, group("g", samples=items))])
-    assert seen == ["g/r0/s0"]
-    assert [item.advantage for item in ready.record.samples] == [1.0]

@@ -8,15 +8,13 @@ import types
 
 import pytest
 from msgspec.structs import replace
-from preprocess_groups import group, sample
+from preprocess_groups import sample
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.preprocess.scoring import GroupScorer, reject_stale, reject_untrainable, score_group
+from pipelinerl.preprocess.scoring import reject_stale, reject_untrainable, score_group
 from pipelinerl.records import VersionSpan
-from pipelinerl.streams.base import Entry
 
 
 def advantages(samples, rl=None, extra=()):
@@ -107,14 +105,6 @@ def test_zero_advantage_groups():
     assert [r.reason for r in reject_untrainable(items, on)[1]] == ["zero_advantage"] * 2
     mixed = scored(sample("g/r0/s0"), value=0.0) + scored(sample("g/r1/s0"), value=1.0)
     assert len(reject_untrainable(mixed, on)[0]) == 2
-
-
-def test_a_group_of_equal_rewards_is_filtered_whatever_its_kl():
-    rl = {"advantage_estimator": "grpo", "reward_minus_kl_coef": 1e-3, "filter_zero_advantage_groups": True}
-    items = [sample(f"g/r{k}/s0", 1.0, ref_logprobs=[-0.5 - 0.05 * k] * 3) for k in range(4)]
-    scorer = GroupScorer(FinetuneConfig(seq_length=16, rl=rl), ResumePoint())
-    ((ready, rejections),) = scorer.score([Entry(0, group("g", samples=items))])
-    assert ready.record.samples == [] and [r.reason for r in rejections] == ["zero_advantage"] * 4
 
 
 def test_groups_outside_the_range_of_mean_rewards():

@@ -7,6 +7,7 @@ import torch
 from msgspec.structs import replace
 from rl_samples import collated, make_sample
 
+from pipelinerl.records.sample import Array
 from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.microbatch import collate, sentinel
 
@@ -57,6 +58,7 @@ def test_sentinel_trains_nothing():
         {"version_spans": []},
         {"ref_logprobs": [-0.1]},
         {"advantage": None},
+        {"multimodal": {"pixels": Array("<f4", [1], bytes(4))}},
     ],
 )
 def test_t2_faulty_samples_are_never_broadcast_or_filled(change):

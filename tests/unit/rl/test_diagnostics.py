@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -38,12 +37,6 @@ def test_differences_and_kl():
     assert values["rl/logprob_abs_diff_p99"] == pytest.approx(0.5, abs=0.0051)
     k3 = (math.exp(0.5) - 0.5 - 1 + math.exp(-0.5) + 0.5 - 1) / 2
     assert values["finetune/kl_sampler_trainer"] == pytest.approx(k3, rel=1e-5)
-
-
-def test_entropy_from_the_sampled_tokens():
-    # Log-probs -6 and -6 + log 3, sampled by a policy that gave both e^-6: weights 1 and 3.
-    values = diagnostics_of(inputs_for([0.0, math.log(3)])).values()
-    assert values["rl/entropy_estimate"] == pytest.approx((6.0 + 3 * (6.0 - math.log(3))) / 4, rel=1e-5)
 
 
 def test_entropy_estimate_is_the_entropy_of_the_policy_in_training():
@@ -94,14 +87,6 @@ def test_a_step_is_the_same_whenever_its_tokens_are_summed_up(max_waiting_tokens
     found = tokens.total()
     torch.testing.assert_close(found.sums, one_by_one.sums)
     torch.testing.assert_close(found.maxima, one_by_one.maxima)
-
-
-def test_without_known_positions_they_are_looked_for():
-    inputs = inputs_for([0.1, -0.2])
-    expected = diagnostics_of(inputs).values()
-    assert diagnostics_of(replace(inputs, trained=None)).values() == expected
-    with pytest.raises(ValueError, match="expected at least one"):
-        DiagnosticsSum(5.0).total()
 
 
 def test_the_numerical_gap_is_that_of_samples_of_the_weights_in_training():

@@ -196,14 +196,6 @@ def test_what_tokens_earn_goes_into_the_recursion():
     assert grad == pytest.approx([0.06 / 2, -0.4 / 2, -2.0 / 2])
 
 
-def test_without_values_and_discount_the_recursion_is_the_sum_to_go():
-    earned = [-0.3, 0.1, -0.2, 0.05]
-    _, grad, _, _ = run(
-        [[0.0] * 4], [1.5], values=[0.0] * 4, token_rewards=earned, advantage_estimator="gae", value_loss_coef=0.1
-    )
-    assert grad == pytest.approx([-1.5 - sum(earned[t:]) for t in range(4)])
-
-
 def test_negative_weights_of_a_value_head_are_cut_and_its_targets_are_not():
     # Values 0.5, 0.4, reward 0.45 at the end: A = -0.05 and 0.05, returns 0.45.
     _, grad, _, value_grad = run(
