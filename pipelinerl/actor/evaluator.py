@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from pipelinerl.actor.problem_order import rollout_seed
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
-from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed
+from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import StreamError

@@ -26,7 +26,7 @@ from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_s
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed
+from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import NoRoom
 from pipelinerl.records import Fate, FateRecord, Group, MetricRecord, Sample

@@ -36,6 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
 
+import uvloop
+
 from pipelinerl.actor.budget import SampleBudget, lag_policy_of
 from pipelinerl.actor.evaluator import UNRECORDED, EvaluationRecorder, Evaluator
 from pipelinerl.actor.groups import INTERRUPTED, GroupRunner, Publisher
@@ -352,8 +354,6 @@ def root_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def main(context: RoleContext) -> None:
     """Run the actor of `context`'s run."""
-    import uvloop
-
     with context.heartbeat.waiting("the dataset loader"):
         problems = load_problem_sets(context.config)
     death_fd = os.environ.get(DEATH_FD_KEY)

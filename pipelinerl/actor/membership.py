@@ -15,8 +15,7 @@ import aiohttp
 import msgspec
 
 from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.worker_messages import Servers
-from pipelinerl.actor.workers import WorkerPool
+from pipelinerl.actor.workers import Servers, WorkerPool
 from pipelinerl.errors import WorkerError
 from pipelinerl.llm.client import open_session
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady

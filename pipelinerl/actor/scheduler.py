@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from pipelinerl.actor.progress import Changes
-from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, StartRollout
-from pipelinerl.actor.workers import WorkerPool
+from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, StartRollout, WorkerPool
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.llm.client import Fault, retry_delay_s
 

@@ -1,4 +1,4 @@
-"""The pool of rollout workers: processes that run the user's rollouts.
+"""The pool of rollout workers (processes that run the user's rollouts), and the messages between actor and workers.
 
 A worker that dies ends the run with its exit code; its last output is in the actor's `stderr.log`, which the workers
 share. A worker whose event loop is held by user code for `BLOCK_LIMIT_S` writes the stacks of its threads to its stderr
@@ -22,28 +22,159 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from pipelinerl.actor.worker_messages import (
-    BLOCKED_EXIT_CODE,
-    SERVER_LOST,
-    Answer,
-    CancelRollout,
-    Connection,
-    Fatal,
-    FromWorker,
-    Ready,
-    RolloutEnded,
-    RolloutFailed,
-    Servers,
-    StartRollout,
-)
-from pipelinerl.errors import DomainError, WorkerError
+import msgspec
+
+from pipelinerl.errors import DomainError, RolloutError, WorkerError
+from pipelinerl.records import EvaluationSample, RolloutSummary, Sample
 
 logger = logging.getLogger(__name__)
 
 BLOCK_LIMIT_S = 60.0
 START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 5.0
+#: Exit codes of a worker. faulthandler exits with 1 when user code held the event loop for too long.
+BLOCKED_EXIT_CODE = 1
+CRASHED_EXIT_CODE = 3
+#: Failure of a rollout whose server went away. It says nothing about the rollout, which runs again elsewhere.
+SERVER_LOST = "server_lost"
+_LENGTH_BYTES = 4
+_MAX_MESSAGE_BYTES = 1 << 31
+
+
+class Servers(msgspec.Struct, tag="servers"):
+    """To a worker, before the first rollout and whenever a server joined: all servers, in the scheduler's order.
+
+    `max_model_len` is the longest sequence in tokens (None: unknown).
+    """
+
+    urls: list[str]
+    max_model_len: int | None
+
+
+class StartRollout(msgspec.Struct, tag="start"):
+    """To a worker. `ticket` names this try in all answers; `record` asks for the tokens of an evaluation."""
+
+    ticket: int
+    rollout_id: str
+    group_id: str
+    server: int
+    evaluation: bool
+    seed: int
+    problem: dict[str, Any]
+    record: bool = False
+
+
+class CancelRollout(msgspec.Struct, tag="cancel"):
+    """To a worker, which answers with `RolloutFailed`."""
+
+    ticket: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """From a worker, once: user code is imported and the tokenizer is loaded."""
+
+    pid: int
+
+
+class RolloutEnded(msgspec.Struct, tag="ended"):
+    """From a worker: a rollout ended. `samples` is empty for evaluations, and `recorded` are their tokens on request.
+
+    `min_version` and `max_version` are those that sampled its tokens.
+    """
+
+    ticket: int
+    samples: list[Sample]
+    summary: RolloutSummary
+    dataset_name: str | None
+    min_version: int | None
+    max_version: int | None
+    requests: int
+    retries: int
+    recorded: list[EvaluationSample] = []
+
+
+class RolloutFailed(msgspec.Struct, tag="failed"):
+    """From a worker: a rollout failed. `transient`: another try may succeed."""
+
+    ticket: int
+    reason: str
+    message: str
+    transient: bool = False
+    requests: int = 0
+    retries: int = 0
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """From a worker: the run must end. `user_error` asks for exit code 2 and no traceback."""
+
+    user_error: bool
+    message: str
+
+
+Answer = RolloutEnded | RolloutFailed
+ToWorker = Servers | StartRollout | CancelRollout
+FromWorker = Ready | RolloutEnded | RolloutFailed | Fatal
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_ended_decoder = msgspec.msgpack.Decoder(RolloutEnded)
+
+
+class Connection(Generic[T]):
+    """One end of the socket pair. Messages are small in number (bounded by the slots), so writes are not awaited.
+
+    Args:
+        received: union of the messages that the other end sends.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: Any) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = msgspec.msgpack.Decoder(received)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message."""
+        payload = _encoder.encode(message)
+        self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
+
+    async def flush(self) -> None:
+        """Wait until most of what was queued has been sent."""
+        await self._writer.drain()
+
+    async def receive(self) -> T | None:
+        """Wait for the next message; None once the other end is gone, even in the middle of a message.
+
+        Raises:
+            ValueError: the length is impossible.
+            msgspec.MsgspecError: the content is not a known message.
+        """
+        try:
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+            if length > _MAX_MESSAGE_BYTES:
+                raise ValueError(f"message length: got {length} bytes, expected at most {_MAX_MESSAGE_BYTES}")
+            payload = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        message: T = self._decoder.decode(payload)
+        return message
+
+    def close(self) -> None:
+        """Send what is queued, and close."""
+        self._writer.close()
+
+
+def check_sendable(answer: RolloutEnded) -> None:
+    """Check that the actor can read `answer`, whose values user code made.
+
+    Raises:
+        RolloutError: `bad_value`: a value has the wrong type, or no encoding.
+    """
+    try:
+        _ended_decoder.decode(_encoder.encode(answer))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise RolloutError("bad_value", f"the rollout's result has a value that cannot be recorded: {error}") from error
 
 
 @dataclass(eq=False)

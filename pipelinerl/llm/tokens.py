@@ -37,15 +37,14 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False, local_fi
     Raises:
         OSError: there is none.
     """
-    # Checked here because importing AutoTokenizer costs seconds and 300 MiB that tiny models can do without.
+    import transformers
+
+    # Checked here because `AutoTokenizer`, which loads with its first use, costs seconds and 300 MiB that tiny models
+    # can do without.
     file = Path(model_path) / "tokenizer_config.json"
     if file.is_file() and _class_name(file) in _GENERIC_CLASSES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(model_path)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
+        return transformers.PreTrainedTokenizerFast.from_pretrained(model_path)
+    return transformers.AutoTokenizer.from_pretrained(
         model_path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
     )
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -36,32 +37,23 @@ class _PromptResponse(msgspec.Struct):
     prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
 
 
+@dataclass(frozen=True)
 class ReferenceServers:
     """Spreads samples over the reference servers.
 
-    Args:
+    Attributes:
         urls: base URLs of the servers, at least one.
         token: bearer token of the run.
         concurrency: requests in flight per server.
         return_timeout_s: how long a server may be away while it restarts.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        token: str,
-        *,
-        concurrency: int = 64,
-        request_timeout_s: float = 300.0,
-        max_retries: int = 3,
-        return_timeout_s: float = 0.0,
-    ) -> None:
-        self._urls = [url.rstrip("/") for url in urls]
-        self._token = token
-        self._concurrency = concurrency * len(urls)
-        self._timeout_s = request_timeout_s
-        self._max_retries = max_retries
-        self._return_timeout_s = return_timeout_s
+    urls: Sequence[str]
+    token: str
+    concurrency: int
+    request_timeout_s: float
+    max_retries: int
+    return_timeout_s: float
 
     def __call__(self, samples: Sequence[Sample]) -> list[Sample | None]:
         """Return the samples with `ref_logprobs`; None for one that the servers could not score.
@@ -72,8 +64,8 @@ class ReferenceServers:
         return asyncio.run(self._score_all(samples))
 
     async def _score_all(self, samples: Sequence[Sample]) -> list[Sample | None]:
-        free = asyncio.Semaphore(self._concurrency)
-        urls = itertools.cycle(self._urls)
+        free = asyncio.Semaphore(self.concurrency * len(self.urls))
+        urls = itertools.cycle(url.rstrip("/") for url in self.urls)
         async with open_session() as session:
             return await asyncio.gather(*(self._score(sample, next(urls), session, free) for sample in samples))
 
@@ -96,9 +88,9 @@ class ReferenceServers:
             return None
 
     async def _post(self, url: str, body: bytes, session: aiohttp.ClientSession) -> bytes:
-        give_up_at = time.monotonic() + self._return_timeout_s
+        give_up_at = time.monotonic() + self.return_timeout_s
         for attempt in itertools.count():
-            problem, content, _ = await post(session, url, body, timeout_s=self._timeout_s, token=self._token)
+            problem, content, _ = await post(session, url, body, timeout_s=self.request_timeout_s, token=self.token)
             if problem is None:
                 return content
             text = f"{url}: {reason_of(problem)}: {content[:300].decode(errors='replace')}"
@@ -107,7 +99,7 @@ class ReferenceServers:
                 raise EndRunError(text)
             # The samples exist already, so waiting for a server that restarts is worth it.
             is_away = problem in _AWAY and time.monotonic() < give_up_at
-            if verdict is Verdict.FAIL_ROLLOUT or (attempt >= self._max_retries and not is_away):
+            if verdict is Verdict.FAIL_ROLLOUT or (attempt >= self.max_retries and not is_away):
                 raise RolloutError(reason_of(problem), text)
             await asyncio.sleep(retry_delay_s(attempt, 0.5))
         raise AssertionError("unreachable")

@@ -179,24 +179,22 @@ class DiagnosticsSum:
 
 def _quantile(histogram: list[float], q: float) -> float:
     """Middle of the bin in which the q-quantile of the log-ratio lies."""
-    target, seen = q * sum(histogram), 0.0
-    for place, number in enumerate(histogram):
-        seen += number
-        if seen >= target and number:
-            return _bin_middle(place)
-    return _bin_middle(len(histogram) - 1)
+    return _bin_middle(_bin_of(histogram, q))
 
 
 def _abs_quantile(histogram: list[float], q: float) -> float:
     """The same for |log-ratio|: bins of both signs are added."""
     half = len(histogram) // 2
-    sizes = [histogram[half + k] + histogram[half - 1 - k] for k in range(half)]
-    target, seen = q * sum(sizes), 0.0
-    for place, number in enumerate(sizes):
+    return _bin_middle(half + _bin_of([histogram[half + k] + histogram[half - 1 - k] for k in range(half)], q))
+
+
+def _bin_of(histogram: list[float], q: float) -> int:
+    target, seen = q * sum(histogram), 0.0
+    for place, number in enumerate(histogram):
         seen += number
         if seen >= target and number:
-            return _bin_middle(half + place)
-    return RATIO_RANGE
+            return place
+    return len(histogram) - 1
 
 
 def _bin_middle(place: int) -> float:

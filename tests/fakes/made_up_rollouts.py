@@ -10,7 +10,7 @@ from fakes.crash_run import made_up_sample
 from msgspec.structs import replace
 
 from pipelinerl.actor.scheduler import Attempt
-from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, Servers, StartRollout
+from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, Servers, StartRollout
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import RolloutSummary
 

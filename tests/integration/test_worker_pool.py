@@ -12,8 +12,7 @@ from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
 import pipelinerl.actor.workers as pool_module
-from pipelinerl.actor.worker_messages import RolloutEnded, RolloutFailed, Servers, StartRollout
-from pipelinerl.actor.workers import WorkerPool, worker_command
+from pipelinerl.actor.workers import RolloutEnded, RolloutFailed, Servers, StartRollout, WorkerPool, worker_command
 from pipelinerl.errors import WorkerError
 
 BLOCKING = TASK.replace(

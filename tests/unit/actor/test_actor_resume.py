@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import pytest
 from fakes.short_sample import short_sample
 
 from pipelinerl.actor.budget import MaxLag, SampleBudget
-from pipelinerl.actor.main import Actor
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
 from pipelinerl.config.resources import FileStreams
@@ -161,20 +158,3 @@ async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
     assert budget.charged_samples == 2 and not waiter.done()
     state.apply_message(StepDone(step=1, time=0, group_ids=["0-1"], num_samples=2, samples_processed=2))
     await asyncio.wait_for(waiter, 60)
-
-
-async def test_nothing_is_reported_before_the_servers_have_a_version() -> None:
-    """A resumed actor would report it as of version 0."""
-    progress, reports = TrainingProgress(SampleBudget(MaxLag(4, 0), 2), 1, Changes()), asyncio.Queue[int]()
-
-    async def report() -> None:
-        reports.put_nowait(progress.current_version)
-
-    config = SimpleNamespace(actor=SimpleNamespace(log_each_n_secs=0.001))
-    actor: Any = SimpleNamespace(config=config, progress=progress, changes=progress.changes, _report=report)
-    reporting = asyncio.create_task(Actor._report_regularly(actor))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(reports.get(), 0.05)
-    progress.apply_message(updated(7, incarnation=1))
-    assert [await asyncio.wait_for(reports.get(), 60) for _ in range(2)] == [7, 7]
-    reporting.cancel()

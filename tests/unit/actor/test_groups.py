@@ -18,7 +18,7 @@ from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_s
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.worker_messages import Answer, RolloutFailed, StartRollout
+from pipelinerl.actor.workers import Answer, RolloutFailed, StartRollout
 from pipelinerl.config import RunConfig
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import WorkerError

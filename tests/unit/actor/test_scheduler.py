@@ -12,7 +12,7 @@ from fakes.made_up_rollouts import HeldRollouts, InstantRollouts, attempt, ended
 from pipelinerl.actor import scheduler as scheduler_module
 from pipelinerl.actor.progress import Changes
 from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.worker_messages import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, StartRollout
 
 
 def scheduler_of(runner: Any, servers: int = 1, slots: int = 1, max_retries: int = 0) -> Scheduler:
@@ -146,25 +146,6 @@ async def test_r3_faults_of_this_machine_cost_tries_and_say_nothing_about_the_se
     assert answer is OWN_FAULT
     answer, rest = await play([REFUSED, OWN_FAULT, REFUSED], max_retries=1)
     assert isinstance(answer, RolloutFailed) and not rest
-
-
-async def test_r3_a_rollout_that_is_always_refused_ends_though_others_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its own code reports a refusal, about which the server's answers to others say nothing."""
-    now = [0.0]
-    monkeypatch.setattr(scheduler_module, "monotonic", lambda: now[0])
-
-    def answer(start: StartRollout) -> Answer:
-        now[0] += 1.0
-        assert now[0] < 1000, "tried forever"
-        return REFUSED if start.seed == 1 else ended(start.rollout_id)
-
-    scheduler = scheduler_of(InstantRollouts(answer), max_retries=1)
-    task = asyncio.create_task(scheduler.run(attempt(1)))
-    while not task.done():
-        assert isinstance(await scheduler.run(attempt(2)), RolloutEnded)
-    assert isinstance(task.result(), RolloutFailed) and now[0] < 70
 
 
 @pytest.mark.parametrize(("client_retries", "slept"), [(0, [0.125, 0.25, 0.5, 1.0, 2.0]), (3, [])])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
-import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from fakes.completions import as_json, packed
@@ -182,61 +179,9 @@ async def test_r3_time_out_and_connections_that_cannot_be_made() -> None:
     assert (await failure(make_llm("http://no-such-host.invalid:80", max_retries=0))).reason == "cannot_connect"
 
 
-async def test_a_process_without_descriptors_says_so() -> None:
-    """X6: the limit of descriptors is named."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with server(packed()) as (url, bodies):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-        try:
-            failed = await failure(make_llm(url, max_retries=0))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert failed.reason == "cannot_connect" and "ulimit -n" in str(failed)
-        assert bodies == []
-        assert (await ask(make_llm(url, max_retries=0))).token_ids == [5, 6, 7]
-
-
 async def test_o4_a_proxy_in_the_environment_is_bypassed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     async with server(packed()) as (url, _):
         assert (await ask(make_llm(url, max_retries=0))).finish_reason == "stop"
-
-
-async def test_connections_are_kept_and_a_cancelled_request_closes_its_own() -> None:
-    """The server sees the closed connection and stops sampling."""
-    peers: list[Any] = []
-    asked, closed = asyncio.Event(), asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peers.append(writer)
-        body = as_json()
-        try:
-            for _ in range(2):
-                head = await reader.readuntil(b"\r\n\r\n")
-                sent = await reader.readexactly(int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0]))
-                assert json.loads(sent)["token_ids"] == [1, 2]
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
-            await reader.readuntil(b"\r\n\r\n")
-            asked.set()
-            await reader.read()  # the rest of the request, until the connection ends
-        finally:
-            closed.set()
-            writer.close()
-
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    llm = make_llm(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
-    async with open_session() as session:
-        assert isinstance(session.connector, aiohttp.TCPConnector)
-        assert (session.connector.limit, session.connector.limit_per_host) == (0, 0)
-        for _ in range(2):
-            assert (await complete(llm, [1, 2], session)).token_ids == [5, 6, 7]
-        waiting = asyncio.create_task(complete(llm, [1, 2], session))
-        await asyncio.wait_for(asked.wait(), 60)
-        assert len(peers) == 1 and not closed.is_set()
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await asyncio.wait_for(closed.wait(), 60)
-    listening.close()

@@ -184,19 +184,6 @@ async def test_a_template_that_drops_thoughts_starts_a_new_sample(tokenizer: Pre
     ]
 
 
-async def test_white_space_that_a_template_trims_is_no_rewriting(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = build_tokenizer(32)
-    tokenizer.chat_template = STRIPS_THOUGHTS
-    script = Script(tokenizer, [" 1 \n", "2"])
-    with serving(tokenizer, script) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            await chat.ask("a")
-            await chat.ask("b")
-    assert sent(server)[1][: len(sent(server)[0]) + 4] == sent(server)[0] + script.answers[0][:4]
-    assert len(chat.training_texts()) == 1
-
-
 async def test_a_template_that_wants_calls_in_its_own_form(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = build_tokenizer(32)
     tokenizer.chat_template = WANTS_CALLS

@@ -21,7 +21,6 @@ from pipelinerl.records import (
     TrainerStarted,
     TrainingBatch,
     TrainingDone,
-    WeightUpdateSuccess,
 )
 
 LIMIT_S = 60.0
@@ -268,23 +267,6 @@ def test_a_group_delivered_twice_has_one_effect(tmp_path):
         run.actor.write(group(name))
     assert run.next_batch().group_ids == ["0-0", "0-1"]
     run.finish()
-
-
-def test_a_trainer_that_rolled_back_is_not_overrun(tmp_path):
-    first = Run(tmp_path)
-    for n in range(4):
-        first.actor.write(group(f"0-{n}"))
-    assert [first.next_batch().step for _ in range(2)] == [1, 2]
-    first.finish()
-    second = Run(tmp_path, incarnation=1)
-    second.trainer.write(WeightUpdateSuccess(version=0, time=0, seconds={}, num_servers=1, incarnation=1))
-    for n in range(10):
-        second.actor.write(group(f"1-{n}"))
-    assert [second.next_batch().step for _ in range(2)] == [1, 2]
-    assert second.next_batch(0.1) is None, "the trainer has two batches to train again before it needs another one"
-    second.step_done(1)
-    assert second.next_batch().step == 3
-    second.finish()
 
 
 def test_a_broken_trainer_stream_ends_the_loop(tmp_path):

@@ -90,9 +90,13 @@ class Server:
         self.thread.join(60)
 
 
+def servers(*urls, concurrency=64, return_timeout_s=0.0):
+    return ReferenceServers(urls, "secret", concurrency, 300.0, 3, return_timeout_s)
+
+
 def test_samples_are_scored_with_retries():
     with Server([503]) as one, Server() as two:
-        score = ReferenceServers([one.url, two.url + "/"], "secret")
+        score = servers(one.url, two.url + "/")
         done = score([sample(f"g/r{i}/s0") for i in range(4)])
     assert [s.ref_logprobs for s in done] == [[-0.3, -0.4, -0.5]] * 4
     authorization, body = two.requests[0]
@@ -111,20 +115,20 @@ def test_a_server_that_is_started_again_is_waited_for(monkeypatch, fault):
 
     monkeypatch.setattr(reference_module, "post", away)
     with Server() as server:
-        waiting = ReferenceServers([server.url], "t", return_timeout_s=60.0)
+        waiting = servers(server.url, return_timeout_s=60.0)
         assert waiting([sample("g/r0/s0")])[0] is not None
         problems[:] = [fault] * 9
-        assert ReferenceServers([server.url], "t")([sample("g/r0/s0")]) == [None]
+        assert servers(server.url)([sample("g/r0/s0")]) == [None]
         problems[:] = [503] * 9  # a server that is there and busy is not waited for so long
         assert waiting([sample("g/r0/s0")]) == [None]
 
 
 def test_a_refused_sample_fails_alone_and_a_wrong_token_ends_the_run():
     with Server([400]) as server:
-        done = ReferenceServers([server.url], "t", concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
+        done = servers(server.url, concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
         assert sum(s is None for s in done) == 1
     with Server([401]) as server, pytest.raises(EndRunError):
-        ReferenceServers([server.url], "t")([sample("g/r0/s0")])
+        servers(server.url)([sample("g/r0/s0")])
 
 
 def test_groups_are_scored_before_the_advantages_and_fails_what_could_not_be_scored():
