@@ -10,39 +10,31 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.base import (
-    EVALUATION_TOPIC,
-    FATES_TOPIC,
-    METRICS_TOPIC,
-    TRAINER_TOPIC,
-    StreamReader,
-)
+from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display, quiet_line, read_beats
-from pipelinerl.tracking.sinks import Sink, SinkInputs, make_sinks
+from pipelinerl.tracking.sinks import SinkInputs, make_sinks
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import Status, build_summary, has_learning_curve, plot_learning_curve, write_json
 from pipelinerl.world import WorldMap
 
+logger = logging.getLogger(__name__)
+
+RECORDING_KINDS = ("actor", "preprocessor", "finetune")
 #: So many steps in a row are said once; after that, every so many again.
 FIRST_AFTER_STEPS = 5
 AGAIN_AFTER_STEPS = 50
-ZERO_ADVANTAGE = "finetune/zero_advantage_fraction"
-_WHAT_TO_DO = (
-    "Print some answers and their rewards in your rollout function (it writes to {log}); then mend the reward "
-    "(`python -m pipelinerl check-domain` tries it), or choose easier or harder problems, or more attempts."
-)
 
 
 class LearningWatch:
-    """Counts what was of no use since the last step from which something could be learned.
+    """Says when nothing was learned for some steps: all attempts of each group got the same reward.
 
     Args:
         samples_per_step: of the configuration.
@@ -51,24 +43,23 @@ class LearningWatch:
 
     def __init__(self, samples_per_step: int, log: str) -> None:
         self._samples_per_step = samples_per_step
-        self._advice = _WHAT_TO_DO.format(log=log)
+        self._advice = (
+            "the attempts of each group got the same reward, so every advantage is 0. Print answers and rewards in "
+            f"your rollout function (it writes to {log}), and try the reward with `python -m pipelinerl check-domain`."
+        )
         self._steps = 0
         self._filtered = 0
 
     def step(self, record: MetricRecord) -> str | None:
         """Take the numbers of one step; returns what to tell the user, if it is time."""
-        fraction = record.values.get(ZERO_ADVANTAGE)
+        fraction = record.values.get("finetune/zero_advantage_fraction")
         if fraction is None:
             return None
         self._filtered = 0
         self._steps = self._steps + 1 if fraction >= 1 else 0
         if not _is_due(self._steps):
             return None
-        reward = record.values.get("finetune/reward_mean", 0.0)
-        return (
-            f"note: nothing was learned in {self._steps} steps in a row, up to step {record.step}: the attempts of "
-            f"each group got the same reward (mean {reward:.3f}), so every advantage is 0. {self._advice}"
-        )
+        return f"note: nothing was learned in {self._steps} steps in a row, up to step {record.step}: {self._advice}"
 
     def fate(self, record: FateRecord) -> str | None:
         """Take the end of some samples; with `filter_zero_advantage_groups` no step comes if all groups are such."""
@@ -79,20 +70,11 @@ class LearningWatch:
         steps = self._filtered // self._samples_per_step
         if steps == before or not _is_due(steps):
             return None
-        return (
-            f"note: {self._filtered} samples since the last step, enough for {steps} steps, were left out by "
-            "finetune.rl.filter_zero_advantage_groups: the attempts of each of their groups got the same reward. "
-            f"{self._advice}"
-        )
+        return f"note: {self._filtered} samples, enough for {steps} steps, were filtered in a row: {self._advice}"
 
 
 def _is_due(steps: int) -> bool:
     return steps >= FIRST_AFTER_STEPS and (steps - FIRST_AFTER_STEPS) % AGAIN_AFTER_STEPS == 0
-
-
-logger = logging.getLogger(__name__)
-
-RECORDING_KINDS = ("actor", "preprocessor", "finetune")
 
 
 class Collector:
@@ -103,7 +85,6 @@ class Collector:
         world: says which processes write.
         run_dir: where the results go.
         config: the resolved configuration.
-        sinks: where the numbers go; None: what `make_sinks` gives.
         display: what the terminal shows; None: the table or plain lines on standard output.
         incarnation: of this start. What earlier ones did counts, but is not told again.
     """
@@ -114,7 +95,6 @@ class Collector:
         world: WorldMap,
         run_dir: RunDir,
         config: RunConfig,
-        sinks: Sequence[Sink] | None = None,
         display: Display | None = None,
         incarnation: int = 0,
     ) -> None:
@@ -128,7 +108,7 @@ class Collector:
         self._lock = threading.RLock()
         self._sink_lock = threading.Lock()
         since = time.time()
-        self._sinks = list(make_sinks(SinkInputs(config, run_dir, since)) if sinks is None else sinks)
+        self._sinks = make_sinks(SinkInputs(config, run_dir, since))
         self._display = display or make_display(
             sys.stdout,
             self._title,
@@ -197,7 +177,10 @@ class Collector:
             *((EVALUATION_TOPIC, name, EvaluationResult, self._on_evaluation) for name in actors),
             *((TRAINER_TOPIC, job.name, TrainerMessage, self._on_trainer) for job in world.jobs_of("finetune")[:1]),
         ]
-        return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
+        return [
+            Feed(hub.reader(topic, name, kind), lambda entry, take=take: take(entry.record), f"{topic}-{name}")
+            for topic, name, kind, take in followed
+        ]
 
     def _on_metrics(self, record: MetricRecord) -> None:
         notice = None
@@ -282,10 +265,6 @@ class Collector:
         except Exception as error:  # noqa: BLE001 - a closed terminal never ends a run
             self._display_works = False
             logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
-
-
-def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:
-    return Feed(reader, lambda entry: take(entry.record), name)
 
 
 def _row(source: str, step: int, time_s: float, values: Mapping[str, float | None]) -> MetricRecord:

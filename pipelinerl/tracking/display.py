@@ -10,8 +10,9 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import monotonic
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -24,44 +25,44 @@ from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.state import RunState
 from pipelinerl.world import Job
 
-SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
+logger = logging.getLogger(__name__)
+
+REFRESHES_PER_SECOND = 2
+PLAIN_INTERVAL_S = 1.0
+#: Plain output says what is waited for when it had no line for so long.
+QUIET_INTERVAL_S = 20.0
+_SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
 _NONE = "-"
+_MAX_NAMED = 4
+_LONG_WAIT_S = 5.0
+_JOIN_S = 5.0  # a terminal may hold up a line for ever
+
+#: Runs a function on the state while nobody changes it.
+Snapshot = Callable[[Callable[[RunState], Any]], Any]
 
 
 def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
     """(label, text) of every row; a number that is not known yet is a dash."""
-    servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := SERVER_BUSY.fullmatch(name)))
-    fates = state.fates
+    number = partial(_number, state)
+    servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := _SERVER_BUSY.fullmatch(name)))
+    step = f"{state.steps}/{max_steps}" if max_steps else f"{state.steps}"
+    tokens, rollouts = number("actor/output_tokens_per_s", form=".0f"), number("actor/rollouts_per_s", form=".1f")
+    samples, loss = number("finetune/samples_per_s", form=".1f"), number("finetune/loss", form=".4g")
+    gradient = number("finetune/grad_norm", form=".3g")
+    mean, most = number("finetune/lag_mean_versions", form=".2f"), number("finetune/lag_max_versions", form=".0f")
+    update = f"version {state.version}, {_update_s(state)} s" if state.version is not None else _NONE
     return [
-        ("step", f"{_step(state, max_steps)}   ({_duration(state.training_seconds)} of training)"),
-        ("reward, training", _number(state, "preprocessor/reward_mean", "actor/reward_mean")),
-        ("success, training", _number(state, "preprocessor/success_rate", "actor/success_rate")),
+        ("step", f"{step}   ({_duration(state.training_seconds)} of training)"),
+        ("reward, training", number("preprocessor/reward_mean", "actor/reward_mean")),
+        ("success, training", number("preprocessor/success_rate", "actor/success_rate")),
         ("success, held out", _held_out(state)),
-        (
-            "sampling",
-            f"{_number(state, 'actor/output_tokens_per_s', form='.0f')} tokens/s, "
-            f"{_number(state, 'actor/rollouts_per_s', form='.1f')} rollouts/s",
-        ),
-        (
-            "training",
-            f"{_number(state, 'finetune/samples_per_s', form='.1f')} samples/s, "
-            f"loss {_number(state, 'finetune/loss', form='.4g')}, "
-            f"gradient norm {_number(state, 'finetune/grad_norm', form='.3g')}",
-        ),
-        (
-            "lag (versions)",
-            f"mean {_number(state, 'finetune/lag_mean_versions', form='.2f')}, "
-            f"max {_number(state, 'finetune/lag_max_versions', form='.0f')}",
-        ),
-        ("ESS", f"{_number(state, 'finetune/ess')}, after clamping {_number(state, 'finetune/ess_after_clamp')}"),
+        ("sampling", f"{tokens} tokens/s, {rollouts} rollouts/s"),
+        ("training", f"{samples} samples/s, loss {loss}, gradient norm {gradient}"),
+        ("lag (versions)", f"mean {mean}, max {most}"),
+        ("ESS", f"{number('finetune/ess')}, after clamping {number('finetune/ess_after_clamp')}"),
         ("servers", ", ".join(f"{index}: {busy:.0f} running" for index, busy in servers) or _NONE),
-        (
-            "last weight update",
-            f"version {state.version}, {state.last_update_seconds.get('total', 0.0):.2f} s"
-            if state.version is not None
-            else _NONE,
-        ),
-        ("samples", ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())) or _NONE),
+        ("last weight update", update),
+        ("samples", ", ".join(f"{count} {fate}" for fate, count in sorted(state.fates.items())) or _NONE),
     ]
 
 
@@ -76,26 +77,19 @@ def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
 
 
 def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) -> str:
-    """One step as one line.
-
-    Args:
-        state: the run so far.
-        max_steps: its end.
-        record: the trainer's numbers of that step. The preprocessor's of the same step are in `state`, if it has them.
-    """
-    step = record.step
+    """One step as one line. `record` has the trainer's numbers of that step, `state` those of the preprocessor."""
+    step, number = record.step, partial(_number, state)
     reward = record.values.get("finetune/reward_mean", state.history.get("preprocessor/reward_mean", {}).get(step))
     success = state.history.get("preprocessor/success_rate", {}).get(step)
     return (
         f"step {f'{step}/{max_steps}' if max_steps else step}"
         f" | reward {_NONE if reward is None else f'{reward:.3f}'}"
         f" | success {_NONE if success is None else f'{success:.3f}'}"
-        f" | grad norm {_number(state, 'finetune/grad_norm', form='.3g')}"
-        f" | {_number(state, 'actor/output_tokens_per_s', form='.0f')} tokens/s"
-        f" | lag {_number(state, 'finetune/lag_mean_versions', form='.2f')}"
-        f" (max {_number(state, 'finetune/lag_max_versions', form='.0f')})"
-        f" | ESS {_number(state, 'finetune/ess')}"
-        f" | update {state.last_update_seconds.get('total', 0.0):.2f} s"
+        f" | grad norm {number('finetune/grad_norm', form='.3g')}"
+        f" | {number('actor/output_tokens_per_s', form='.0f')} tokens/s"
+        f" | lag {number('finetune/lag_mean_versions', form='.2f')}"
+        f" (max {number('finetune/lag_max_versions', form='.0f')})"
+        f" | ESS {number('finetune/ess')} | update {_update_s(state)} s"
     )
 
 
@@ -103,39 +97,10 @@ def evaluation_line(result: EvaluationResult) -> str:
     """One evaluation as one line."""
     kind = "final evaluation" if result.is_final else f"evaluation at version {result.due_version}"
     failed = f", {result.num_failed} failed" if result.num_failed else ""
-    if result.success_rate is None or result.mean_reward is None:
-        found = "no rollout came to an end"
-    else:
+    found = "no rollout finished"
+    if result.success_rate is not None and result.mean_reward is not None:
         found = f"success {result.success_rate:.3f}, reward {result.mean_reward:.3f}"
     return f"{kind} on {result.dataset_name}: {found} ({result.num_rollouts} rollouts{failed}, {result.seconds:.1f} s)"
-
-
-def _step(state: RunState, max_steps: int | None) -> str:
-    return f"{state.steps}/{max_steps}" if max_steps else f"{state.steps}"
-
-
-def _number(state: RunState, *names: str, form: str = ".3f") -> str:
-    return next((format(state.latest[name], form) for name in names if name in state.latest), _NONE)
-
-
-def _held_out(state: RunState) -> str:
-    measured = [(r, r.success_rate) for r in state.evaluations if r.success_rate is not None]
-    if not measured:
-        return _NONE
-    last, success_rate = measured[-1]
-    before = state.held_out_success("before")
-    text = f"{success_rate:.3f} at version {last.max_version}"
-    return f"{text}   ({before:.3f} before)" if before is not None and last.due_version > 0 else text
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-_MAX_NAMED = 4
-_LONG_WAIT_S = 5.0
 
 
 def read_beats(run_dir: RunDir, jobs: Sequence[Job], since: float) -> dict[str, HeartbeatState | None]:
@@ -168,7 +133,32 @@ def quiet_line(
         known = config.finetune.known_steps
         step = f"step {state.steps + 1}/{known}" if known else f"step {state.steps + 1}"
         text = f"{step}: {_ready(state)} of {config.finetune.samples_per_step} samples are ready, {_sampling(state)}"
-    return f"{text}; {_named(waits)}" if waits else text
+    more = f", and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
+    return f"{text}; {', '.join(waits[:_MAX_NAMED])}{more}" if waits else text
+
+
+def _number(state: RunState, *names: str, form: str = ".3f") -> str:
+    return next((format(state.latest[name], form) for name in names if name in state.latest), _NONE)
+
+
+def _update_s(state: RunState) -> str:
+    return f"{state.last_update_seconds.get('total', 0.0):.2f}"
+
+
+def _held_out(state: RunState) -> str:
+    measured = [(r, r.success_rate) for r in state.evaluations if r.success_rate is not None]
+    if not measured:
+        return _NONE
+    last, success_rate = measured[-1]
+    before = state.held_out_success("before")
+    text = f"{success_rate:.3f} at version {last.max_version}"
+    return f"{text}   ({before:.3f} before)" if before is not None and last.due_version > 0 else text
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def _ready(state: RunState) -> str:
@@ -179,42 +169,10 @@ def _ready(state: RunState) -> str:
 
 def _sampling(state: RunState) -> str:
     latest = state.latest
-    running = sum(value for name, value in latest.items() if SERVER_BUSY.fullmatch(name))
+    running = sum(value for name, value in latest.items() if _SERVER_BUSY.fullmatch(name))
     text = f"{latest.get('actor/rollouts_per_s', 0.0):.1f} rollouts/s, {running:.0f} running"
     failed = latest.get("actor/failed_rollouts", 0.0)
     return f"{text}, {failed:.0f} failed" if failed else text
-
-
-def _named(parts: Sequence[str]) -> str:
-    more = f", and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
-    return ", ".join(parts[:_MAX_NAMED]) + more
-
-
-logger = logging.getLogger(__name__)
-
-REFRESHES_PER_SECOND = 2
-PLAIN_INTERVAL_S = 1.0
-#: Plain output says what is waited for when it had no line for so long.
-QUIET_INTERVAL_S = 20.0
-_JOIN_S = 5.0  # a terminal may hold up a line for ever
-
-
-class Display(Protocol):
-    """Shows a run. `snapshot` runs a function on the state while nobody changes it."""
-
-    def start(self, snapshot: Callable[[Callable[[RunState], object]], object]) -> None: ...
-
-    def step_recorded(self, state: RunState, record: MetricRecord) -> None:
-        """The trainer's numbers of a step arrived."""
-        ...
-
-    def notice(self, text: str) -> None:
-        """Something that the user should know now."""
-        ...
-
-    def evaluated(self, state: RunState, result: EvaluationResult) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class LiveDisplay:
@@ -225,7 +183,7 @@ class LiveDisplay:
         self._title, self._max_steps = title, max_steps
         self._live: Live | None = None
 
-    def start(self, snapshot: Callable[[Callable[[RunState], object]], object]) -> None:
+    def start(self, snapshot: Snapshot) -> None:
         def render() -> Table:
             table = snapshot(lambda state: render_table(state, self._title, self._max_steps))
             assert isinstance(table, Table)
@@ -270,13 +228,13 @@ class PlainDisplay:
         self._stopped = False
         self._thread: threading.Thread | None = None
 
-    def start(self, snapshot: Callable[[Callable[[RunState], object]], object]) -> None:
+    def start(self, snapshot: Snapshot) -> None:
         """Lines come with the records; from now on also when there are none."""
         if self._describe is not None:
             self._thread = threading.Thread(target=self._fill, args=(snapshot,), name="quiet-lines", daemon=True)
             self._thread.start()
 
-    def _fill(self, snapshot: Callable[[Callable[[RunState], object]], object]) -> None:
+    def _fill(self, snapshot: Snapshot) -> None:
         assert self._describe is not None
         while True:
             with self._news:
@@ -318,10 +276,11 @@ class PlainDisplay:
             self._news.notify_all()
 
 
-def make_display(
-    stream: TextIO, title: str, max_steps: int | None, describe: Callable[[RunState], str] | None = None
-) -> Display:
+Display = LiveDisplay | PlainDisplay
+
+
+def make_display(stream: TextIO, title: str, max_steps: int | None, describe: Callable[[RunState], str]) -> Display:
     """The table where the terminal can redraw, lines elsewhere."""
     if stream.isatty() and Console(file=stream).is_terminal and not Console(file=stream).is_dumb_terminal:
         return LiveDisplay(stream, title, max_steps)
-    return PlainDisplay(stream, max_steps, describe=describe)
+    return PlainDisplay(stream, max_steps, describe)

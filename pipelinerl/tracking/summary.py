@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +12,11 @@ from pipelinerl.rundir.durable import replace_file
 from pipelinerl.tracking.state import RunState
 
 Status = Literal["completed", "failed", "interrupted"]
+# First name that has data wins.
+# Of the rollouts of each batch. What ended lately (`actor/...`) is biased: quick rollouts end first.
+_REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
+_SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
+_LAG = (("finetune/lag_mean_versions", "mean", "-"), ("finetune/lag_max_versions", "max", ":"))
 
 
 def build_summary(state: RunState, status: Status, reason: str | None) -> dict[str, Any]:
@@ -51,16 +56,6 @@ def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# First name that has data wins.
-# Of the rollouts of each batch. What ended lately (`actor/...`) is biased: quick rollouts end first.
-_REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
-_SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
-_LAG = (("finetune/lag_mean_versions", "mean", "-"), ("finetune/lag_max_versions", "max", ":"))
-
-
 def has_learning_curve(state: RunState) -> bool:
     """Whether there is anything to draw."""
     names = (*_REWARD, *_SUCCESS, *(name for name, _, _ in _LAG))
@@ -73,55 +68,38 @@ def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
     Raises:
         OSError: the disk refuses.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
     curve, lag = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     figure.suptitle(title)
-    _draw_training(curve, state)
-    _draw_held_out(curve, state)
+    for names, label, color in ((_REWARD, "reward", "tab:blue"), (_SUCCESS, "success", "tab:green")):
+        # A batch that was ready when training ended was never trained.
+        curves = ([p for p in sorted(state.history.get(name, {}).items()) if p[0] <= state.steps] for name in names)
+        if points := next(filter(None, curves), None):
+            curve.plot(*zip(*points, strict=True), label=f"{label}, training", color=color, linewidth=1.3)
+    for index, (name, found) in enumerate(_held_out(state).items()):
+        curve.plot(*zip(*found, strict=True), "o--", label=f"success, held out ({name})", color=f"C{index + 3}")
+        for version, rate in found:
+            curve.annotate(f"{rate:.2f}", (version, rate), textcoords="offset points", xytext=(0, 9), ha="center")
+    for name, label, style in _LAG:
+        if points := sorted(state.history.get(name, {}).items()):
+            lag.plot(*zip(*points, strict=True), style, label=label, color="tab:gray")
     curve.set_ylabel("success rate / reward")
-    curve.grid(alpha=0.3)
-    if curve.get_legend_handles_labels()[0]:
-        curve.legend(loc="best")
-    _draw_lag(lag, state)
+    lag.set_ylabel("lag (versions)")
+    lag.set_xlabel("policy version (optimizer steps)")
+    for axes in (curve, lag):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, format="png")
 
 
-def _draw_training(axes: Axes, state: RunState) -> None:
-    for names, label, color in (
-        (_REWARD, "reward, training", "tab:blue"),
-        (_SUCCESS, "success, training", "tab:green"),
-    ):
-        for name in names:
-            # A batch that was ready when training ended was never trained.
-            if points := sorted(item for item in state.history.get(name, {}).items() if item[0] <= state.steps):
-                axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=1.3)
-                break
-
-
-def _draw_held_out(axes: Axes, state: RunState) -> None:
-    points_of: dict[str, list[tuple[int, float]]] = {}
+def _held_out(state: RunState) -> dict[str, list[tuple[int, float]]]:
+    """(version, success rate) of the evaluations, by data set."""
+    points: dict[str, list[tuple[int, float]]] = {}
     for result in state.evaluations:
         if result.success_rate is not None:
-            points_of.setdefault(result.dataset_name, []).append((result.max_version, result.success_rate))
-    for index, (name, found) in enumerate(points_of.items()):
-        points = sorted(found)
-        label = "success, held out" + (f" ({name})" if len(points_of) > 1 else "")
-        axes.plot(*zip(*points, strict=True), "o--", label=label, color=f"C{index + 3}", markersize=7)
-        for version, rate in points:
-            axes.annotate(f"{rate:.2f}", (version, rate), textcoords="offset points", xytext=(0, 9), ha="center")
-
-
-def _draw_lag(axes: Axes, state: RunState) -> None:
-    for name, label, style in _LAG:
-        if points := sorted(state.history.get(name, {}).items()):
-            axes.plot(*zip(*points, strict=True), style, label=label, color="tab:gray")
-    axes.set_ylabel("lag (versions)")
-    axes.set_xlabel("policy version (optimizer steps)")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best")
+            points.setdefault(result.dataset_name, []).append((result.max_version, result.success_rate))
+    return {name: sorted(found) for name, found in points.items()}

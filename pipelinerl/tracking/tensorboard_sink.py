@@ -1,5 +1,6 @@
 """Numbers of a run as TensorBoard event files, one value for each metric and policy version.
 
+Imported only where it is asked for: it needs the extra `tensorboard`.
 Raises freely. Every start writes one new file from the run's streams, then empties the older ones: a crash loses
 nothing, and what a resume repeats is there once.
 """
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.secrets import redact
@@ -43,16 +48,9 @@ class TensorBoardSink:
 
     Raises:
         OSError: the folder cannot be written.
-        ImportError: the package tensorboard is not installed.
     """
 
     def __init__(self, inputs: SinkInputs) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.summary_v2 import text_pb
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary, self._text = Event, Summary, text_pb
         since, folder = inputs.since, events_folder(inputs.config, inputs.run_dir)
         self._since = since
         self._held: dict[str, Rows] = {}
@@ -108,17 +106,17 @@ class TensorBoardSink:
                 file.unlink()
 
     def _put_values(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._put(step, time_s, summary=self._summary(value=scalars))
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._put(step, time_s, summary=Summary(value=scalars))
 
     def _put_text(self, tag: str, step: int, time_s: float, data: Mapping[str, Any]) -> None:
         text = yaml.safe_dump(redact(data), sort_keys=False, allow_unicode=True, width=10_000)
         # TensorBoard reads Markdown: what is indented is shown as it is.
         indented = "".join(f"    {line}\n" for line in text.splitlines())
-        self._put(step, time_s, summary=self._text(tag, indented))
+        self._put(step, time_s, summary=text_pb(tag, indented))
 
     def _put(self, step: int, time_s: float, **content: Any) -> None:
-        self._writer.write(self._event(step=step, wall_time=time_s, **content).SerializeToString())
+        self._writer.write(Event(step=step, wall_time=time_s, **content).SerializeToString())
 
 
 def add_row(rows: Rows, record: MetricRecord) -> None:

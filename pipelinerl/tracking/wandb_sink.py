@@ -101,7 +101,7 @@ def tracked_run(section: WandbConfig, identity: RunIdentity | None) -> tuple[str
 
 def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Callable[[], object]]:
     """Start W&B's run; return it, and what ends W&B."""
-    import wandb
+    import wandb  # late: only where it is asked for, as it is slow to load
 
     section = config.wandb
     if section.mode == "online":

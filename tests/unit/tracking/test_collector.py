@@ -164,6 +164,7 @@ def test_a_corrupt_stream_is_raised_and_the_rest_is_still_summed_up(tmp_path: Pa
     run = Run(tmp_path)
     run.play()
     shard = tmp_path / "streams/metrics/actor_0/0/00000000000000000000.jsonl"
+    shard.parent.mkdir(parents=True, exist_ok=True)
     shard.write_bytes(b"garbage\n")
     run.collector.start()
     assert run.collector.write_summary("completed", None)["steps"] == 1

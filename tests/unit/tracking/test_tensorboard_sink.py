@@ -15,13 +15,11 @@ from pipelinerl.records import EvaluationResult, MetricRecord, TrainerMessage, W
 from pipelinerl.rundir.identity import RunIdentity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.tracking import tensorboard_sink
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.sinks import SinkInputs
-from pipelinerl.tracking.tensorboard_sink import TensorBoardSink, events_folder
 from pipelinerl.world import Job, WorldMap
 
-pytest.importorskip("tensorboard", reason="pip install pipelinerl[tensorboard]")
+tensorboard_sink = pytest.importorskip("pipelinerl.tracking.tensorboard_sink", reason="needs the extra tensorboard")
 
 START = 100.0  # of the launcher that is writing; what is older was recorded before a resume
 Points = list[tuple[int, float]]
@@ -72,8 +70,8 @@ def config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate({"output_dir": "x", "wandb": {"mode": "disabled"}, **changes})
 
 
-def sink(folder: Path, since: float = 0.0, records: Iterable[MetricRecord] = ()) -> TensorBoardSink:
-    made = TensorBoardSink(SinkInputs(config(), RunDir(folder), since))
+def sink(folder: Path, since: float = 0.0, records: Iterable[MetricRecord] = ()) -> Any:
+    made = tensorboard_sink.TensorBoardSink(SinkInputs(config(), RunDir(folder), since))
     for record in records:
         made.log(record)
     return made
@@ -94,7 +92,7 @@ def test_values_steps_and_times_are_there_at_once(tmp_path: Path) -> None:
 
 def test_o5_the_configuration_is_text_without_secrets(tmp_path: Path) -> None:
     secrets = {"api_key": "key-of-mine", "endpoint": "https://me:word-of-mine@host/v1", "max_tokens": 5}
-    made = TensorBoardSink(SinkInputs(config(custom=secrets), RunDir(tmp_path), 0.0))
+    made = tensorboard_sink.TensorBoardSink(SinkInputs(config(custom=secrets), RunDir(tmp_path), 0.0))
     made.finish({"reason": "redis://u:word-of-mine@h:1 is gone"})
     shown = text(tmp_path, "run/config")
     for part in ("    seed: 42", "  api_key: '***'", "https://***@host/v1", "  max_tokens: 5"):
@@ -159,10 +157,10 @@ def test_a_source_goes_on_where_it_was_and_others_go_back(tmp_path: Path) -> Non
 
 def test_a_folder_of_the_users_is_for_many_runs(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
-    assert events_folder(config(), run_dir) == tmp_path / "run" / "tensorboard"
+    assert tensorboard_sink.events_folder(config(), run_dir) == tmp_path / "run" / "tensorboard"
     write_identity(run_dir.identity_file, RunIdentity(run_id="run-1a2b", incarnation=0))
     shared = config(tensorboard={"folder": str(tmp_path / "all")})
-    assert events_folder(shared, run_dir) == tmp_path / "all" / "run-1a2b"
+    assert tensorboard_sink.events_folder(shared, run_dir) == tmp_path / "all" / "run-1a2b"
 
 
 def play(tmp_path: Path, tensorboard: dict[str, Any]) -> None:
