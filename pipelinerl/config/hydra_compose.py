@@ -6,7 +6,6 @@ The user's folder is searched before the shipped one, so that a user's file may 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipelinerl.config.agent import DATA_KEYS
@@ -63,9 +62,10 @@ def compose_plain(name: str, user_dirs: Sequence[Path] = (), words: Sequence[str
             composed = compose(config_name=name, overrides=prepared)
         # Defaults of the schema below the files, so that an interpolation may name any key.
         config = OmegaConf.merge(OmegaConf.create(schema_defaults()), composed)
-        assert isinstance(config, DictConfig)
+        data = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+        assert isinstance(data, dict)
         return PlainConfig(
-            data=_plain(config),
+            data={str(key): value for key, value in data.items()},
             override_keys=frozenset(override.key_or_group for override in overrides),
             config_file=config_file,
             notes=_hydra_notes(overrides, config_file),
@@ -98,13 +98,8 @@ def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_overrides([text])[0]
     except OverrideParseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            "override",
-            text,
-            "key=value, group=name, +key=value or ~key",
-            f"Quote values with special characters, as in 'key=\"a, b\"' ({reason}).",
-        ) from error
+        next_step = f"Quote values with special characters, as in 'key=\"a, b\"' ({str(error).splitlines()[0]})."
+        raise ConfigError("override", text, "key=value, group=name, +key=value or ~key", next_step) from error
 
 
 def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
@@ -118,58 +113,31 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
         return text
     group = key.replace(".", "/")
     if any((folder / group).is_dir() for folder in search_dirs):
-        return _group_override(key, override)
+        value = override.value()
+        if group == "deepspeed":  # a folder of files, not a group
+            raise ConfigError(group, value, "no such key", f"Write backend=deepspeed backend.config={value}.")
+        if not isinstance(value, str):
+            raise ConfigError(key, value, "the name of a file in that group", f"Set single keys as {key}.KEY=VALUE.")
+        return text
     if not is_known(key):
         raise unknown_key(key, override.value(), COMMAND_LINE)
     return "++" + text.lstrip("+")
 
 
-def _group_override(group: str, override: Override) -> str:
-    """Check the choice of a file of a group; `deepspeed` is a folder of files, not a group."""
-    value = override.value()
-    if group == "deepspeed":
-        raise ConfigError(group, value, "no such key", f"Write backend=deepspeed backend.config={value}.")
-    if not isinstance(value, str):
-        raise ConfigError(group, value, "the name of a file in that group", f"Set single keys as {group}.KEY=VALUE.")
-    return str(override.input_line)
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    if not isinstance(resolved, dict):
-        raise ConfigError("config", resolved, "a mapping of keys to values", "Write `key: value` lines.")
-    return {str(key): value for key, value in resolved.items()}
-
-
 def _translate(error: Exception, config_file: Path, search_dirs: Sequence[Path]) -> ConfigError:
     """Turn what Hydra, OmegaConf or YAML raised into one `ConfigError`."""
-    text = " ".join(str(error).split())
     where = f"It is in {config_file}, a file that it includes, or the command line."
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark
         place = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(config_file)
         return ConfigError("config file", place, "YAML", f"Correct that line: {error.problem}.")
     if isinstance(error, MissingConfigException):
-        return _missing_config(error, config_file, search_dirs)
-    interpolation = re.search(r"[Ii]nterpolation key '([^']*)' not found|Unsupported interpolation type (\S+)", text)
-    key = str(getattr(error, "full_key", None) or "")
-    if interpolation:
-        name = interpolation.group(1) or interpolation.group(2)
-        return ConfigError(key or "interpolation", "${" + name + "}", "the name of an existing key", where)
-    variable = re.search(r"Environment variable '([^']*)' not found", text)
-    if variable:
-        next_step = f"Set it, or give a default: ${{oc.env:{variable.group(1)},DEFAULT}}."
-        return ConfigError(key or "interpolation", f"${variable.group(1)}", "a set environment variable", next_step)
-    if isinstance(error, ConfigCompositionException) and error.__cause__ is not None:
-        inner = str(error.__cause__).splitlines()
-        text = f"{text} ({inner[0]})" if inner else text
-    return ConfigError(key or "configuration", text, "files and overrides that compose", where)
-
-
-def _missing_config(error: MissingConfigException, config_file: Path, search_dirs: Sequence[Path]) -> ConfigError:
-    missing = str(error.missing_cfg_file or "").removesuffix(".yaml")
-    group, _, name = missing.rpartition("/")
-    names = sorted({known for folder in search_dirs for known in config_names(folder / group)}) if missing else []
-    expected = "one of " + ", ".join(names) if names else "an existing file"
-    hint = f"{did_you_mean(name, names)} It is named in {config_file} or on the command line."
-    return ConfigError(group or "defaults", name or missing, expected, hint)
+        group, _, name = str(error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
+        names = sorted({known for folder in search_dirs for known in config_names(folder / group)}) if name else []
+        return ConfigError(
+            group or "defaults", name, f"one of {', '.join(names)}", f"{did_you_mean(name, names)} {where}"
+        )
+    cause = f" ({error.__cause__})" if isinstance(error, ConfigCompositionException) and error.__cause__ else ""
+    text = " ".join(f"{error}{cause}".split())
+    key = str(getattr(error, "full_key", None) or "configuration")
+    return ConfigError(key, text, "files and overrides that compose", where)

@@ -16,7 +16,7 @@ from typing import Any
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC
+from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, StreamReader
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display, quiet_line, read_beats
@@ -177,10 +177,7 @@ class Collector:
             *((EVALUATION_TOPIC, name, EvaluationResult, self._on_evaluation) for name in actors),
             *((TRAINER_TOPIC, job.name, TrainerMessage, self._on_trainer) for job in world.jobs_of("finetune")[:1]),
         ]
-        return [
-            Feed(hub.reader(topic, name, kind), lambda entry, take=take: take(entry.record), f"{topic}-{name}")
-            for topic, name, kind, take in followed
-        ]
+        return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
 
     def _on_metrics(self, record: MetricRecord) -> None:
         notice = None
@@ -265,6 +262,10 @@ class Collector:
         except Exception as error:  # noqa: BLE001 - a closed terminal never ends a run
             self._display_works = False
             logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
+
+
+def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:
+    return Feed(reader, lambda entry: take(entry.record), name)
 
 
 def _row(source: str, step: int, time_s: float, values: Mapping[str, float | None]) -> MetricRecord:

@@ -37,31 +37,15 @@ def job(kind: str, idx: int = 0) -> Job:
     return Job(kind, f"{kind}_{idx}", idx, 0, 0, "127.0.0.1", [], None, None, None, 1)
 
 
-WORLD = WorldMap(
-    jobs=[job("actor_llm"), job("actor"), job("preprocessor"), job("finetune", 0), job("finetune", 1)],
-    device="cpu",
-    world_size=1,
-    rank=0,
-    gpus_per_llm=1,
-    master_addr="127.0.0.1",
-    master_port=1,
-)
+JOBS = [job("actor_llm"), job("actor"), job("preprocessor"), job("finetune", 0), job("finetune", 1)]
+WORLD = WorldMap(JOBS, "cpu", 1, 0, 1, "127.0.0.1", 1)
 
 
 def evaluation(due: int, success: float, final: bool) -> EvaluationResult:
+    numbers: dict[str, Any] = {"num_rollouts": 10, "num_failed": 0, "success_rate": success, "mean_reward": success}
+    versions: dict[str, Any] = {"due_version": due, "min_version": due, "max_version": due, "is_final": final}
     return EvaluationResult(
-        due_version=due,
-        min_version=due,
-        max_version=due,
-        is_final=final,
-        dataset_name="test",
-        num_rollouts=10,
-        num_failed=0,
-        success_rate=success,
-        mean_reward=success,
-        metrics={"turns": 3.5},
-        seconds=1.0,
-        time=11.0 + due,
+        **numbers, **versions, dataset_name="test", metrics={"turns": 3.5}, seconds=1.0, time=11.0 + due
     )
 
 
@@ -145,7 +129,7 @@ def test_steps_without_anything_to_learn_are_said_and_not_again_after_a_resume(t
         numbers.log(step, {"finetune/loss": 0.0, "finetune/zero_advantage_fraction": 1.0, "finetune/reward_mean": 0.0})
     numbers.close()
     run.collector.write_summary("interrupted", "signal")
-    assert run.screen.getvalue().count("note: nothing was learned in 5 steps in a row, up to step 5") == 1
+    assert run.screen.getvalue().count("note: ") == 1 and "up to step 5" in run.screen.getvalue()
     run.screen.truncate(0)
     again = run.make_collector(incarnation=1)
     again.start()
@@ -153,11 +137,12 @@ def test_steps_without_anything_to_learn_are_said_and_not_again_after_a_resume(t
     assert "step" not in run.screen.getvalue()
 
 
-def test_a_run_that_ended_before_anything_still_gets_its_summary(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_anything_still_gets_its_summary_and_is_not_drawn(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.collector.start()
     assert run.collector.write_summary("failed", "actor_0 died")["reason"] == "actor_0 died"
     assert json.loads(run.dir.summary_file.read_text())["status"] == "failed"
+    assert not run.dir.learning_curve_file.exists()
 
 
 def test_a_corrupt_stream_is_raised_and_the_rest_is_still_summed_up(tmp_path: Path) -> None:
@@ -172,13 +157,6 @@ def test_a_corrupt_stream_is_raised_and_the_rest_is_still_summed_up(tmp_path: Pa
         run.collector.raise_if_failed()
 
 
-def test_a_run_that_failed_before_it_had_numbers_is_not_drawn(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.collector.start()
-    assert run.collector.write_summary("failed", "no such model")["status"] == "failed"
-    assert not run.dir.learning_curve_file.exists()
-
-
 def test_o1_a_broken_terminal_and_a_full_disk_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(tmp_path)
     run.screen.close()
@@ -189,8 +167,8 @@ def test_o1_a_broken_terminal_and_a_full_disk_end_nothing(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         run.play()
         assert run.collector.write_summary("completed", None)["steps"] == 1
-    for part in ("display is off", "summary.json cannot be written", "learning_curve.png cannot be drawn"):
-        assert caplog.text.count(part) == 1
+    for part in ("display", "summary.json", "learning_curve.png"):
+        assert sum(part in record.getMessage().partition(":")[0] for record in caplog.records) == 1
 
 
 class FakeWandb(types.ModuleType):
@@ -256,9 +234,9 @@ def test_o1_wandb_that_raises_is_one_warning(
     with caplog.at_level(logging.WARNING):
         run.play()
         assert run.collector.write_summary("completed", None)["steps"] == 1
-    assert caplog.text.count("W&B is off from now on: TimeoutError: no answer from the server") == 1
+    assert len(caplog.records) == 1 and "TimeoutError: no answer from the server" in caplog.text
     said = capsys.readouterr().err
-    assert said.count("W&B is off: TimeoutError: no answer from the server. ") == 1 and "wandb.mode=offline" in said
+    assert said.count("TimeoutError: no answer from the server") == 1 and "wandb.mode=offline" in said
 
 
 def test_o1_an_unreachable_wandb_is_never_started(
@@ -273,7 +251,7 @@ def test_o1_an_unreachable_wandb_is_never_started(
         run.collector.start()
         run.collector.write_summary("completed", None)
     assert fake.calls == ["teardown"]
-    assert caplog.text.count("W&B is off from now on: ConnectionRefusedError") == 1
+    assert len(caplog.records) == 1 and "ConnectionRefusedError" in caplog.text
 
 
 def test_disabled_wandb_is_never_imported(tmp_path: Path) -> None:

@@ -62,14 +62,15 @@ def running() -> RunState:
 
 def test_rows_of_the_table() -> None:
     rows = dict(table_rows(running(), max_steps=40))
-    assert rows["step"] == "1/40   (2:05 of training)"
-    assert rows["reward, training"] == "0.500"
-    assert rows["success, held out"] == "0.375 at version 0"
-    assert rows["sampling"] == "3100 tokens/s, 12.3 rollouts/s"
-    assert rows["lag (versions)"] == "mean 1.25, max 3"
-    assert rows["ESS"] == "0.930, after clamping 0.970"
-    assert rows["servers"] == "0: 4 running, 1: 7 running"
-    assert rows["last weight update"] == "version 0, 0.30 s"
+    assert rows["step"].startswith("1/40 ") and "2:05" in rows["step"]
+    assert (rows["reward, training"], rows["success, training"]) == ("0.500", "0.625")
+    assert (rows["lag (versions)"], rows["servers"]) == ("mean 1.25, max 3", "0: 4 running, 1: 7 running")
+    for row, numbers in (
+        ("sampling", ("3100", "12.3")),
+        ("ESS", ("0.930", "0.970")),
+        ("success, held out", ("0.375",)),
+    ):
+        assert all(number in rows[row] for number in numbers)
 
 
 def test_rows_of_a_run_that_has_not_begun() -> None:
@@ -93,15 +94,6 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     assert progress_line(state, None, older).startswith("step 2 | reward 0.250 | ")
 
 
-def test_the_last_step_always_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display_module, "monotonic", iter((0.0, 0.1)).__next__)
-    stream = io.StringIO()
-    display = PlainDisplay(stream, 2)
-    for step in (1, 2):
-        display.step_recorded(running(), MetricRecord(source="finetune_0", step=step, time=1.0, values={}))
-    assert [line.partition(" |")[0] for line in stream.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
-
-
 def test_notices_are_lines_and_stand_above_the_table() -> None:
     stream, table = io.StringIO(), io.StringIO()
     PlainDisplay(stream, 2).notice("note: look [here]")
@@ -110,21 +102,22 @@ def test_notices_are_lines_and_stand_above_the_table() -> None:
     display.start(lambda read: read(running()))
     display.notice("note: look [here]")
     display.stop()
-    assert "note: look [here]" in table.getvalue()
+    display.stop()
+    assert all(part in table.getvalue() for part in ("note: look [here]", "3100 tokens/s", "quickstart"))
 
 
-def test_plain_lines_come_at_most_once_a_second_and_evaluations_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_come_at_most_once_a_second_but_for_evaluations_and_the_last_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(display_module, "monotonic", iter((0.0, 0.5, 0.9, 1.0, 1.5)).__next__)
     stream = io.StringIO()
-    display = PlainDisplay(stream, 40)
-    for _ in range(5):
-        display.step_recorded(running(), STEP)
+    display = PlainDisplay(stream, 2)
+    for step in (1, 1, 1, 1, 2):
+        display.step_recorded(running(), msgspec.structs.replace(STEP, step=step))
     display.evaluated(running(), EVALUATION)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 3
-    assert lines[-1] == (
-        "evaluation at version 0 on guessing_test: success 0.375, reward 0.250 (512 rollouts, 2 failed, 12.0 s)"
-    )
+    *steps, evaluation = stream.getvalue().splitlines()
+    assert [line.partition(" |")[0] for line in steps] == ["step 1/2", "step 1/2", "step 2/2"]
+    assert all(part in evaluation for part in ("guessing_test", "0.375", "0.250", "512 rollouts", "2 failed", "12.0 s"))
 
 
 def test_an_evaluation_that_failed_altogether_is_said_and_shown_nowhere_as_a_value(tmp_path: Path) -> None:
@@ -140,15 +133,6 @@ def test_an_evaluation_that_failed_altogether_is_said_and_shown_nowhere_as_a_val
     assert state.held_out_success("after") is None
     plot_learning_curve(state, tmp_path / "curve.png", "run")
     assert (tmp_path / "curve.png").stat().st_size > 0
-
-
-def test_the_live_table_is_drawn_from_the_present_state() -> None:
-    stream = io.StringIO()
-    display = LiveDisplay(stream, "quickstart", 40)
-    display.start(lambda read: read(running()))
-    display.stop()
-    display.stop()
-    assert "3100 tokens/s" in stream.getvalue() and "quickstart" in stream.getvalue()
 
 
 def test_the_plot_is_a_picture_also_of_an_empty_run(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_background_sink_that_hangs_is_left_alone(caplog: pytest.LogCaptureFix
     sink.log(record(0))
     with caplog.at_level(logging.WARNING):
         sink.finish({})
-    assert "W&B did not finish within 0 s and is left alone" in caplog.text
+    assert len(caplog.records) == 1 and "W&B" in caplog.text
     gate.set()
 
 
