@@ -32,7 +32,7 @@ from pipelinerl.run.preflight import Start, check_dry_run, check_node, check_sta
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
 from pipelinerl.run.restart import can_resume
 from pipelinerl.run.session import supervise, supervise_jobs
-from pipelinerl.run.show import plan_of, print_plan
+from pipelinerl.run.show import print_plan
 from pipelinerl.run.start import RunSession, build_commands, enter
 from pipelinerl.rundir.identity import read_identity
 from pipelinerl.rundir.layout import RunDir
@@ -86,7 +86,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     with FreePorts(config, cluster.rank, reserve=False) as ports:
         world = build_world_map(config, cluster, ports)
     commands = build_commands(world, RunDir(Path(config.output_dir).absolute()), os.environ, composed.search_dirs)
-    print_plan(plan_of(config, world, commands, composed.notes))
+    print_plan(config, world, commands, composed.notes)
     sys.stdout.flush()
     say(checked)
     return 0

@@ -115,19 +115,13 @@ def _stop(feed: Feed[PoolAnswer]) -> None:
 
 def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> dict[str, Any]:
     """Write `summary.json` and return its content."""
-    summary = collector.write_summary(outcome.status, outcome.reason)
+    collector.stop()
     more: dict[str, Any] = {}
     if session.restarts:
         more |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}
     if (best := _settle_best(session, collector)) is not None:
         more |= {"best_model": best}
-    if more:
-        summary |= more
-        try:
-            write_json(session.run_dir.summary_file, summary)
-        except OSError as error:  # how the run ended does not depend on it
-            logger.error("%s cannot be written: %s", session.run_dir.summary_file, error)
-    return summary
+    return collector.write_summary(outcome.status, outcome.reason, more)
 
 
 def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,9 +29,9 @@ _ROWS = (
 )
 
 
-def plan_of(config: RunConfig, world: WorldMap, commands: Sequence[Command], notes: Sequence[str] = ()) -> Group:
-    """What would be started where."""
-    parts: list[RenderableType] = [
+def print_plan(config: RunConfig, world: WorldMap, commands: Sequence[Command], notes: Sequence[str] = ()) -> None:
+    """What would be started where, to stdout; wide enough that no command is cut when that is not a terminal."""
+    parts = [
         Text(f"Plan of the run in {config.output_dir} (nothing is started or written)", style="bold"),
         Text(
             f"model {config.model_path}, device {world.device}, {world.world_size} node(s), "
@@ -48,7 +48,11 @@ def plan_of(config: RunConfig, world: WorldMap, commands: Sequence[Command], not
         Text("Commands", style="bold"),
     ]
     parts += [_command_text(command) for command in commands]
-    return Group(*parts)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=200, no_color=True, highlight=False)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text), markup=False)
 
 
 def _schedule_text(config: RunConfig, world: WorldMap) -> str:
@@ -63,22 +67,8 @@ def _schedule_text(config: RunConfig, world: WorldMap) -> str:
     return f"{text}, colocated: servers {turns} while the trainer trains"
 
 
-def print_plan(plan: Group) -> None:
-    """Print to stdout; wide enough that no command is cut when the output is not a terminal."""
-    console = Console(soft_wrap=True)
-    console.print(plan if console.is_terminal else _as_text(plan), markup=False, highlight=False)
-
-
-def _as_text(plan: Group) -> str:
-    recorder = Console(width=200, no_color=True)
-    with recorder.capture() as captured:
-        for part in plan.renderables:
-            recorder.print(part, soft_wrap=isinstance(part, Text), markup=False, highlight=False)
-    return captured.get().rstrip("\n")
-
-
 def _jobs_table(world: WorldMap) -> Table:
-    table = Table(title=None)
+    table = Table()
     for heading in ("job", "node", "host", "GPUs" if world.device == "cuda" else "cores", "port", "weights port"):
         table.add_column(heading, no_wrap=True)
     for job in world.jobs:
@@ -102,7 +92,11 @@ def print_result(outcome: Outcome, summary: Mapping[str, Any], run_dir: RunDir) 
     console = Console(highlight=False, soft_wrap=True)
     has_results = bool(summary.get("steps") or summary.get("success_before") is not None)
     if has_results:
-        _print_table(console, summary)
+        table = Table(show_header=False)
+        for label, key, pattern in _ROWS:
+            if summary.get(key) is not None:
+                table.add_row(label, pattern.format(summary[key]))
+        console.print(table)
     for label, path in (
         ("summary", run_dir.summary_file),
         ("learning curve", run_dir.learning_curve_file),
@@ -129,14 +123,6 @@ def _about_best(summary: Mapping[str, Any]) -> str:
     last = best["max_version"]
     span = "" if last == best["version"] else f" measured over versions {best['version']} to {last}"
     return f"best model (version {best['version']}, {best['metric']} {best['value']:g}{span})"
-
-
-def _print_table(console: Console, summary: Mapping[str, Any]) -> None:
-    table = Table(show_header=False)
-    for label, key, pattern in _ROWS:
-        if summary.get(key) is not None:
-            table.add_row(label, pattern.format(summary[key]))
-    console.print(table)
 
 
 def _how_to_continue(run_dir: RunDir) -> str:

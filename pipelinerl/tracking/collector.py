@@ -148,12 +148,12 @@ class Collector:
         with self._lock:
             return read(self._state)
 
-    def write_summary(self, status: Status, reason: str | None) -> dict[str, Any]:
-        """Stop, write `summary.json` and `learning_curve.png` (if there is something to draw), finish the sinks, and
-        return the summary."""
+    def write_summary(self, status: Status, reason: str | None, more: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """Stop, write `summary.json` (with the entries of `more`) and `learning_curve.png` (if there is something to
+        draw), finish the sinks, and return the summary."""
         self.stop()
         with self._lock:
-            summary = build_summary(self._state, status, reason)
+            summary = {**build_summary(self._state, status, reason), **more}
             try:
                 write_json(self._run_dir.summary_file, summary)
             except OSError as error:

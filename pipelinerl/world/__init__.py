@@ -6,13 +6,12 @@ No torch. Every process loads the result from the run directory.
 from __future__ import annotations
 
 from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, is_slurm_step, nvml_gpu_lister, usable_cores
-from pipelinerl.world.jobs import JOB_KINDS, SERVER_KINDS, Job, WorldMap
+from pipelinerl.world.jobs import SERVER_KINDS, Job, WorldMap
 from pipelinerl.world.plan import build_world_map
 from pipelinerl.world.ports import FreePorts, busy_ports
 
 __all__ = [
     "DEFAULT_MASTER_PORT",
-    "JOB_KINDS",
     "SERVER_KINDS",
     "Cluster",
     "FreePorts",

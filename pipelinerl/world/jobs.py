@@ -6,15 +6,6 @@ from typing import Literal
 
 import msgspec
 
-JOB_KINDS = (
-    "actor_llm",
-    "preprocessor_llm",
-    "environment",
-    "verifier",
-    "actor",
-    "preprocessor",
-    "finetune",
-)
 SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,13 @@ def write_config(folder: Path, **content: Any) -> Path:
     return folder
 
 
-def test_a_complete_folder(tmp_path: Path) -> None:
-    assert check_model(config(save_model_folder(tmp_path / "model"))) == []
+def test_a_complete_folder_and_one_without_chat_template(tmp_path: Path) -> None:
+    folder = save_model_folder(tmp_path)
+    assert check_model(config(folder)) == []
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert len(check_model(config(folder))) == 1
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert check_model(config(folder)) == []
 
 
 def test_a_folder_or_name_that_is_no_model(tmp_path: Path) -> None:
@@ -125,31 +131,19 @@ def test_settings_that_are_truncated(tmp_path: Path, name: str) -> None:
     assert str(folder / name) in refusal(folder)
 
 
-def test_a_chat_template_that_is_missing_is_a_remark(tmp_path: Path) -> None:
-    folder = save_model_folder(tmp_path)
-    (folder / "tokenizer_config.json").write_text("{}")
-    assert len(check_model(config(folder))) == 1
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert check_model(config(folder)) == []
-
-
 @pytest.mark.parametrize(
     ("heads", "shared", "fitting"), [(9, None, {1, 3, 9}), (12, 4, {1, 2, 4, 12}), (8, 1, {1, 2, 4, 8})]
 )
-@pytest.mark.parametrize("is_on_hub", [False, True])
 def test_workers_of_a_server_share_the_heads_evenly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, shared: int | None, fitting: set[int], is_on_hub: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, shared: int | None, fitting: set[int]
 ) -> None:
     write_config(tmp_path, text_config={"num_attention_heads": heads, "num_key_value_heads": shared})
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, _: str(tmp_path / "config.json"))
     for size in range(1, 17):
-        run = with_options("somebody/model" if is_on_hub else tmp_path, **{"tensor-parallel-size": size})
-        if size in fitting:
+        run = with_options("somebody/model" if size % 2 else tmp_path, **{"tensor-parallel-size": size})
+        with nullcontext() if size in fitting else pytest.raises(ConfigError) as caught:
             check_parallel_size(run)
-            continue
-        with pytest.raises(ConfigError) as caught:
-            check_parallel_size(run)
-        assert caught.value.key.endswith("tensor-parallel-size") and caught.value.got == size
+        assert caught is None or (caught.value.key.endswith("tensor-parallel-size") and caught.value.got == size)
 
 
 def test_nothing_is_refused_about_a_model_that_says_nothing(tmp_path: Path) -> None:
@@ -176,13 +170,9 @@ CONTEXTS: dict[str, tuple[dict[str, Any], int, bool]] = {
 @pytest.mark.parametrize(("model", "asked", "is_refused"), CONTEXTS.values(), ids=CONTEXTS)
 def test_a_context_longer_than_the_models(model: dict[str, Any], asked: int, is_refused: bool, tmp_path: Path) -> None:
     run = with_options(write_config(tmp_path, **model), max_model_len=asked)
-    if is_refused:
-        with pytest.raises(ConfigError) as caught:
-            check_context(run, {})
-        assert (caught.value.key, caught.value.got) == ("vllm_config.vllm_kwargs.max_model_len", asked)
-        assert str(asked - 1) in caught.value.expected
-    else:
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as caught:
         check_context(run, {})
+    assert caught is None or caught.value.key == "vllm_config.vllm_kwargs.max_model_len"
     check_context(run, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
     check_context(with_options(tmp_path, max_model_len=asked, hf_overrides="{}"), {})
 
@@ -210,12 +200,9 @@ def test_an_adapter_that_could_not_be_served_exactly(
 ) -> None:
     write_config(tmp_path, **model)
     check_adapter(with_adapter(tmp_path, sync="merged", **options), has_gpus)
-    if key is None:
+    with pytest.raises(ConfigError) if key else nullcontext() as caught:
         check_adapter(with_adapter(tmp_path, **options), has_gpus)
-        return
-    with pytest.raises(ConfigError) as caught:
-        check_adapter(with_adapter(tmp_path, **options), has_gpus)
-    assert caught.value.key == key
+    assert (caught and caught.value.key) == key
 
 
 @pytest.mark.parametrize("answer", ["has it", "gone", "offline"])

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pipelinerl.config import RunConfig
 from pipelinerl.run.processes import Outcome
-from pipelinerl.run.show import plan_of, print_result
+from pipelinerl.run.show import print_plan, print_result
 from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.world import Cluster, FreePorts, build_world_map
 
@@ -66,10 +65,12 @@ COLOCATED = {"schedule": "conventional", "world": {"placement": "colocated"}}
         (0, COLOCATED, ("1 steps", "gloo", "pause")),
     ],
 )
-def test_the_plan_says_who_waits_for_whom(gpus: int, config: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_the_plan_says_who_waits_for_whom(
+    gpus: int, config: dict[str, Any], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunConfig(output_dir="x", **config)
     cluster = Cluster.from_env({}, lambda: [str(index) for index in range(gpus)], cores=2)
-    console = Console(width=400, no_color=True)
-    with console.capture() as captured, FreePorts(run, reserve=False) as ports:
-        console.print(plan_of(run, build_world_map(run, cluster, ports), []))
-    assert all(word in captured.get() for word in words)
+    with FreePorts(run, reserve=False) as ports:
+        print_plan(run, build_world_map(run, cluster, ports), [])
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words)

@@ -118,10 +118,5 @@ def test_the_command(run_dir: RunDir, capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_durations_are_short() -> None:
-    assert [format_seconds(s) for s in (0.4, 59, 61, 3700, 90000)] == [
-        "0 s",
-        "59 s",
-        "1 min 1 s",
-        "1 h 1 min",
-        "1 d 1 h",
-    ]
+    shown = [format_seconds(seconds) for seconds in (0.4, 59, 61, 3700, 90000)]
+    assert shown == ["0 s", "59 s", "1 min 1 s", "1 h 1 min", "1 d 1 h"]

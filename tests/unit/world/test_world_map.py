@@ -47,92 +47,49 @@ def plan(
     return build_world_map(config, cluster, CountingPorts())
 
 
-def gpus_of(world: WorldMap, kind: str) -> list[tuple[int, list[str]]]:
-    return [(job.node_rank, job.gpus) for job in world.jobs_of(kind)]
+def gpus_of(world: WorldMap, kind: str) -> str:
+    jobs = world.jobs_of(kind)
+    return " ".join((f"{job.node_rank}:" if job.node_rank else "") + ("+".join(job.gpus) or "-") for job in jobs)
 
 
 TWO_NODES = {"WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
-ROWS = {
-    # name: (arguments of plan, GPUs of actor servers, of reference servers, of trainer ranks) as (node, GPUs)
-    "reference, 8 GPUs, 4:0:4": (
-        {"gpus": 8},
-        [(0, ["0"]), (0, ["1"]), (0, ["2"]), (0, ["3"])],
-        [],
-        [(0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
-    ),
-    "reference, 4 GPUs, 2:0:2": (
-        {"gpus": 4, "actor_fraction": 2, "finetune_fraction": 2},
-        [(0, ["0"]), (0, ["1"])],
-        [],
-        [(0, ["2"]), (0, ["3"])],
-    ),
-    "base fractions on 4 GPUs": ({"gpus": 4}, [(0, ["0"]), (0, ["1"])], [], [(0, ["2"]), (0, ["3"])]),
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    # name: (arguments of plan, GPUs of actor servers / reference servers / ranks); `1:2+3`: GPUs 2 and 3 of node 1
+    "reference, 8 GPUs, 4:0:4": ({"gpus": 8}, "0 1 2 3 /  / 4 5 6 7"),
+    "reference, 4 GPUs, 2:0:2": ({"gpus": 4, "actor_fraction": 2, "finetune_fraction": 2}, "0 1 /  / 2 3"),
+    "base fractions on 4 GPUs": ({"gpus": 4}, "0 1 /  / 2 3"),
     "with reference servers, 4:2:2": (
         {"gpus": 8, "preprocessor_fraction": 2, "finetune_fraction": 2},
-        [(0, ["0"]), (0, ["1"]), (0, ["2"]), (0, ["3"])],
-        [(0, ["4"]), (0, ["5"])],
-        [(0, ["6"]), (0, ["7"])],
+        "0 1 2 3 / 4 5 / 6 7",
     ),
     "a tiny share still gets one server": (
         {"gpus": 4, "actor_fraction": 10, "preprocessor_fraction": 0.1, "finetune_fraction": 10},
-        [(0, ["0"])],
-        [(0, ["1"])],
-        [(0, ["2"]), (0, ["3"])],
+        "0 / 1 / 2 3",
     ),
-    "TP=2 with dashes": (
-        {"gpus": 8, "vllm_kwargs": {"tensor-parallel-size": 2}},
-        [(0, ["0", "1"]), (0, ["2", "3"])],
-        [],
-        [(0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
-    ),
+    "TP=2 with dashes": ({"gpus": 8, "vllm_kwargs": {"tensor-parallel-size": 2}}, "0+1 2+3 /  / 4 5 6 7"),
     "TP=2, PP=2 with underscores": (
         {"gpus": 8, "vllm_kwargs": {"tensor_parallel_size": 2, "pipeline_parallel_size": "2"}},
-        [(0, ["0", "1", "2", "3"])],
-        [],
-        [(0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
+        "0+1+2+3 /  / 4 5 6 7",
     ),
     "TP=3: whole servers only, the trainer gets the rest": (
         {"gpus": 8, "vllm_kwargs": {"tensor-parallel-size": 3}},
-        [(0, ["0", "1", "2"])],
-        [],
-        [(0, ["3"]), (0, ["4"]), (0, ["5"]), (0, ["6"]), (0, ["7"])],
+        "0+1+2 /  / 3 4 5 6 7",
     ),
-    "explicit counts win": (
-        {"gpus": 4, "num_actor_llms": 1, "num_finetune_ranks": 2},
-        [(0, ["0"])],
-        [],
-        [(0, ["1"]), (0, ["2"])],
-    ),
-    "2 nodes of 4 GPUs": (
-        {"gpus": 4, "env": TWO_NODES},
-        [(0, ["0"]), (0, ["1"]), (0, ["2"]), (0, ["3"])],
-        [],
-        [(1, ["0"]), (1, ["1"]), (1, ["2"]), (1, ["3"])],
-    ),
+    "explicit counts win": ({"gpus": 4, "num_actor_llms": 1, "num_finetune_ranks": 2}, "0 /  / 1 2"),
+    "2 nodes of 4 GPUs": ({"gpus": 4, "env": TWO_NODES}, "0 1 2 3 /  / 1:0 1:1 1:2 1:3"),
     "2 nodes of 3 GPUs, TP=2: no server spans nodes": (
         {"gpus": 3, "env": TWO_NODES, "vllm_kwargs": {"tensor-parallel-size": 2}, "num_actor_llms": 2},
-        [(0, ["0", "1"]), (1, ["0", "1"])],
-        [],
-        [(0, ["2"]), (1, ["2"])],
+        "0+1 1:0+1 /  / 2 1:2",
     ),
-    "1 GPU, shared": ({"gpus": 1, "placement": "colocated"}, [(0, ["0"])], [], [(0, ["0"])]),
-    "2 GPUs, shared": (
-        {"gpus": 2, "placement": "colocated"},
-        [(0, ["0"]), (0, ["1"])],
-        [],
-        [(0, ["0"]), (0, ["1"])],
-    ),
+    "1 GPU, shared": ({"gpus": 1, "placement": "colocated"}, "0 /  / 0"),
+    "2 GPUs, shared": ({"gpus": 2, "placement": "colocated"}, "0 1 /  / 0 1"),
     "2 GPUs, shared by a parallel server": (
         {"gpus": 2, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 2}},
-        [(0, ["0", "1"])],
-        [],
-        [(0, ["0"]), (0, ["1"])],
+        "0+1 /  / 0 1",
     ),
     "4 GPUs, shared by parallel servers": (
         {"gpus": 4, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 2}},
-        [(0, ["0", "1"]), (0, ["2", "3"])],
-        [],
-        [(0, [str(gpu)]) for gpu in range(4)],
+        "0+1 2+3 /  / 0 1 2 3",
     ),
     "lists: two servers and a reference server on one GPU": (
         {
@@ -140,98 +97,56 @@ ROWS = {
             "actor_gpus": [[0], [0]],
             "preprocessor_gpus": [[0]],
             "finetune_gpus": [1],
-            "vllm_kwargs": {"kv-cache-memory-bytes": 2**30},
+            "vllm_kwargs": {"kv-cache-memory-bytes": 1073741824},
         },
-        [(0, ["0"]), (0, ["0"])],
-        [(0, ["0"])],
-        [(0, ["1"])],
+        "0 0 / 0 / 1",
     ),
     "lists: a server in turns with ranks": (
         {"gpus": 2, "actor_gpus": [[1]], "finetune_gpus": [0, 1], "placement": "colocated"},
-        [(0, ["1"])],
-        [],
-        [(0, ["0"]), (0, ["1"])],
+        "1 /  / 0 1",
     ),
     "lists: places in CUDA_VISIBLE_DEVICES": (
         {"env": {"CUDA_VISIBLE_DEVICES": "7,5,3"}, "actor_gpus": [[2]], "finetune_gpus": [1, 0]},
-        [(0, ["3"])],
-        [],
-        [(0, ["5"]), (0, ["7"])],
+        "3 /  / 5 7",
     ),
     "lists: a parallel server beside two ranks": (
-        {
-            "gpus": 4,
-            "actor_gpus": [[3, 2]],
-            "finetune_gpus": [0, 1],
-            "vllm_kwargs": {"tensor-parallel-size": 2},
-        },
-        [(0, ["3", "2"])],
-        [],
-        [(0, ["0"]), (0, ["1"])],
+        {"gpus": 4, "actor_gpus": [[3, 2]], "finetune_gpus": [0, 1], "vllm_kwargs": {"tensor-parallel-size": 2}},
+        "3+2 /  / 0 1",
     ),
     "lists without GPUs only count": (
         {"device": "cpu", "gpus": 2, "actor_gpus": [[0], [0]], "preprocessor_gpus": [[5]], "finetune_gpus": [4, 5]},
-        [(0, []), (0, [])],
-        [(0, [])],
-        [(0, []), (0, [])],
+        "- - / - / - -",
     ),
-    "0 GPUs": ({"gpus": 0}, [(0, [])], [], [(0, [])]),
-    "GPUs there, but device=cpu": ({"gpus": 2, "device": "cpu"}, [(0, [])], [], [(0, [])]),
+    "0 GPUs": ({"gpus": 0}, "- /  / -"),
+    "GPUs there, but device=cpu": ({"gpus": 2, "device": "cpu"}, "- /  / -"),
     "0 GPUs, 2 servers, 1 reference server, 2 ranks": (
         {"num_actor_llms": 2, "num_preprocessor_llms": 1, "num_finetune_ranks": 2},
-        [(0, []), (0, [])],
-        [(0, [])],
-        [(0, []), (0, [])],
+        "- - / - / - -",
     ),
-    "0 GPUs, a parallel server": ({"vllm_kwargs": {"tensor-parallel-size": 2}}, [(0, [])], [], [(0, [])]),
-    "CUDA_VISIBLE_DEVICES out of order": (
-        {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "3,1"}},
-        [(0, ["3"])],
-        [],
-        [(0, ["1"])],
-    ),
+    "0 GPUs, a parallel server": ({"vllm_kwargs": {"tensor-parallel-size": 2}}, "- /  / -"),
+    "CUDA_VISIBLE_DEVICES out of order": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "3,1"}}, "3 /  / 1"),
     "CUDA_VISIBLE_DEVICES as UUIDs": (
         {"env": {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c,GPU-1111"}},
-        [(0, ["GPU-8932f937-d72c"])],
-        [],
-        [(0, ["GPU-1111"])],
+        "GPU-8932f937-d72c /  / GPU-1111",
     ),
     "CUDA_VISIBLE_DEVICES as MIG ids": (
         {"env": {"CUDA_VISIBLE_DEVICES": "MIG-GPU-89/1/0, MIG-c6d4f1ef"}},
-        [(0, ["MIG-GPU-89/1/0"])],
-        [],
-        [(0, ["MIG-c6d4f1ef"])],
+        "MIG-GPU-89/1/0 /  / MIG-c6d4f1ef",
     ),
-    "12 devices": (
-        {"gpus": 12, "actor_fraction": 10, "finetune_fraction": 2},
-        [(0, [str(index)]) for index in range(10)],
-        [],
-        [(0, ["10"]), (0, ["11"])],
-    ),
-    "CUDA_VISIBLE_DEVICES empty hides all": (
-        {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": ""}},
-        [(0, [])],
-        [],
-        [(0, [])],
-    ),
-    "CUDA_VISIBLE_DEVICES ends at -1": (
-        {"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "5,6,-1,7"}},
-        [(0, ["5"])],
-        [],
-        [(0, ["6"])],
-    ),
+    "12 devices": ({"gpus": 12, "actor_fraction": 10, "finetune_fraction": 2}, "0 1 2 3 4 5 6 7 8 9 /  / 10 11"),
+    "CUDA_VISIBLE_DEVICES empty hides all": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": ""}}, "- /  / -"),
+    "CUDA_VISIBLE_DEVICES ends at -1": ({"gpus": 8, "env": {"CUDA_VISIBLE_DEVICES": "5,6,-1,7"}}, "5 /  / 6"),
 }
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_o4_who_gets_which_gpus(row: tuple[dict[str, Any], Any, Any, Any]) -> None:
-    arguments, actor_llms, preprocessor_llms, ranks = row
+@pytest.mark.parametrize(("arguments", "gpus"), ROWS.values(), ids=ROWS)
+def test_o4_who_gets_which_gpus(arguments: dict[str, Any], gpus: str) -> None:
     world = plan(**arguments)
-    assert gpus_of(world, "actor_llm") == actor_llms
-    assert gpus_of(world, "preprocessor_llm") == preprocessor_llms
-    assert gpus_of(world, "finetune") == ranks
+    ranks = gpus.rpartition("/")[2].split()
+    kinds = ("actor_llm", "preprocessor_llm", "finetune")
+    assert " / ".join(gpus_of(world, kind) for kind in kinds) == gpus
     assert world.num_finetune_ranks == len(ranks)
-    assert world.device == ("cuda" if any(gpus for _, gpus in ranks) else "cpu")
+    assert world.device == ("cpu" if "-" in ranks else "cuda")
     assert len(world.jobs_of("actor")) == len(world.jobs_of("preprocessor")) == 1
     assert WorldMap.from_json(world.to_json()) == world
     addresses = [(job.node_rank, job.port) for job in world.jobs if job.port is not None]
