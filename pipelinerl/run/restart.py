@@ -217,7 +217,7 @@ class ServerKeeper:
         return self.servers[name].is_policy and self.phase != "training"
 
     def survives_end_of(self, name: str, now: float) -> bool:
-        """Whether the run goes on when this job is ended: a server that may be restarted or lost."""
+        """Whether the run continues when this job is ended: a server that may be restarted or lost."""
         server = self.servers.get(name)
         if server is None:
             return False
@@ -257,7 +257,7 @@ class ServerKeeper:
         self._write_state()
 
     def add(self, url: str, now: float) -> Server:
-        """Take in a server that is up already. Raises ValueError if the run has it."""
+        """Admit a server that is up already. Raises ValueError if the run has it."""
         if any(server.url == url and server.state != "removed" for server in self.servers.values()):
             raise ValueError(f"a server that the run does not have yet; it has {url}")
         number = sum(server.joined for server in self.servers.values())
@@ -275,7 +275,7 @@ class ServerKeeper:
         if len(servers) == 1:
             raise ValueError("a server that is not the last one: a run needs one")
         if found.is_ours:
-            # Its process ends, so what runs there cannot come to its end.
+            # Its process ends, so what runs there cannot finish.
             self._down(found, "it was removed", now)
         found.state, found.due, found.trouble = "removed", None, "it was removed"
         self._announce(found, "removed", found.trouble, now)

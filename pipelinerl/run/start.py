@@ -159,7 +159,7 @@ def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
 
 @contextmanager
 def enter(config: RunConfig, run_id: str | None = None) -> Iterator[Decision]:
-    """Take the directory as `inspect` decides: move the old run aside or create the directory, lock it, write the
+    """Enter the directory as `inspect` decides: move the old run aside or create the directory, lock it, write the
     identity. Leaving lets another launcher in.
 
     Raises:
@@ -170,8 +170,8 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[Decision]:
     try:
         with _usable(run_dir.root):
             if decision.kind == "move_aside":
-                decision = replace(decision, moved_to=_free_name(run_dir.root))
-                run_dir.root.rename(decision.moved_to or "")
+                moved_to = run_dir.root.rename(_free_name(run_dir.root))
+                decision = replace(decision, moved_to=moved_to)
             run_dir.lock_file.parent.mkdir(parents=True, exist_ok=True)
             try:
                 lock = FileLock(run_dir.lock_file)

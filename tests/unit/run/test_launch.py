@@ -7,6 +7,7 @@ import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,7 +16,11 @@ import pytest
 
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.run.nodes import Plan
 from pipelinerl.run.processes import Outcome
+from pipelinerl.rundir.identity import RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
 
 COMPLETED = Outcome("completed", None, 0)
 INTERRUPTED = Outcome("interrupted", "stopped by SIGTERM", 143)
@@ -71,3 +76,14 @@ def test_a_signal_while_a_run_fails_is_in_its_outcome(
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
     outcome = launch_module.launch_once(MagicMock(), config, MagicMock(), [])
     assert outcome == replace(died("finetune_0"), signum=signums[0] if signums else None)
+
+
+@pytest.mark.parametrize("found", [None, RunIdentity(run_id="run-a", incarnation=1)])
+def test_d3_a_node_that_does_not_see_what_node_0_wrote_is_refused(tmp_path: Path, found: RunIdentity | None) -> None:
+    """It would write its streams where nobody reads them."""
+    if found is not None:
+        write_identity(RunDir(tmp_path).identity_file, found)
+    plan = Plan(str(tmp_path), "run-a", 2, "token")
+    with pytest.raises(ConfigError) as caught:
+        launch_module._join_session(plan, MagicMock(), [], SimpleQueue())
+    assert caught.value.key == "output_dir"
