@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +57,12 @@ class RoleContext:
     streams: StreamHub
 
 
-def load_context(run_dir: Path | str, job_name: str, environ: Mapping[str, str] | None = None) -> RoleContext:
+def load_context(run_dir: Path | str, job_name: str) -> RoleContext:
     """Load what the launcher wrote into `run_dir` and start this process's heartbeat.
 
     Raises:
         ConfigError: `run_dir` is not a started run, or has no job of that name.
     """
-    env = os.environ if environ is None else environ
     files = RunDir(Path(run_dir).absolute())
     identity = read_identity(files.identity_file)
     config = load_config(files.config_file)
@@ -80,7 +79,7 @@ def load_context(run_dir: Path | str, job_name: str, environ: Mapping[str, str] 
         run_dir=files,
         run_id=identity.run_id,
         incarnation=identity.incarnation,
-        token=env.get(TOKEN_KEY, ""),
+        token=os.environ.get(TOKEN_KEY, ""),
         heartbeat=heartbeat.start(),
         streams=StreamHub(config.streams, files, identity.run_id),
     )

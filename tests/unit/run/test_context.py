@@ -31,8 +31,9 @@ def role(run_dir: RunDir, main: Callable[[RoleContext], None], job: str = "actor
     return run_role(main, ["--run-dir", str(run_dir.root), "--job", job])
 
 
-def test_a_role_gets_its_view_of_the_run(run_dir: RunDir) -> None:
-    context = load_context(run_dir.root, "actor_0", {"PIPELINERL_SERVER_TOKEN": "t"})
+def test_a_role_gets_its_view_of_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINERL_SERVER_TOKEN", "t")
+    context = load_context(run_dir.root, "actor_0")
     context.heartbeat.stop()
     assert (context.run_id, context.incarnation, context.token) == ("run-1", 2, "t")
     assert context.config.attempts == 5
@@ -42,9 +43,9 @@ def test_a_role_gets_its_view_of_the_run(run_dir: RunDir) -> None:
 
 def test_an_unknown_job_or_folder_is_named(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor_9.*actor_0"):
-        load_context(run_dir.root, "actor_9", {})
+        load_context(run_dir.root, "actor_9")
     with pytest.raises(ConfigError, match=r"run\.json is missing"):
-        load_context(tmp_path / "nothing", "actor_0", {})
+        load_context(tmp_path / "nothing", "actor_0")
 
 
 def test_exit_codes(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
