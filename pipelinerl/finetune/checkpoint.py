@@ -35,7 +35,7 @@ MANIFEST = "state.json"
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """State after optimizer step `step`; step 0 is the initial model.
 
-    `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` behind which
+    `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` after which
     no group was unsettled when the last trained batch was made; `epochs_done` are passes over the problems. Weights,
     optimizer and offsets are saved as one unit. `is_over`: the passes have nothing more to train; it is never saved.
     `entropy_control`: None before the first step, and without `finetune.rl.target_entropy`.
@@ -53,7 +53,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     def after(
         self, batch: TrainingBatch, data_offset: int, entropy_control: EntropyControl | None = None
     ) -> TrainerState:
-        """The state once `batch` was trained; `data_offset` is the offset behind its record."""
+        """The state once `batch` was trained; `data_offset` is the offset after its record."""
         return TrainerState(
             step=batch.step,
             samples_processed=self.samples_processed + len(batch.samples),
@@ -67,8 +67,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     def is_complete(self, config: FinetuneConfig, update_interval: int) -> bool:
         """Whether training ends here: with the last step, or when the passes over the problems are done.
 
-        The latter counts where weights are sent, every `update_interval` steps: a round of generate-then-train, and
-        the turns that trainer and servers take, are not cut off in the middle.
+        The latter counts where weights are sent, every `update_interval` steps: a round of generate-then-train is not
+        cut off in the middle.
         """
         if self.step >= config.last_step or self.is_over:
             return True

@@ -1,6 +1,6 @@
 """Experts of a mixture are multiplied in the dtype of autocast, as linear layers are.
 
-PyTorch's grouped products are not known to autocast: beside fp32 parameters they multiply in fp32, where GPUs have no
+PyTorch's grouped products are not known to autocast: next to fp32 parameters they multiply in fp32, where GPUs have no
 grouped kernel and are slow, and where servers multiply in 16 bits. Called when the model is loaded; registered with
 transformers as one more implementation of experts, which takes the place of its grouped one.
 """

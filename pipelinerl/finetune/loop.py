@@ -86,7 +86,7 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
 
 
 def rendezvous_file(context: RoleContext) -> Path | None:
-    """Where the ranks of one machine meet in this start of the run; None if there are several machines."""
+    """File through which the ranks of one machine find each other in this start of the run; None: several machines."""
     if context.world.world_size > 1:
         return None
     return context.run_dir.finetune / f".ranks-{context.run_id}-{context.incarnation}"

@@ -252,7 +252,7 @@ def load_reference(
 
 @contextmanager
 def _on_device(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Copies of the tensors on `device` within, the originals behind it: nothing changed, so nothing is copied back."""
+    """Copies of the tensors on `device` within, the originals after it: nothing changed, so nothing is copied back."""
     tensors = [*model.parameters(), *model.buffers()]
     originals = [tensor.data for tensor in tensors]
     try:

@@ -159,6 +159,6 @@ def _write_rest(folder: Path, policy: PolicyModel, kept: Mapping[str, torch.Tens
     prefix = f"{VALUE_HEAD}."
     head = {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
     if head:
-        # In a folder of its own: servers load every tensor file that lies beside config.json.
+        # In a folder of its own: servers load every tensor file next to config.json.
         (folder / VALUE_HEAD).mkdir()
         write_tensors(folder / VALUE_HEAD / "model.safetensors", head)

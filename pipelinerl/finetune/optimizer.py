@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups and the learning-rate schedule as a pure function of the step. Called by the backends."""
+"""AdamW, its parameter groups and the learning-rate schedule as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -84,9 +84,3 @@ def make_adamw(
         eps=config.adam_epsilon,
         fused=fused,
     )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scale every group's base learning rate by the schedule's `factor`."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor

@@ -6,7 +6,7 @@ writes it there when it listens. A port that is chosen before could be taken mea
 port nobody listens at can even reach itself. Ranks of several machines meet at MASTER_ADDR and MASTER_PORT,
 with Accelerate. A collective waits for the other ranks, at most `timeout_s`.
 
-What ranks tell each other here goes over gloo, beside NCCL: a rank that waits in NCCL keeps its GPU busy until the
+What ranks tell each other here goes over gloo, not NCCL: a rank that waits in NCCL keeps its GPU busy until the
 others come. A server that shares this GPU and computes with several others would be held up at every layer.
 """
 
@@ -91,25 +91,25 @@ class Ranks:
 
 @contextmanager
 def joined_ranks(
-    environ: Mapping[str, str], device: str, timeout_s: float, meeting_file: Path | None = None
+    environ: Mapping[str, str], device: str, timeout_s: float, rendezvous: Path | None = None
 ) -> Iterator[Ranks]:
-    """`start_ranks`, and the group is left behind the block.
+    """`start_ranks`; the group is left after the block.
 
     Not if the block failed: NCCL's end waits for the other ranks, and they wait for this one. It has to end its process
     (`main.end_process`), which the others notice.
     """
-    ranks = start_ranks(environ, device, timeout_s, meeting_file)
+    ranks = start_ranks(environ, device, timeout_s, rendezvous)
     yield ranks
     ranks.close()
 
 
-def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeting_file: Path | None = None) -> Ranks:
+def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, rendezvous: Path | None = None) -> Ranks:
     """Join the process group that `environ` describes and pick this rank's device.
 
     Args:
         device: `cpu` or `cuda`.
         timeout_s: longest wait of one collective.
-        meeting_file: where ranks of one machine meet; no other start may ever use the same path. None: at MASTER_ADDR
+        rendezvous: where ranks of one machine meet; no other start may ever use the same path. None: at MASTER_ADDR
             and MASTER_PORT.
 
     Raises:
@@ -126,7 +126,7 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeti
         return Ranks(0, 1, torch.device("cuda", 0) if device == "cuda" else torch.device("cpu"))
 
     timeout = timedelta(seconds=timeout_s)
-    if meeting_file is None:
+    if rendezvous is None:
         state = PartialState(cpu=device == "cpu", timeout=timeout)
         return Ranks(state.process_index, state.num_processes, state.device, _host_group(timeout))
     rank = int(environ["RANK"])
@@ -135,27 +135,23 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, meeti
         # A process may see the cards of all ranks of the machine, or its own alone.
         own_device = torch.device("cuda", int(environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(own_device)
-    store = _meet(meeting_file, rank, world_size, timeout)
+    store = _open_store(rendezvous, rank, world_size, timeout)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Ranks(rank, world_size, own_device, _host_group(timeout))
 
 
 def _host_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks beside the default group; None if that is gloo itself. All ranks call it."""
+    """A gloo group of all ranks next to the default group; None if that is gloo itself. All ranks call it."""
     if dist.get_backend() == "gloo":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     # Held until the process ends: freeing a gloo group can hang (see `main.end_process`).
-    atexit.register(_keep, group)
+    atexit.register(id, group)
     return group
 
 
-def _keep(group: dist.ProcessGroup) -> None:
-    """Does nothing; whoever holds it with its argument keeps the group."""
-
-
-def _meet(file: Path, rank: int, world_size: int, timeout: timedelta) -> Store:
+def _open_store(file: Path, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store of the process group. Waits until the first rank listens; `file` is gone when all have read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     notice = FileStore(str(file), world_size)

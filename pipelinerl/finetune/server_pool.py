@@ -153,10 +153,9 @@ class ServerPool:
             self.publisher.drop(name, f"{change.event}: {change.reason}")
 
     def _join(self, address: ServerAddress, generation: int, late: bool) -> None:
-        def on_joined(joined: ServerAddress, error: str | None) -> None:
-            self._on_joined(joined, generation, error)
-
-        self.publisher.join(address, self._start_timeout_s, on_joined, late)
+        self.publisher.join(
+            address, self._start_timeout_s, lambda joined, error: self._on_joined(joined, generation, error), late
+        )
 
     @property
     def fresh(self) -> list[str]:

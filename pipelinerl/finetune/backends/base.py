@@ -34,7 +34,7 @@ from pipelinerl.finetune.lora import (
     sends_merged,
     sent_scales,
 )
-from pipelinerl.finetune.optimizer import make_adamw, set_learning_rate
+from pipelinerl.finetune.optimizer import make_adamw
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
@@ -85,7 +85,8 @@ class Backend:
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiply every group's base learning rate by `factor`. Before the micro-batches of a step."""
-        set_learning_rate(self.optimizer, factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
 
     def forward(
         self, batch: MicroBatch, layout: Layout | None, temperature: float | None = None, *, is_last: bool = True
@@ -140,7 +141,7 @@ class Backend:
         """The source of a sharded model; `gather`, a collective, makes some parameters whole."""
         sent = ((rename(name), parameter) for name, parameter in self.policy.named_parameters())
         parameters = {name: parameter for name, parameter in sent if name is not None}
-        # DeepSpeed keeps a shard in place of the parameter, and its shape beside it.
+        # DeepSpeed keeps a shard in place of the parameter, and its shape next to it.
         shapes = ((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters.items())
         metas = [TensorMeta(name, dtype, shape) for name, shape in shapes]
 

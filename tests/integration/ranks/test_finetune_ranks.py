@@ -15,9 +15,9 @@ from fakes.rank_group import run_ranks
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.loop import rendezvous_file as meeting_file
+from pipelinerl.finetune.loop import rendezvous_file
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.ranks import Ranks, _meet, joined_ranks
+from pipelinerl.finetune.ranks import Ranks, _open_store, joined_ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import read_tensors
 
@@ -42,7 +42,7 @@ def test_ranks_meet_whoever_comes_first(tmp_path, order):
     """The system picks the port, the first rank writes it down when it listens, and the file goes when all read it."""
     file = tmp_path / "finetune" / "meeting"
     with ThreadPoolExecutor(3) as pool:
-        waiting = {rank: pool.submit(_meet, file, rank, 3, timedelta(seconds=60)) for rank in order}
+        waiting = {rank: pool.submit(_open_store, file, rank, 3, timedelta(seconds=60)) for rank in order}
         stores = {rank: future.result() for rank, future in waiting.items()}
     assert len({store.port for store in stores.values()}) == 1
     stores[2].set("key", "value")
@@ -101,7 +101,9 @@ end_process(3)
 def test_starts_of_a_run_meet_in_different_places(tmp_path):
     def place(nodes=1, **start):
         run_dir, world = SimpleNamespace(finetune=tmp_path), SimpleNamespace(world_size=nodes)
-        return meeting_file(SimpleNamespace(run_dir=run_dir, world=world, **{"run_id": "a", "incarnation": 0, **start}))
+        return rendezvous_file(
+            SimpleNamespace(run_dir=run_dir, world=world, **{"run_id": "a", "incarnation": 0, **start})
+        )
 
     assert len({place(), place(incarnation=1), place(run_id="b")}) == 3
     # Another machine may not see the file.

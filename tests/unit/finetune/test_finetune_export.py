@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -100,6 +101,21 @@ def test_a_full_disk_is_told_when_the_pass_is_over(kit, exporter, monkeypatch, t
         exporter.export(1, policy, gathered.source)
     assert gathered.taken == len(gathered.source.metadata()) and gathered.passes == [True, False]
     assert not (tmp_path / "out" / "current").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_are_those_of_the_checkpoint(kit, tmp_path, tied):
+    policy = kit.policy(tied=tied, with_values=True)
+    policy.language_model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        expected = set(file.keys())
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    source = backend.weight_source(torch.bfloat16)
+    assert {meta.name for meta in source.metadata()} == expected
+    exported = {meta.name for meta in backend.weight_source(torch.bfloat16, with_value_head=True).metadata()}
+    assert exported - expected == {"value_head.weight", "value_head.bias"}
+    assert ("lm_head.weight" in expected) is not tied
+    assert {tensor.dtype for bucket in source.buckets() for _, tensor in bucket} == {torch.bfloat16}
 
 
 CUSTOM_CODE = {

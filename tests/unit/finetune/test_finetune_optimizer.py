@@ -2,7 +2,9 @@
 
 import pytest
 
-from pipelinerl.finetune.optimizer import Schedule, make_adamw, parameter_groups, set_learning_rate
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.optimizer import Schedule, parameter_groups
+from pipelinerl.finetune.ranks import Ranks
 
 
 def test_linear_with_warmup_by_hand():
@@ -57,7 +59,8 @@ def test_groups(kit):
     assert [(g["base_lr"], g["weight_decay"]) for g in groups] == [(1e-3, 0.1), (1e-3, 0.0), (5e-3, 0.0)]
     assert sum(len(g["params"]) for g in groups) == len(list(policy.parameters()))
     assert len(groups[2]["params"]) == 2
-    optimizer = make_adamw(policy.named_parameters(), config)
-    set_learning_rate(optimizer, 0.5)
-    assert [g["lr"] for g in optimizer.param_groups] == [5e-4, 5e-4, 2.5e-3]
-    assert optimizer.defaults["betas"] == (0.9, 0.9)
+    backend = PlainBackend(policy, config, Ranks())
+    backend.set_learning_rate(0.5)
+    assert [(g["lr"], g["betas"]) for g in backend.optimizer.param_groups] == [
+        *((5e-4, (0.9, 0.9)), (5e-4, (0.9, 0.9)), (2.5e-3, (0.9, 0.9)))
+    ]
