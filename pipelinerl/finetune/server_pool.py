@@ -21,6 +21,7 @@ from pipelinerl.streams.read import Feed
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.manifest import folder_checksum, local_folder
 from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def open_pool(context: RoleContext, stack: ExitStack, wake: Callable[[], None]) 
     start_timeout_s = config.vllm_config.start_timeout_s
     publisher = WeightPublisher(
         token=context.token,
-        transport="nccl" if world.device == "cuda" else "gloo",
+        transport=GPU_TRANSPORT if world.device == "cuda" else CPU_TRANSPORT,
         transports={job.name: world.transport_to(job) for job in jobs},
         timeout_s=config.supervise.weight_sync_timeout_s,
         kv_cache=config.vllm_config.kv_cache,

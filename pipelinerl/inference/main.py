@@ -7,32 +7,43 @@ the token in `PIPELINERL_SERVER_TOKEN`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import ipaddress
 import json
+import logging
+import math
+import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 
-from pipelinerl.errors import EXIT_USER_ERROR, UserError
-from pipelinerl.inference.arguments import AdapterRoom, ServerSettings
+from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, UserError
+from pipelinerl.inference.arguments import (
+    ADAPTER_VARIABLE,
+    AdapterRoom,
+    ServerSettings,
+    check_options,
+    layers_of,
+    server_arguments,
+)
+from pipelinerl.inference.auth import read_token
+from pipelinerl.role import RoleContext, run_role
+from pipelinerl.weights.manifest import local_folder, read_manifest
+from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS
 
-if TYPE_CHECKING:
-    from pipelinerl.config.finetune import LoraConfig
-    from pipelinerl.role import RoleContext
+logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(word == "--run-dir" or word.startswith("--run-dir=") for word in arguments):
-        from pipelinerl.role import run_role
-
         return run_role(serve_job, arguments)
     return _main_standalone(arguments)
 
 
 def serve_job(context: RoleContext) -> None:
     """Serve the model of a run as the world plan says."""
-    from pipelinerl.inference.server import serve
-
     serve(settings_of_job(context), context.config.vllm_config.cpu_kv_cache_gib)
 
 
@@ -67,28 +78,98 @@ def adapter_room(lora: LoraConfig) -> AdapterRoom | None:
     return AdapterRoom(lora.r, tuple(name.rpartition(".")[2] for name in lora.target_modules))
 
 
-def _main_standalone(arguments: list[str]) -> int:
-    from pipelinerl.inference.server import serve
+def prepare_environment(environ: MutableMapping[str, str], settings: ServerSettings, cpu_kv_cache_gib: float) -> None:
+    """Set the variables that vLLM and our scheduler read. Those that a user may want to choose keep their value."""
+    # Opens the control routes (pause, weight transfer); our token guards them.
+    environ["VLLM_SERVER_DEV_MODE"] = "1"
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environ.pop(ADAPTER_VARIABLE, None)
+    if settings.adapter is not None:
+        environ[ADAPTER_VARIABLE] = "1"
+    if settings.on_cpu:
+        # vLLM takes whole GiB only.
+        environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))
+        # Pinned threads of several servers and the trainer would share one core of a small machine.
+        environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if _is_eager(settings.vllm_kwargs):
+            # Even then vLLM compiles the ranking of log-probs at the first request, which takes 10-20 s of two cores.
+            environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        return
+    if importlib.util.find_spec("flashinfer") is None:
+        environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if check_options(settings.vllm_kwargs)[0].get("dtype", settings.dtype) in ("float32", "float"):
+        # vLLM's attention is a Triton kernel then, and Triton multiplies fp32 values in TF32 unless it is told.
+        environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
+
+def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
+    """Run the server until it is stopped by a signal.
+
+    Raises:
+        ConfigError: an option cannot be used, or no token is set.
+    """
+    if settings.adapter is not None:
+        settings = replace(settings, adapter=room_in(settings.adapter, settings.model))
+    argv, notes = server_arguments(settings)
+    for note in notes:
+        logger.warning(note)
+    try:
+        read_token(os.environ)
+    except ValueError as error:
+        raise ConfigError("PIPELINERL_SERVER_TOKEN", "<hidden>", "a secret", str(error)) from error
+    if not _is_loopback(settings.host):
+        logger.warning("listening on %s, beyond this machine: the token is sent in clear text", settings.host)
+    prepare_environment(os.environ, settings, cpu_kv_cache_gib)
+    from pipelinerl.inference.server import run
+
+    run(argv)
+
+
+def room_in(room: AdapterRoom, model: str) -> AdapterRoom:
+    """`room` with the layers of the model named, if it says that all of them may have an adapter.
+
+    vLLM would wrap the embedding and the output head too, and compute with their zeros at every step.
+    """
+    folder = None if room.layers else local_folder(model)
+    tensors = None if folder is None else read_manifest(folder)
+    return room if tensors is None else replace(room, layers=layers_of(tensors))
+
+
+def _is_eager(kwargs: Mapping[str, object]) -> bool:
+    return any(name.replace("_", "-") == "enforce-eager" and value is not False for name, value in kwargs.items())
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _main_standalone(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelinerl.inference.main", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder or name")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    transports = ("gloo", "nccl", "ipc")
-    parser.add_argument("--transport", choices=transports, default="gloo", help="gloo means a server without a GPU")
-    parser.add_argument("--dtype", default=None, help="float32 with --transport gloo, else vLLM's choice")
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS, default=CPU_TRANSPORT, help=f"{CPU_TRANSPORT}: a server without a GPU"
+    )
+    parser.add_argument("--dtype", default=None, help="float32 on a CPU, else vLLM's choice")
     parser.add_argument("--fp32-head", action="store_true")
     parser.add_argument("--cpu-kv-cache-gib", type=float, default=1.0)
     parser.add_argument("--adapter-rank", type=int, default=None, help="updates bring an adapter of at most this rank")
     parser.add_argument("--vllm-kwargs", type=json.loads, default={}, help="JSON object of vLLM options")
     args = parser.parse_args(arguments)
+    on_cpu = args.transport == CPU_TRANSPORT
     settings = ServerSettings(
         model=args.model,
         host=args.host,
         port=args.port,
-        on_cpu=args.transport == "gloo",
+        on_cpu=on_cpu,
         vllm_kwargs=args.vllm_kwargs,
-        dtype=args.dtype or ("float32" if args.transport == "gloo" else None),
+        dtype=args.dtype or ("float32" if on_cpu else None),
         fp32_head=args.fp32_head,
         adapter=None if args.adapter_rank is None else AdapterRoom(args.adapter_rank),
     )

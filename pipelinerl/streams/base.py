@@ -47,11 +47,19 @@ CONSUMERS: dict[str, tuple[str, ...]] = {
 
 
 class StreamSpec(msgspec.Struct, frozen=True):
-    """Address of one log: `topic` says what flows, `instance` who writes (a job name), `partition` which share."""
+    """Address of one log: `topic` says what flows, `instance` who writes (a job name), `partition` which share.
+
+    `policy` is empty while a run trains one policy; the streams of another one are named `topic@policy`.
+    """
 
     topic: str
     instance: str = "0"
     partition: int = 0
+    policy: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.topic}@{self.policy}" if self.policy else self.topic
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):

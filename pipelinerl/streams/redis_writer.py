@@ -84,7 +84,7 @@ class Keys(NamedTuple):
 
 def stream_keys(run_id: str, spec: StreamSpec) -> Keys:
     """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
-    base = f"{{pipelinerl:{run_id}:{spec.topic}:{spec.instance}:{spec.partition}}}"
+    base = f"{{pipelinerl:{run_id}:{spec.name}:{spec.instance}:{spec.partition}}}"
     return Keys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed")))
 
 

@@ -33,10 +33,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 def partition_dir(streams_dir: Path, spec: StreamSpec) -> Path:
     """Folder of a stream below the run's folder `streams`. StreamError: a name could leave that folder."""
-    for name in (spec.topic, spec.instance):
+    for name in (spec.topic, spec.instance, spec.policy or "_"):
         if not _PLAIN_NAME.fullmatch(name):
             raise StreamError(f"stream name {name!r}: expected letters, digits and _ . + -, not starting with . + or -")
-    return streams_dir / spec.topic / spec.instance / str(spec.partition)
+    return streams_dir / spec.name / spec.instance / str(spec.partition)
 
 
 def lock_stream(directory: Path) -> FileLock:

@@ -28,7 +28,7 @@ def open_sender(options: SenderOptions) -> GroupSender:
     def lead(store: TCPStore, world_size: int) -> GlooGroup:
         return GlooGroup(store, TRAINER_RANK, world_size, options.timeout_s, options.address)
 
-    return GroupSender("gloo", options, lead, _CPU)
+    return GroupSender(options, lead, _CPU)
 
 
 def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> GroupReceiver:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from pipelinerl.weights.transport import SenderOptions, listen
 
@@ -35,7 +36,7 @@ _BYTES_FIELDS = ("memory", "ref_counter", "event")
 
 
 def open_sender(options: SenderOptions) -> HandleSender:
-    return HandleSender(options.port, options.timeout_s, options.device_index)
+    return HandleSender(options)
 
 
 def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> HandleReceiver:
@@ -45,10 +46,9 @@ def open_receiver(details: dict[str, Any], worker: int, device: torch.device) ->
 class HandleSender:
     """The trainer's end: offers the handle of one buffer after another to all workers of a server."""
 
-    def __init__(self, port: int | None, timeout_s: float, device_index: int | None = None) -> None:
-        self._planned_port = port
-        self._timeout_s = timeout_s
-        self._device_index = device_index
+    def __init__(self, options: SenderOptions) -> None:
+        self._options = options
+        self._timeout_s = options.timeout_s
         self._secret = secrets.token_urlsafe(24)
         self._num_workers = 0
         self._listener: socket.socket | None = None
@@ -59,9 +59,10 @@ class HandleSender:
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
         self._num_workers = num_workers
-        self._listener = listen(_LOOPBACK, self._planned_port)
+        self._listener = listen(_LOOPBACK, self._options.port)
         port = int(self._listener.getsockname()[1])
-        return {"transport": "ipc", "port": port, "secret": self._secret, "timeout_s": self._timeout_s}
+        transport = self._options.transport
+        return {"transport": transport, "port": port, "secret": self._secret, "timeout_s": self._timeout_s}
 
     def join(self) -> None:
         listener = self._listener
@@ -86,9 +87,9 @@ class HandleSender:
         if self._listener is None:
             raise RuntimeError("ipc sender: it is not open")
         if buffer.is_cuda:
-            if self._device_index is not None:
+            if self._options.device_index is not None:
                 # Senders are called in threads of their own, where another GPU may be current.
-                torch.cuda.set_device(self._device_index)
+                torch.cuda.set_device(self._options.device_index)
             # Frees the memory of buffers that all readers gave back.
             torch.cuda.ipc_collect()
         with self._sending:
@@ -245,8 +246,6 @@ def place_of(gpu: str | None, uuids: Sequence[str], own: int) -> int:
 
 
 def _export_cuda(buffer: torch.Tensor) -> Handle:
-    from torch.multiprocessing.reductions import reduce_tensor
-
     # The readers' copies run on streams of their own. Not the whole GPU: a broadcast to another server may hang on it.
     torch.cuda.current_stream(buffer.device).synchronize()
     _, arguments = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
@@ -270,8 +269,6 @@ def _export_cuda(buffer: torch.Tensor) -> Handle:
 
 
 def _open_cuda(handle: Handle, index: int) -> torch.Tensor:
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
     raw = {name: base64.b64decode(handle[name]) for name in _BYTES_FIELDS}
     tensor: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         torch.Tensor,

@@ -140,12 +140,11 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
     """Where the files of a model are: its folder, or the hub's cache. None: not on this machine."""
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    import huggingface_hub  # takes half a second, which the launcher rarely needs
 
     try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
+        return Path(huggingface_hub.snapshot_download(model, revision=revision, local_files_only=True))
+    except huggingface_hub.errors.LocalEntryNotFoundError:
         return None
 
 

@@ -42,7 +42,7 @@ def open_sender(options: SenderOptions) -> GroupSender:
     def lead(store: TCPStore, world_size: int) -> NCCLGroup:
         return NCCLGroup(store, TRAINER_RANK, world_size, options.timeout_s, device)
 
-    return GroupSender("nccl", options, lead, device)
+    return GroupSender(options, lead, device)
 
 
 def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> GroupReceiver:
@@ -159,12 +159,11 @@ def _abort(group: Any, _kept: torch.Tensor | None) -> None:
 
 def _process_group(store: PrefixStore, rank: int, world_size: int, timeout: timedelta) -> Any:
     # PyTorch builds without CUDA have no such class.
-    from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
-
-    options = ProcessGroupNCCL.Options()
+    kind: Any = torch.distributed.ProcessGroupNCCL  # type: ignore[attr-defined]
+    options = kind.Options()
     options._timeout = timeout
     with _environment(_BLOCKING_WAIT, "1"):
-        return ProcessGroupNCCL(store, rank, world_size, options)
+        return kind(store, rank, world_size, options)
 
 
 @contextmanager

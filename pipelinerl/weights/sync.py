@@ -28,6 +28,7 @@ from pipelinerl.weights.link import ControlClient, KVCache, ServerAddress, Serve
 from pipelinerl.weights.source import TensorMeta, WeightSource
 from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
+from pipelinerl.world.jobs import CPU_TRANSPORT
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -84,7 +85,7 @@ class WeightPublisher:
 
     Args:
         token: control token of the servers.
-        transport: `gloo` (servers on CPUs), `nccl` (servers on other GPUs) or `ipc` (servers on the trainer's device).
+        transport: one of `transport.MODULES`.
         timeout_s: limit of one attempt (connecting, one update) at one server.
         kv_cache: `keep` continues running requests on their old KV cache, `recompute` computes it again.
         master_address: address of this machine at which the servers' workers reach it.
@@ -96,7 +97,7 @@ class WeightPublisher:
     def __init__(
         self,
         token: str,
-        transport: str = "gloo",
+        transport: str = CPU_TRANSPORT,
         timeout_s: float = 120.0,
         kv_cache: KVCache = "keep",
         master_address: str = "127.0.0.1",
@@ -113,7 +114,7 @@ class WeightPublisher:
         self._transports = dict(transports or {})
         self._base_checksum = base_checksum
         # Senders are made in the event loop's thread, where another GPU is current than here.
-        on_cpu = {transport, *self._transports.values()} == {"gloo"} or not torch.cuda.is_available()
+        on_cpu = {transport, *self._transports.values()} == {CPU_TRANSPORT} or not torch.cuda.is_available()
         self._device_index = None if on_cpu else torch.cuda.current_device()
         # Servers come and go in the thread that follows the pool, and their links are made on the event loop.
         self._lock = threading.Lock()
@@ -349,8 +350,8 @@ class WeightPublisher:
 
         def make_sender() -> Sender:
             here = rendezvous_address(self._master_address, address.url)
-            options = SenderOptions(here, address.group_port, self._timeout_s, self._device_index)
-            return open_sender(self._transports.get(address.name, self._transport), options)
+            transport = self._transports.get(address.name, self._transport)
+            return open_sender(SenderOptions(transport, here, address.group_port, self._timeout_s, self._device_index))
 
         client = ControlClient(self._session, address.name, address.url)
         return ServerLink(address, client, make_sender, self._timeout_s, self._kv_cache, self._base_checksum)

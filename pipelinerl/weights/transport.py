@@ -68,25 +68,23 @@ class SenderOptions:
     """How to open a sender.
 
     Attributes:
+        transport: one of `MODULES`.
         address: address of this machine at which the workers reach the trainer.
         port: TCP port of the rendezvous; None lets the system choose.
         timeout_s: limit of one operation, where the transport can enforce it.
         device_index: the GPU that buffers are sent from; None: the current one of the calling thread.
     """
 
+    transport: str
     address: str
     port: int | None
     timeout_s: float
     device_index: int | None = None
 
 
-def open_sender(name: str, options: SenderOptions) -> Sender:
-    """The trainer's end: `gloo` for servers on CPUs, `nccl` on other GPUs, `ipc` on the trainer's device.
-
-    Raises:
-        ValueError: there is no such transport.
-    """
-    sender: Sender = _module(name).open_sender(options)
+def open_sender(options: SenderOptions) -> Sender:
+    """The trainer's end. ValueError: there is no such transport."""
+    sender: Sender = _module(options.transport).open_sender(options)
     return sender
 
 
@@ -129,9 +127,8 @@ class GroupSender:
     """
 
     def __init__(
-        self, name: str, options: SenderOptions, lead: Callable[[TCPStore, int], TransferGroup], device: torch.device
+        self, options: SenderOptions, lead: Callable[[TCPStore, int], TransferGroup], device: torch.device
     ) -> None:
-        self._name = name
         self._options = options
         self._lead = lead
         self._device = device
@@ -145,7 +142,7 @@ class GroupSender:
         options = self._options
         self._store, port = serve_store(options.address, options.port, self._world_size, options.timeout_s)
         return {
-            "transport": self._name,
+            "transport": options.transport,
             "master_address": options.address,
             "master_port": port,
             "world_size": self._world_size,
@@ -154,7 +151,7 @@ class GroupSender:
 
     def join(self) -> None:
         if self._store is None:
-            raise RuntimeError(f"{self._name} sender: prepare() comes before join()")
+            raise RuntimeError(f"{self._options.transport} sender: prepare() comes before join()")
         group = self._lead(self._store, self._world_size)
         self._group = group
         if self._closed:
@@ -164,7 +161,7 @@ class GroupSender:
         # Another thread may close the sender meanwhile.
         group = self._group
         if group is None:
-            raise RuntimeError(f"{self._name} sender: it is not open")
+            raise RuntimeError(f"{self._options.transport} sender: it is not open")
         group.broadcast(buffer.to(self._device))
 
     def close(self) -> None:

@@ -8,6 +8,9 @@ import msgspec
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
+#: Ways for weights to a server (`weights.transport.MODULES`): on a CPU, on other GPUs, on the trainer's GPU.
+CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = TRANSPORTS = ("gloo", "nccl", "ipc")
+
 
 class Job(msgspec.Struct, frozen=True):
     """One process of the run.
@@ -56,10 +59,10 @@ class WorldMap(msgspec.Struct, frozen=True):
     def transport_to(self, server: Job) -> str:
         """How trainer rank 0 sends weights to `server`. Two processes on one GPU share memory: NCCL refuses them."""
         if self.device == "cpu":
-            return "gloo"
+            return CPU_TRANSPORT
         first_rank = self.jobs_of("finetune")[:1]
         shared = {gpu for rank in first_rank if rank.node_rank == server.node_rank for gpu in rank.gpus}
-        return "nccl" if shared.isdisjoint(server.gpus) else "ipc"
+        return GPU_TRANSPORT if shared.isdisjoint(server.gpus) else SAME_GPU_TRANSPORT
 
     @property
     def local_jobs(self) -> list[Job]:

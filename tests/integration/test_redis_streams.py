@@ -1,4 +1,4 @@
-"""What is special to streams in Redis: repeated writes, restarts of the server, and what is asked of a server."""
+"""What is special to streams in Redis: repeated writes, restarts of the server, and which servers are refused."""
 
 from __future__ import annotations
 

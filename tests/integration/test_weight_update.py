@@ -123,7 +123,7 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
 
     async def run(client: ControlClient) -> None:
         tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters() if keep(name)]
-        sender, pass_id = open_sender("gloo", SenderOptions("127.0.0.1", None, 60)), 7
+        sender, pass_id = open_sender(SenderOptions("gloo", "127.0.0.1", None, 60)), 7
         await client.worker_call("pipelinerl_abort_update")
         details = sender.prepare(1)
         await asyncio.gather(client.join_group(details), asyncio.to_thread(sender.join))

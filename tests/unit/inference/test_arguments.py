@@ -24,8 +24,7 @@ from pipelinerl.inference.arguments import (
     server_arguments,
     serves_adapter,
 )
-from pipelinerl.inference.main import adapter_room, settings_of_job
-from pipelinerl.inference.server import prepare_environment
+from pipelinerl.inference.main import adapter_room, prepare_environment, settings_of_job
 from pipelinerl.world import Job, WorldMap
 
 

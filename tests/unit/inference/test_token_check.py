@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl.inference.arguments import ServerSettings
 from pipelinerl.inference.auth import TokenMiddleware, read_token
-from pipelinerl.inference.server import prepare_environment
+from pipelinerl.inference.main import prepare_environment
 
 TOKEN = "a-token-of-sixteen-or-more"
 
