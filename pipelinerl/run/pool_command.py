@@ -20,11 +20,11 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.open_run import find_run
+from pipelinerl.streams.waiting import DirectoryWatch
 
 _STATE_NAME = "servers.json"
 _REQUEST, _ANSWER = ".request.json", ".answer.json"
 _ANSWER_TIMEOUT_S = 60.0
-_POLL_S = 0.05
 
 
 class PoolRequest(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ def ask(run_dir: RunDir, request: PoolRequest, timeout_s: float) -> str:
     answer_file, request_file = (pool_dir(run_dir) / f"{name}{suffix}" for suffix in (_ANSWER, _REQUEST))
     replace_file(request_file, msgspec.json.encode(request))
     try:
-        _wait(answer_file.exists, timeout_s, request, "an answer of the launcher")
+        _wait(run_dir, answer_file.exists, timeout_s, request, "an answer of the launcher")
     finally:
         request_file.unlink(missing_ok=True)
     reply = msgspec.json.decode(answer_file.read_bytes(), type=PoolReply)
@@ -116,19 +116,24 @@ def wait_serving(run_dir: RunDir, request: PoolRequest, name: str, timeout_s: fl
     def state() -> ServerState:
         return next(server for server in read_state(run_dir) if server.name == name)
 
-    _wait(lambda: state().state in ("serving", "removed"), timeout_s, request, "the server to be used")
+    _wait(run_dir, lambda: state().state in ("serving", "removed"), timeout_s, request, "the server to be used")
     found = state()
     if found.state == "removed":
         raise _refusal(request, "a server that gets the weights", found.trouble)
     return found
 
 
-def _wait(found: Callable[[], bool], timeout_s: float, request: PoolRequest, what: str) -> None:
+def _wait(run_dir: RunDir, found: Callable[[], bool], timeout_s: float, request: PoolRequest, what: str) -> None:
     end = time.monotonic() + timeout_s
-    while not found():
-        if time.monotonic() > end:
-            raise _refusal(request, f"{what} within {timeout_s:g} s", "Is the run still running?")
-        time.sleep(_POLL_S)
+    watch = DirectoryWatch(pool_dir(run_dir))
+    try:
+        while not found():
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise _refusal(request, f"{what} within {timeout_s:g} s", "Is the run still running?")
+            watch.wait(left_s)
+    finally:
+        watch.close()
 
 
 def _refusal(request: PoolRequest, expected: str, next_step: str) -> ConfigError:

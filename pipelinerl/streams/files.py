@@ -1,8 +1,7 @@
 """Streams in files: one JSON line per record (see `shards` for the layout).
 
 A record is one `write` call of one line, so a reader sees it whole as soon as `write` returns. A crash inside the call
-leaves a torn last line: readers wait on it, and the next writer cuts it off. A waiting reader looks again every
-`POLL_S`, which also works where another machine writes.
+leaves a torn last line: readers wait on it, and the next writer cuts it off. Readers wait for changes of the folder.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from pipelinerl.streams.shards import (
     shard_path,
     strip_old_shards,
 )
+from pipelinerl.streams.waiting import DirectoryWatch
 
 T = TypeVar("T")
 
 # Both are small for the sake of the processor's caches: decoded large records would be pushed out before they are used.
 CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 1 << 16
-POLL_S = 0.01
 
 
 class FileBackend:
@@ -248,8 +247,7 @@ class FileReader(Generic[T]):
         self._fd = -1
         self._position = 0
         self._lines: deque[bytes] = deque()
-        self._woken = threading.Event()
-        self._closed = False
+        self._watch: DirectoryWatch | None = DirectoryWatch(directory)
 
     @property
     def offset(self) -> int:
@@ -263,7 +261,7 @@ class FileReader(Generic[T]):
             StreamError: the next record is corrupt or gone, with file, offset and reason; the records before it have
                 been returned, and every further call raises again.
         """
-        if self._closed:
+        if self._watch is None:
             raise self._error(self.offset, "the reader is closed")
         deadline = time.monotonic() + timeout_s
         while not (entries := self._take(max_records)):
@@ -271,21 +269,23 @@ class FileReader(Generic[T]):
             if rest <= 0:
                 self._check_gap()
                 break
-            if self._woken.wait(min(rest, POLL_S)):
-                self._woken.clear()
+            if self._watch.wait(rest):
                 return self._take(max_records)
         return entries
 
     def wake(self) -> None:
-        self._woken.set()
+        if (watch := self._watch) is not None:
+            watch.wake()
 
     def close(self) -> None:
-        """Free the file. May be called twice."""
-        self._closed = True
+        """Free the file and the watch. May be called twice."""
         self._lines.clear()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch.close()
 
     def _take(self, max_records: int) -> list[Entry[T]]:
         entries: list[Entry[T]] = []

@@ -51,7 +51,6 @@ class ModuleSource:
     Args:
         module: a model whose parameter names are those of its checkpoint.
         dtype: dtype on the wire; None keeps each parameter's own.
-        bucket_bytes: about how much one bucket holds.
         rename: maps a parameter name to the checkpoint's; returning None leaves it out (a tied head, an adapter).
         value_of: gives what travels for a parameter of this name (merged weights), one tensor at a time; None: itself.
     """
@@ -60,12 +59,10 @@ class ModuleSource:
         self,
         module: torch.nn.Module,
         dtype: torch.dtype | None = None,
-        bucket_bytes: int = 256 * 2**20,
         rename: Callable[[str], str | None] | None = None,
         value_of: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
         self._value_of = value_of
         self._parameters: list[tuple[str, str, torch.Tensor]] = []
         # `named_parameters` reports a shared parameter once, so a tied head does not travel twice.
@@ -80,18 +77,9 @@ class ModuleSource:
         ]
 
     def buckets(self) -> Iterator[Bucket]:
-        bucket: Bucket = []
-        total = 0
         for name, own_name, parameter in self._parameters:
             value = parameter if self._value_of is None else self._value_of(own_name, parameter)
-            tensor = value.detach().to(self._dtype or parameter.dtype)
-            bucket.append((name, tensor))
-            total += tensor.numel() * tensor.element_size()
-            if total >= self._bucket_bytes:
-                yield bucket
-                bucket, total = [], 0
-        if bucket:
-            yield bucket
+            yield [(name, value.detach().to(self._dtype or parameter.dtype))]
 
 
 class CollectiveSource:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import select
 from typing import Any
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from fakes.fake_server import FakeServer
-from fakes.mid_sequence import ATTEMPTS, generate_across_updates, num_running
+from fakes.mid_sequence import ATTEMPTS, num_running
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
@@ -164,35 +163,6 @@ def test_no_token_no_bytes(published_server: VLLMProcess) -> None:
     assert post(published_server, request(), MEDIA_TYPE, token="a-wrong-token-of-some-length")[0] == 401
 
 
-def test_what_the_bytes_cannot_hold_is_answered_in_json(published_server: VLLMProcess) -> None:
-    status, content = post(published_server, request(no_such_parameter=1), MEDIA_TYPE)  # which vLLM overlooks
-    assert status == 200 and not is_packed(content)
-    for sampling, name in (({"n": 2}, "choices"), ({"prompt_logprobs": 0, "max_tokens": 1}, "prompt_logprobs")):
-        status, content = post(published_server, request(**sampling), MEDIA_TYPE)
-        assert status == 200 and not is_packed(content)
-        assert len(json.loads(content)[name]) == (2 if name == "choices" else 12)
-
-
-def test_an_update_in_mid_sequence_shows_as_spans(published_server: VLLMProcess) -> None:
-    body = request(max_tokens=480, ignore_eos=True)
-    with WeightPublisher(published_server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("server", published_server.url)])
-
-        def update(attempt: int) -> None:
-            version = 40 + attempt
-            assert publisher.publish(version, ModuleSource(random_model(seed=version))).failed == {}
-
-        answer = generate_across_updates(published_server, lambda: {"choices": [fast(published_server, body)]}, update)
-    (choice,) = answer["choices"]
-    spans = choice["weight_versions"]
-    assert len(spans) >= 2 and spans[0]["start"] == 0
-    assert spans[-1]["end"] == len(choice["token_ids"]) == len(choice["logprobs"]) == 480
-    assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
-    with WeightPublisher(published_server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("server", published_server.url)])
-        assert publisher.publish(3, ModuleSource(random_model())).failed == {}
-
-
 def test_a_caller_that_goes_away_frees_its_request(published_server: VLLMProcess) -> None:
     for _ in range(ATTEMPTS):
         connection = connect(published_server, request(max_tokens=480, ignore_eos=True))
@@ -211,18 +181,6 @@ def test_a_caller_that_goes_away_frees_its_request(published_server: VLLMProcess
         if num_running(published_server) == 0:
             return
     raise AssertionError("the request goes on although its caller went away")
-
-
-def test_a_fake_server_answers_in_the_same_form() -> None:
-    with FakeServer() as fake:
-        choice = fast(fake, request(max_tokens=3))
-    assert choice == {
-        "token_ids": [10, 11, 12],
-        "logprobs": [-0.5, -0.5, -0.5],
-        "finish_reason": "length",
-        "stop_reason": None,
-        "weight_versions": [{"version": "default", "start": 0, "end": 3}],
-    }
 
 
 def test_the_server_found_vllm_as_it_expects_it(published_server: VLLMProcess) -> None:

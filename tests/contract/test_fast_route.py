@@ -142,14 +142,6 @@ async def test_arrays_come_back_and_the_engine_is_asked_for_little() -> None:
     assert params.flat_logprobs and not params.detokenize
 
 
-async def test_stop_strings_need_the_text() -> None:
-    engine = Engine(finished(finish_reason="stop", stop_reason="END"))
-    call = Call(engine)
-    await call.run({**BODY, "sampling_params": {"max_tokens": 3, "stop": ["END"]}})
-    assert engine.requests[0][1].detokenize
-    assert decode_completion(call.body).stop_reason == "END"
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -199,11 +191,6 @@ async def test_other_callers_are_not_its_business(headers: Any) -> None:
     assert other.handed_on == json.dumps(BODY).encode() and engine.requests == []
 
 
-async def test_a_server_that_logs_requests_logs_these_as_well() -> None:
-    await (call := Call(Engine(finished()), request_logger=object())).run(BODY)
-    assert call.handed_on is not None
-
-
 async def test_what_the_engine_refuses_is_answered_by_vllm() -> None:
     await (call := Call(Engine(refuse=ValueError("the prompt is too long")))).run(BODY)
     assert call.handed_on == json.dumps(BODY).encode()
@@ -218,17 +205,6 @@ async def test_a_caller_that_goes_away_frees_the_request() -> None:
     await asyncio.wait_for(task, 60)
     assert len(engine.aborted) == 1
     assert decode_completion(call.body).finish_reason == "abort"  # nobody reads it
-
-
-async def test_a_caller_that_is_gone_before_its_body_is_not_served() -> None:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.disconnect"}
-
-    engine = Engine()
-    application = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    scope = {"type": "http", "path": GENERATE_PATH, "method": "POST", "headers": HEADERS, "app": application}
-    await FastRoute(receive)(scope, receive, receive)  # type: ignore[arg-type]
-    assert engine.requests == []
 
 
 async def test_a_cancelled_request_is_freed() -> None:

@@ -51,17 +51,6 @@ def test_release_ships_what_is_held_and_goes_on_holding() -> None:
     assert tokens_of(hold.release()) == [[3]]
 
 
-def test_void_logprobs_leaves_tokens_without_them() -> None:
-    hold, requests = OutputHold(max_tokens=10), {"a": request()}
-    for token in range(2):
-        hold.pass_on([output(token)], requests)
-    assert hold.void_logprobs() == 1
-    (end,) = hold.pass_on([output(2, FinishReason.LENGTH)], requests)
-    assert end.new_token_ids == [1, 2]
-    assert end.new_logprobs is not None
-    assert len(end.new_logprobs.logprobs) == 1
-
-
 def test_aborted_requests_are_forgotten() -> None:
     hold, requests = OutputHold(max_tokens=10), {"a": request()}
     for token in range(2):
@@ -150,7 +139,12 @@ def test_steps_in_which_another_request_wanted_more_are_joined_with_others() -> 
     assert joined.logprobs.tolist() == [[np.float32(value).item()] for value in (-0.3, -0.4, -0.5)]
 
 
-def test_a_request_that_wants_more_keeps_its_own_columns() -> None:
-    joined = as_lists([wide(2, 6), wide(3, 3)])
-    assert joined.logprob_token_ids.tolist() == [[2, 100, 101], [3, 100, 101]]
-    assert joined.logprobs.shape == (2, 3)
+def test_void_logprobs_leaves_tokens_without_them() -> None:
+    hold, requests = OutputHold(max_tokens=10), {"a": request()}
+    for token in range(2):
+        hold.pass_on([output(token)], requests)
+    assert hold.void_logprobs() == 1
+    (end,) = hold.pass_on([output(2, FinishReason.LENGTH)], requests)
+    assert end.new_token_ids == [1, 2]
+    assert end.new_logprobs is not None
+    assert len(end.new_logprobs.logprobs) == 1

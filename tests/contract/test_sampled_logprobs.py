@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
-from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -79,12 +78,6 @@ def test_arrays_say_what_vllms_objects_say(swap_after: int) -> None:
     assert arrays.token_ids == plain.token_ids == TOKENS
     assert arrays.weight_versions == plain.weight_versions
     assert (arrays.finish_reason, arrays.stop_reason) == (plain.finish_reason, plain.stop_reason)
-
-
-def test_without_the_swap_vllms_flat_lists_are_read() -> None:
-    flat = run(flat=True, swap_after=None)
-    assert isinstance(flat.logprobs, FlatLogprobs)
-    assert sampled_logprobs(flat.logprobs, TOKENS).tolist() == VALUES.tolist()
 
 
 def test_a_vllm_that_is_built_otherwise_is_left_alone() -> None:

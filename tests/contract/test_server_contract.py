@@ -76,10 +76,6 @@ def test_no_token_no_answer(server: Server, path: str, token: str | None) -> Non
     assert call(server, "GET", "/health")[0] == 200
 
 
-def test_a_server_starts_without_a_warning_about_its_options(tiny_server: VLLMProcess) -> None:
-    assert "duplicate" not in tiny_server.log.read_text(errors="replace").lower()
-
-
 def test_generation_returns_ids_logprobs_and_spans(server: Server) -> None:
     published(server, 3)
     answer = generate(server, max_tokens=8)
@@ -128,21 +124,6 @@ def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
 
 
-def test_an_update_has_phases_and_leaves_a_server_that_samples(server: Server) -> None:
-    with WeightPublisher(server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("server", server.url)])
-        report = publisher.publish(5, ModuleSource(random_model()))
-        assert report.failed == {} and set(report.updated[0].seconds) == {
-            "pause",
-            "start",
-            "transfer",
-            "load",
-            "resume",
-        }
-    assert call(server, "GET", "/weight_info", token=server.token) == (200, {"weight_version": "5"})
-    assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": False})
-
-
 def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> None:
     assert call(server, "POST", "/pause?mode=keep&clear_cache=false", token=server.token)[0] == 200
     assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": True})
@@ -171,17 +152,6 @@ async def test_w1_an_incomplete_update_fails_and_a_complete_one_repairs_it(serve
         assert (await client.world_size()) == 1
     await asyncio.to_thread(published, server, 21)
     assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"
-
-
-async def test_tensors_with_unequal_lists_are_refused(server: Server) -> None:
-    async with control_session(server.token) as session:
-        client = ControlClient(session, "server", server.url)
-        await client.worker_call("pipelinerl_abort_update")
-        await client.start_update()
-        body = {"update_info": {"names": ["a"], "dtype_names": [], "shapes": [], "chunk_bytes": 1, "pass_id": 1}}
-        status, answer = await asyncio.to_thread(call, server, "POST", "/update_weights", body, server.token)
-        assert status == 500, answer
-        await client.worker_call("pipelinerl_abort_update")
 
 
 def test_model_info_describes_the_checkpoint(server: Server) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pipelinerl import __main__, dependencies
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "nvidia-ml-py": "pynvml"}
+MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "nvidia-ml-py": "pynvml", "inotify-simple": "inotify_simple"}
 
 
 @pytest.mark.parametrize("module", ["pipelinerl", "pipelinerl.launch", "pipelinerl.domains.check"])

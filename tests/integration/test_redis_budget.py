@@ -123,32 +123,6 @@ def test_a_stream_whose_reader_is_no_part_of_the_run_is_never_waited_for(
     assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), total) == list(range(total))
 
 
-def test_closing_a_writer_ends_its_wait_for_room(server: RedisServer, client: Any, tmp_path: Path) -> None:
-    writer = open_hub(server, tmp_path).writer(ACTOR_TOPIC, "actor_0", MetricRecord)
-    waits, errors = threading.Event(), []
-    first_to_keep = writer._first_to_keep  # type: ignore[attr-defined]
-
-    def mark() -> int:
-        waits.set()
-        return int(first_to_keep())
-
-    writer._first_to_keep = mark  # type: ignore[attr-defined]
-
-    def write() -> None:
-        try:
-            for n in range(100):
-                writer.write(record(n))
-        except StreamError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    assert waits.wait(LIMIT_S)
-    writer.close()
-    thread.join(LIMIT_S)
-    assert not thread.is_alive() and "its reader is not waited for any more" in errors[0]
-
-
 def test_d6_a_reader_repeats_how_far_it_has_come_when_the_server_has_forgotten_it(
     server: RedisServer, client: Any, tmp_path: Path
 ) -> None:
@@ -190,21 +164,6 @@ def test_d6_a_reader_that_could_not_say_how_far_it_has_come_says_it_at_its_next_
     reader._client.hset = hset  # type: ignore[attr-defined]
     assert reader.read(0) == []
     assert client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER) == b"1"
-
-
-def test_large_records_that_came_together_are_given_back_one_by_one(
-    server: RedisServer, client: Any, tmp_path: Path
-) -> None:
-    hub = open_hub(server, tmp_path)
-    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
-    writer.write(record(0, 10))
-    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
-    assert read_steps(reader, 1) == [0]
-    for n in range(1, 4):
-        writer.write(record(n, 400_000))  # expected to be small, so they come in one reply
-    for n in range(1, 4):
-        assert [entry.record.step for entry in reader.read(LIMIT_S, max_records=1)] == [n]
-        assert int(client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER)) == n
 
 
 def test_small_streams_move_their_older_half_and_stay_whole(server: RedisServer, client: Any, tmp_path: Path) -> None:

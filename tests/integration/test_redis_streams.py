@@ -192,16 +192,6 @@ def test_d6_servers_that_could_lose_records_are_refused(server: RedisServer, tmp
         hub(server.url, tmp_path)
 
 
-@pytest.mark.parametrize(("version", "is_good"), [("6.0.16", False), ("5.0.7", False), ("6.2.0", True), ("10.1", True)])
-def test_d6_an_old_server_is_refused(version: str, is_good: bool) -> None:
-    client = Mock(info=lambda: {"redis_version": version, "maxmemory_policy": "noeviction"})
-    if is_good:
-        check_server(client, "redis://host:6379/0")
-        return
-    with pytest.raises(StreamError, match=r"redis://host:6379/0 is version .*, streams need \(6, 2\) or later"):
-        check_server(client, "redis://:secret@host:6379/0")
-
-
 def test_d6_o5_the_server_needs_its_password_which_is_nowhere_to_be_seen(server: RedisServer, tmp_path: Path) -> None:
     password = server.url.split("@")[0].removeprefix("redis://:")
     port = int(server.url.split(":")[-1].split("/")[0])
@@ -237,3 +227,13 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("version", "is_good"), [("6.0.16", False), ("5.0.7", False), ("6.2.0", True), ("10.1", True)])
+def test_d6_an_old_server_is_refused(version: str, is_good: bool) -> None:
+    client = Mock(info=lambda: {"redis_version": version, "maxmemory_policy": "noeviction"})
+    if is_good:
+        check_server(client, "redis://host:6379/0")
+        return
+    with pytest.raises(StreamError, match=r"redis://host:6379/0 is version .*, streams need \(6, 2\) or later"):
+        check_server(client, "redis://:secret@host:6379/0")

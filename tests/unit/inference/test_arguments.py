@@ -115,11 +115,6 @@ def test_a_single_override_of_the_model_is_refused() -> None:
     assert error.value.key == "vllm_config.vllm_kwargs.hf_overrides.rope_theta"
 
 
-@pytest.mark.parametrize("value", [{"cudagraph_mode": "FULL_DECODE_ONLY"}, {"mode": 3}, '{"mode": 0}', "not json", 3])
-def test_other_compilation_is_for_vllm_to_judge(value: object) -> None:
-    assert "--compilation-config" in options(vllm_kwargs={"compilation-config": value})
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -169,12 +164,6 @@ def test_raw_logprobs_are_refused() -> None:
     with pytest.raises(ConfigError) as error:
         options(vllm_kwargs={"logprobs-mode": "raw_logprobs"})
     assert error.value.key == "vllm_config.vllm_kwargs.logprobs-mode"
-
-
-def test_user_options_win_over_defaults() -> None:
-    argv = options(dtype="float32", vllm_kwargs={"dtype": "bfloat16", "seed": 7})
-    assert value_of(argv, "--dtype") == "bfloat16"
-    assert value_of(argv, "--seed") == "7"
 
 
 @pytest.mark.parametrize("given", [None, {"rope_theta": 5}, '{"rope_theta": 5}'])
@@ -258,10 +247,6 @@ def test_options_about_other_adapters_are_refused(option) -> None:
         assert error.value.key == f"vllm_config.vllm_kwargs.{option}"
 
 
-def test_options_that_leave_the_adapter_alone_are_free() -> None:
-    check_adapter_options({"fully-sharded-loras": "", "max-model-len": 9, "exploration": 1})
-
-
 def test_layers_are_the_matrices_without_the_embeddings() -> None:
     tensors = {
         "model.embed_tokens.weight": (200, 64),
@@ -313,8 +298,3 @@ def test_a_gpu_server_can_sleep_if_it_shares_its_gpu(placement: str) -> None:
 def test_code_of_the_model_is_trusted_by_servers_as_by_the_trainer(trusted: bool) -> None:
     settings = settings_of_job(context("cpu", finetune={"trust_remote_code": trusted}))
     assert ("--trust-remote-code" in server_arguments(settings)[0]) == trusted
-
-
-def test_a_job_without_port_is_an_error_of_the_plan() -> None:
-    with pytest.raises(ValueError, match="actor_llm_1: got no port"):
-        settings_of_job(context("cpu", port=None))

@@ -70,10 +70,6 @@ async def test_a_websocket_without_token_is_closed() -> None:
     assert sent[0]["type"] == "websocket.close"
 
 
-async def test_lifespan_events_pass() -> None:
-    assert (await respond("lifespan", ""))[0]
-
-
 @pytest.mark.parametrize("environ", [{}, {"PIPELINERL_SERVER_TOKEN": ""}, {"PIPELINERL_SERVER_TOKEN": "short"}])
 def test_a_missing_or_short_token_is_refused_without_quoting_it(environ: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="PIPELINERL_SERVER_TOKEN") as caught:
@@ -110,3 +106,7 @@ def test_fp32_servers_on_gpus_multiply_in_fp32(
     settings = ServerSettings("/m", "127.0.0.1", 1, on_cpu, vllm_kwargs=kwargs, dtype=dtype)
     prepare_environment(environ, settings, cpu_kv_cache_gib=0.25)
     assert environ.get("TRITON_F32_DEFAULT") == expected
+
+
+async def test_lifespan_events_pass() -> None:
+    assert (await respond("lifespan", ""))[0]

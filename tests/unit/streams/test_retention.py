@@ -70,20 +70,6 @@ def test_tokens_go_where_no_resume_needs_them_and_heads_stay(tmp_path: Path) -> 
     assert strip_old_shards(directory) == 0
 
 
-def test_by_default_nothing_goes(tmp_path: Path) -> None:
-    hub = StreamHub(FileStreams(shard_bytes=1000), RunDir(tmp_path), "run")
-    hub.commit("actor", "actor_0", 10)
-    writer = hub.writer("actor", "actor_0", Group)
-    for n in range(10):
-        writer.write(group(n))
-    writer.close()
-    entries = []
-    reader = hub.reader("actor", "actor_0", Group)
-    while got := reader.read(0):
-        entries += got
-    assert [entry.record for entry in entries] == [group(n) for n in range(10)]
-
-
 def test_a_shard_that_cannot_be_read_keeps_its_tokens(tmp_path: Path) -> None:
     writer: FileWriter[Group] = FileWriter(tmp_path, Group, 500, "never")
     for n in range(4):

@@ -117,12 +117,6 @@ def test_what_does_not_fit_is_named(change, name) -> None:
     assert name in problem
 
 
-def test_nothing_is_no_adapter_and_many_problems_are_counted() -> None:
-    assert len(adapter_problems(MODEL, {}, 2)) == 1
-    many = {f"model.layers.{n}.q_proj.bias": (6,) for n in range(9)}
-    assert "5" in adapter_problems(MODEL, many, 2)[-1]
-
-
 def save(folder: Path, seed: int = 0, elements: int = 5000, name: str = "model.safetensors") -> Path:
     folder.mkdir(exist_ok=True)
     values = torch.randn(elements, generator=torch.Generator().manual_seed(seed))
@@ -150,11 +144,6 @@ def test_a_large_file_is_sampled_to_its_last_byte(tmp_path: Path) -> None:
         assert folder_checksum(folder) != before
     file.write_bytes(content)
     assert folder_checksum(folder) == before
-
-
-def test_without_safetensors_there_is_none(tmp_path: Path) -> None:
-    assert folder_checksum(None) is None
-    assert folder_checksum(tmp_path) is None
 
 
 def test_what_a_server_says_of_its_model_survives_the_wire() -> None:

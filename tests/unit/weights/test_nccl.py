@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -157,27 +156,6 @@ def test_a_group_that_carries_nothing_is_found_when_it_forms(monkeypatch: pytest
     ends = both_ends()
     assert "0 arrived where" in str(ends["worker"])
     assert mute.aborted
-
-
-def test_a_broadcast_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = both_ends()
-    monkeypatch.setattr(Mute, "is_completed", lambda self: False)
-    ends["worker"].close()
-    ends["worker"]._group = Mute()
-    with pytest.raises(RuntimeError, match="did not end within 60 s"):
-        ends["worker"].broadcast(torch.zeros(1))
-
-
-@pytest.mark.parametrize("before", [None, "0"])
-def test_the_variable_of_the_group_is_set_only_while_it_is_made(
-    monkeypatch: pytest.MonkeyPatch, before: str | None
-) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    if before is not None:
-        monkeypatch.setenv(VARIABLE, before)
-    with nccl._environment(VARIABLE, "1"):
-        assert os.environ[VARIABLE] == "1"
-    assert os.environ.get(VARIABLE) == before
 
 
 def test_only_the_stream_of_the_group_waits_for_its_broadcasts() -> None:
