@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import ipaddress
 import json
 import logging
 import math
@@ -29,6 +28,7 @@ from pipelinerl.inference.arguments import (
 )
 from pipelinerl.inference.auth import read_token
 from pipelinerl.role import RoleContext, run_role
+from pipelinerl.weights.link import is_loopback
 from pipelinerl.weights.manifest import local_folder, read_manifest
 from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS
 
@@ -117,7 +117,7 @@ def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
         read_token(os.environ)
     except ValueError as error:
         raise ConfigError("PIPELINERL_SERVER_TOKEN", "<hidden>", "a secret", str(error)) from error
-    if not _is_loopback(settings.host):
+    if not is_loopback(settings.host):
         logger.warning("listening on %s, beyond this machine: the token is sent in clear text", settings.host)
     prepare_environment(os.environ, settings, cpu_kv_cache_gib)
     from pipelinerl.inference.server import run
@@ -137,15 +137,6 @@ def room_in(room: AdapterRoom, model: str) -> AdapterRoom:
 
 def _is_eager(kwargs: Mapping[str, object]) -> bool:
     return any(name.replace("_", "-") == "enforce-eager" and value is not False for name, value in kwargs.items())
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _main_standalone(arguments: list[str]) -> int:

@@ -6,11 +6,12 @@ No torch is imported here: the actor process uses `ControlClient` too.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -166,6 +167,13 @@ def control_session(token: str) -> aiohttp.ClientSession:
         # on a connection that is being closed fails although nothing is wrong.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`, a name or an address."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class ServerLink:

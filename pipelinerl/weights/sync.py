@@ -24,7 +24,15 @@ import torch
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, packed_buffers, update_info_of
-from pipelinerl.weights.link import ControlClient, KVCache, ServerAddress, ServerLink, ServerUpdate, control_session
+from pipelinerl.weights.link import (
+    ControlClient,
+    KVCache,
+    ServerAddress,
+    ServerLink,
+    ServerUpdate,
+    control_session,
+    is_loopback,
+)
 from pipelinerl.weights.source import TensorMeta, WeightSource
 from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
@@ -391,10 +399,6 @@ def _refused(links: list[ServerLink], metas: list[TensorMeta]) -> dict[str, str]
 def rendezvous_address(master_address: str, url: str) -> str:
     """Where the workers of the server at `url` reach this machine: servers elsewhere cannot use its loopback."""
     host = urlsplit(url).hostname or ""
-    if not _is_loopback(master_address) or _is_loopback(host):
+    if not is_loopback(master_address) or is_loopback(host):
         return master_address
     return local_address(host, urlsplit(url).port or 80)
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
