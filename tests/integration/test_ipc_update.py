@@ -83,35 +83,6 @@ def test_l1_a_trainer_that_breaks_off_is_followed_by_a_whole_update(
         assert probe(publisher, model).max_abs_diff < TOLERANCE
 
 
-def test_a_buffer_that_is_damaged_on_the_way_is_refused_and_sent_again(
-    server: VLLMProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = random_model(tied=True, seed=7)
-    send, sent = HandleSender.send, []
-
-    def send_damaged_once(self: HandleSender, buffer: torch.Tensor) -> None:
-        sent.append(buffer.numel())
-        if len(sent) == 2:
-            buffer = buffer.clone()
-            buffer[11] ^= 8
-        send(self, buffer)
-
-    with connect(server) as publisher:
-        monkeypatch.setattr(HandleSender, "send", send_damaged_once)
-        report = publisher.publish(9, ModuleSource(model))
-        assert report.failed == {} and "buffer 2 of" in str(report.updated[0].recovered_from)
-        assert probe(publisher, model).max_abs_diff < TOLERANCE
-
-
-def test_l2_another_trainer_starts_from_cold_against_the_same_server(server: VLLMProcess) -> None:
-    first, second = random_model(tied=True, seed=8), random_model(tied=True, seed=9)
-    with connect(server) as publisher:
-        publisher.publish(0, ModuleSource(first))
-    with connect(server) as publisher:
-        publisher.publish(0, ModuleSource(second))
-        assert probe(publisher, second).max_abs_diff < TOLERANCE
-
-
 def test_a_server_that_slept_is_whole_after_the_next_update(server: VLLMProcess) -> None:
     """Level 0 is the pause that a server on a CPU sleeps by; levels 1 and 2 do nothing there but are answered."""
     model = random_model(tied=True, seed=10)
