@@ -1,1 +1,1 @@
-"""What runs beside the trainer: weight sources, transports, the update round over all servers, verification."""
+"""Weight updates: sources, transports, one update of all servers, verification."""

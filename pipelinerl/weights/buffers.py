@@ -94,7 +94,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def mark_of(pass_id: int, index: int, payload: int) -> int:
-    """What the checksum of a buffer has beside the sum, as a signed 64-bit number. Odd, so all zeros never pass.
+    """What the checksum of a buffer adds to the sum, as a signed 64-bit number. Odd, so all zeros never pass.
 
     Args:
         pass_id: random number below 2**63, another one for every pass over the weights.

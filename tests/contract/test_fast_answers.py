@@ -180,7 +180,7 @@ def test_a_caller_that_goes_away_frees_its_request(published_server: VLLMProcess
         fast(published_server, request(max_tokens=4, ignore_eos=True))
         if num_running(published_server) == 0:
             return
-    raise AssertionError("the request goes on although its caller went away")
+    raise AssertionError("the request continues although its caller went away")
 
 
 def test_the_server_found_vllm_as_it_expects_it(published_server: VLLMProcess) -> None:

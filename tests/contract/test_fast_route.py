@@ -164,7 +164,7 @@ async def test_arrays_come_back_and_the_engine_is_asked_for_little() -> None:
         b"\xff\xff",
     ],
 )
-async def test_what_is_unusual_or_wrong_goes_on_to_vllm_byte_by_byte(body: Any) -> None:
+async def test_unusual_requests_reach_vllm_byte_by_byte(body: Any) -> None:
     engine = Engine(finished())
     call = Call(engine)
     await call.run(body)

@@ -1,4 +1,4 @@
-"""`test_llm.parameters.temperature=0` against the real server: evaluations are greedy, training beside them is not."""
+"""`test_llm.parameters.temperature=0` against the real server: evaluations are greedy, concurrent training is not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def completions(config: RunConfig, url: str) -> dict[bool, list[Completion
     }
 
 
-def test_greedy_evaluation_beside_sampled_training(tiny_server: VLLMProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_evaluation_during_sampled_training(tiny_server: VLLMProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_KEY, tiny_server.token)
     with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
         publisher.connect([ServerAddress("tiny", tiny_server.url)])

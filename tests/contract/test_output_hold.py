@@ -42,7 +42,7 @@ def test_first_token_full_batches_and_the_end_go_out() -> None:
     assert hold.release() == []
 
 
-def test_release_ships_what_is_held_and_goes_on_holding() -> None:
+def test_release_ships_what_is_held_and_holding_continues() -> None:
     hold, requests = OutputHold(max_tokens=10), {"a": request()}
     for token in range(3):
         hold.pass_on([output(token)], requests)

@@ -132,7 +132,7 @@ def test_wake_ends_a_blocked_read(open_hub: OpenHub) -> None:
     assert time.monotonic() - start < LIMIT_S
 
 
-def test_a_new_writer_goes_on_behind_the_last_record(open_hub: OpenHub) -> None:
+def test_a_new_writer_continues_after_the_last_record(open_hub: OpenHub) -> None:
     hub = open_hub(shard_bytes=200)
     for n in range(12):
         writer = hub.writer("metrics", "a", MetricRecord)

@@ -1,4 +1,4 @@
-"""Full streams in Redis: the actor's event loop goes on, nothing grows without bound, and no three wait for each other.
+"""Full streams in Redis: the actor's event loop keeps running, nothing grows without bound, nobody waits in a circle.
 
 The streams are real, with tiny budgets, and so is what writes and reads them; rollouts and steps are made up.
 """
@@ -161,7 +161,7 @@ def _all(hub: StreamHub, topic: str, record_type: Any) -> list[Any]:
         return records
 
 
-async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub, tmp_path: Path) -> None:
+async def test_d6_the_event_loop_continues_while_the_stream_is_full(hub: StreamHub, tmp_path: Path) -> None:
     actor = RunningActor(hub, tmp_path)
     rollouts = asyncio.create_task(actor.groups.run())
     await until(actor.waits.is_set)
@@ -169,7 +169,7 @@ async def test_d6_the_event_loop_goes_on_while_the_stream_is_full(hub: StreamHub
     await until(actor.rests)
     held = actor.groups._unwritten_groups
     assert held <= 2 * SLOTS // ATTEMPTS
-    # Everything else goes on: other streams are written, the gate answers.
+    # Everything else continues: other streams are written, the gate answers.
     async with asyncio.timeout(LIMIT_S):
         await actor.publisher.publish_metrics({"a": 1.0}, 0)
     assert actor.rests() and actor.groups._unwritten_groups == held
@@ -299,7 +299,7 @@ def preprocess_loop(hub: StreamHub, root: Path) -> PreprocessLoop:
 
 
 def test_l8_a_preprocessor_that_has_no_room_ends_with_the_training(hub: StreamHub, tmp_path: Path) -> None:
-    """The last batches are never taken: they are for steps behind the last one."""
+    """The last batches are never read: they are for steps after the last one."""
     groups = hub.writer("actor", "actor_0", Group)
     for number in range(4 * BATCH // ATTEMPTS):
         samples = [made_up_sample(f"0-{number}", k, 0, 0, float(k)) for k in range(ATTEMPTS)]

@@ -28,7 +28,7 @@ def _redis_of(launcher: subprocess.Popen[str]) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_d6_a_run_goes_on_when_its_redis_server_is_killed(tmp_path: Path) -> None:
+def test_d6_a_run_continues_when_its_redis_server_is_killed(tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model")
     with ScoringServer(token_delay_s=0.01) as server:
         launcher = start_run(tmp_path, model, server, streams={"backend": "redis"}, finetune={"max_train_steps": 30})
@@ -75,7 +75,7 @@ def test_d4_two_runs_on_one_machine_and_one_redis_server(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_l7_a_run_with_drained_updates_goes_on_when_its_streams_are_full(tmp_path: Path) -> None:
+def test_l7_a_run_continues_when_its_streams_are_full(tmp_path: Path) -> None:
     """A few groups fill the streams, and generation is far ahead: the lag has no bound, nothing is dropped."""
     model = save_random_model(tmp_path / "model")
     keys = {

@@ -162,7 +162,7 @@ class CutShort(ModuleSource):
         raise InterruptedError("trainer died")
 
 
-def test_l2_a_restarted_trainer_mends_a_half_loaded_server_and_running_requests_survive(
+def test_l2_a_restarted_trainer_repairs_a_half_loaded_server_and_running_requests_survive(
     tiny_server: VLLMProcess,
 ) -> None:
     """The buffered q and k of a half-loaded layer must not be mistaken for those of the next update."""

@@ -169,7 +169,7 @@ def cut_off(buffers: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("damage", [one_byte, zeros, zero_payload, swapped, of_an_earlier_pass, cut_off])
-def test_damage_is_found_nothing_of_it_is_loaded_and_the_rest_is_still_taken(
+def test_damage_is_found_nothing_of_it_is_loaded_and_the_rest_is_still_received(
     damage: Callable[[list[torch.Tensor]], None],
 ) -> None:
     buffers = packed(TENSORS, METAS, 0, PASS)

@@ -128,7 +128,7 @@ def test_copies_are_alike_and_other_weights_are_not(tmp_path: Path) -> None:
     first = folder_checksum(save(tmp_path / "a"))
     assert first is not None and first == folder_checksum(save(tmp_path / "b"))
     assert first != folder_checksum(save(tmp_path / "c", seed=1))
-    # A file beside the weights does not count.
+    # A file next to the weights does not count.
     (tmp_path / "b" / "notes.txt").write_text("x")
     assert first == folder_checksum(tmp_path / "b")
 

@@ -129,7 +129,7 @@ def test_probe_compares_with_every_server(servers) -> None:
 
 def test_an_update_that_was_cut_off_leaves_its_groups_and_the_next_one_makes_new_ones(servers, model) -> None:
     class Broken(ModuleSource):
-        """Ends behind the first tensor, when the update is under way."""
+        """Fails after the first tensor, when the update is under way."""
 
         def buckets(self):
             yield [next(iter(next(iter(super().buckets()))))]
