@@ -6,7 +6,7 @@
 |---------------------------|------------------------------------|--------------------------------------------------|
 | groups of the actor       | the stream `actor` (blocking read) | always, unless the queue is full                 |
 | room ahead of the trainer | the feed of the stream `trainer`   | a batch is ready but the trainer has two already |
-| room in `training_data`   | the trainer, which reads a batch   | with streams=redis, until training is done       |
+| room in `training_data`   | the trainer, which reads a batch   | a stream has a byte budget and is full           |
 | reference log-probs       | the `preprocessor_llm` servers     | with a KL term and a pool of reference servers   |
 
 The first two end in the same call: the feed wakes the blocked read. Training done ends the loop, and the process with
