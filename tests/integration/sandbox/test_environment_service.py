@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
-import uvicorn
+from fakes.served_app import served
 from omegaconf import OmegaConf
 
 from pipelinerl.domains.text_game import play
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
-from pipelinerl.inference.auth import TokenMiddleware
 from pipelinerl.sandbox import pool as pool_module
 from pipelinerl.sandbox.main import find_target, make_app
 from pipelinerl.sandbox.pool import GamePool
@@ -40,22 +38,8 @@ def _games_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINERL_SERVER_TOKEN", TOKEN)
 
 
-@contextlib.asynccontextmanager
-async def service(port: int = 0, **settings: Any) -> AsyncIterator[str]:
-    app: Any = TokenMiddleware(make_app({"_target_": TARGET, "processes": 1, "timeout_s": LIMIT_S, **settings}), TOKEN)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                    await asyncio.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await task
+def service(port: int = 0, **settings: Any) -> contextlib.AbstractAsyncContextManager[str]:
+    return served(make_app({"_target_": TARGET, "processes": 1, "timeout_s": LIMIT_S, **settings}), TOKEN, port)
 
 
 def pool(**settings: Any) -> GamePool:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import uvicorn
+from fakes.graders import exact, needs_a_service, spins
+from fakes.served_app import served
 
 import pipelinerl.sandbox.services as client_module
 from pipelinerl.config.task import VerifierConfig
 from pipelinerl.errors import RetryableRolloutError, RolloutError
 from pipelinerl.grading import Grade, open_verifier, verify
-from pipelinerl.inference.auth import TokenMiddleware
 from pipelinerl.sandbox.main import with_health
 from pipelinerl.sandbox.protocol import Failed, GradeRequest
 from pipelinerl.sandbox.service import verifier_app
@@ -29,22 +28,9 @@ TOKEN = "verifier-test-token-0123456789"
 LIMIT_S = 60.0
 
 
-@contextlib.asynccontextmanager
-async def service(max_queue: int = 100) -> AsyncIterator[str]:
+def service(max_queue: int = 100) -> contextlib.AbstractAsyncContextManager[str]:
     pool = local_pool(VerifierConfig(processes=1, timeout_s=LIMIT_S))
-    app: Any = TokenMiddleware(with_health(verifier_app(pool, max_queue)), TOKEN)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                    await asyncio.sleep(0.01)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await task
+    return served(with_health(verifier_app(pool, max_queue)), TOKEN)
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +39,6 @@ def _graders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_grades_and_failures_come_through() -> None:
-    from fakes.graders import exact, spins
-
     async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
         assert await verify(exact, "4", {"answer": "4"}) == Grade(1.0, "correct")
         with pytest.raises(RolloutError) as caught:
@@ -90,8 +74,6 @@ async def test_health_answers_while_a_grader_spins() -> None:
 
 
 async def test_a_full_service_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fakes.graders import exact
-
     monkeypatch.setattr(client_module, "_FIRST_DELAY_S", 0.0)
     async with service(max_queue=0) as url, open_verifier(VerifierConfig(), [url], TOKEN):
         with pytest.raises(RetryableRolloutError, match="verifier_busy") as caught:
@@ -100,24 +82,18 @@ async def test_a_full_service_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_wrong_token_fails_the_rollout() -> None:
-    from fakes.graders import exact
-
     async with service() as url, open_verifier(VerifierConfig(), [url], "wrong"):
         with pytest.raises(RolloutError, match="401"):
             await verify(exact, "4", {"answer": "4"})
 
 
 async def test_a_reason_that_may_pass_comes_through_the_service() -> None:
-    from fakes.graders import needs_a_service
-
     async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
         with pytest.raises(RetryableRolloutError, match=r"^service_away: it does not answer$"):
             await verify(needs_a_service, "", {})
 
 
 async def test_a_busy_or_absent_service_is_tried_again_elsewhere() -> None:
-    from fakes.graders import exact
-
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"

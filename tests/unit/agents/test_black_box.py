@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -14,44 +13,12 @@ from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import black_box
-from pipelinerl.agents.openai_agent import BlackBox
 from pipelinerl.agents.openai_format import BadRequestError, read_chat_request
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
-from pipelinerl.rollouts import RolloutResult
-from pipelinerl.tiny.tokenizer import build_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer(32)
-
-
-@pytest.fixture
-def texts(tokenizer: PreTrainedTokenizerFast) -> Texts:
-    return Texts(tokenizer, default="12")
-
-
-@pytest.fixture
-def server(texts: Texts) -> Iterator[FakeServer]:
-    with FakeServer(script=texts) as fake:
-        fake.version = "0"
-        yield fake
-
-
-async def run(box: BlackBox, server: FakeServer, tokenizer: Any, **settings: Any) -> RolloutResult:
-    parameters = {"max_tokens": 100, "temperature": 0.7, **settings.pop("parameters", {})}
-    llm = TrainableLLM(server.url, "actor", tokenizer, parameters, token=server.token, max_retries=0, **settings)
-    try:
-        async with open_session() as session:
-            return await box({}, llm, {"dataset": "train", "q": "1 + 2"}, session)
-    finally:
-        await box.close()
 
 
 def post(base_url: str, key: str, session: aiohttp.ClientSession, **body: Any) -> Any:
@@ -59,7 +26,7 @@ def post(base_url: str, key: str, session: aiohttp.ClientSession, **body: Any) -
 
 
 async def test_an_openai_client_with_a_tool_is_one_token_exact_sample(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+    run: Any, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
     openai = pytest.importorskip("openai")
     texts.left = [CALL, "3"]
@@ -77,7 +44,7 @@ async def test_an_openai_client_with_a_tool_is_one_token_exact_sample(
             assert second.usage.completion_tokens == 2 and second.choices[0].finish_reason == "stop"
             return float(second.choices[0].message.content == "3"), {"asked": 2}
 
-    result = await run(black_box(agent), server, tokenizer)
+    result = await run(agent)
     (text,) = result.training_texts
     encode = tokenizer.encode
     first = encode("<|user|>1 + 2<|end|><|assistant|>") + texts.ids(CALL)
@@ -89,20 +56,16 @@ async def test_an_openai_client_with_a_tool_is_one_token_exact_sample(
     build_samples(result.training_texts, group_id="g", rollout_id="r")
 
 
-async def test_a_blocking_agent_that_raises_stop_iteration_fails_at_once(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast
-) -> None:
+async def test_a_blocking_agent_that_raises_stop_iteration_fails_at_once(run: Any) -> None:
     def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         return float(next(iter([])))
 
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         async with asyncio.timeout(60):
-            await run(black_box(agent), server, tokenizer)
+            await run(agent)
 
 
-async def test_a_blocking_agent_and_streams(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
-) -> None:
+async def test_a_blocking_agent_and_streams(run: Any, texts: Texts) -> None:
     openai = pytest.importorskip("openai")
     texts.left = ["12", CALL]
 
@@ -120,14 +83,12 @@ async def test_a_blocking_agent_and_streams(
             assert [model.id for model in client.models.list()] == ["actor"]
         return 1
 
-    result = await run(black_box(agent), server, tokenizer)
+    result = await run(agent)
     # Other tools: the template may write another beginning, so it is another conversation.
     assert [text.metadata["turns"] for text in result.training_texts] == [1, 1]
 
 
-async def test_requests_at_once_and_rewritten_contexts_are_samples_of_their_own(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast
-) -> None:
+async def test_requests_at_once_and_rewritten_contexts_are_samples_of_their_own(run: Any) -> None:
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         async with aiohttp.ClientSession() as session:
 
@@ -142,14 +103,12 @@ async def test_requests_at_once_and_rewritten_contexts_are_samples_of_their_own(
             await ask("same", "another answer", "go on")
         return 0.5
 
-    result = await run(black_box(agent), server, tokenizer)
+    result = await run(agent)
     assert sorted(text.metadata["turns"] for text in result.training_texts) == [1, 1, 1, 2]
     assert {text.reward for text in result.training_texts} == {0.5}
 
 
-async def test_limits_of_the_agent_are_kept_within_those_of_the_run(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast
-) -> None:
+async def test_limits_of_the_agent_are_kept_within_those_of_the_run(run: Any, server: FakeServer) -> None:
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         async with aiohttp.ClientSession() as session:
             for limits in ({"max_tokens": 5000}, {"max_completion_tokens": 2, "stop": "x"}):
@@ -159,14 +118,12 @@ async def test_limits_of_the_agent_are_kept_within_those_of_the_run(
             assert choice["finish_reason"] == "length"
         return 0
 
-    await run(black_box(agent), server, tokenizer)
+    await run(agent)
     first, second = (request["sampling_params"] for request in server.requests)
     assert first["max_tokens"] == 100 and second["max_tokens"] == 2 and second["stop"] == ["x"]
 
 
-async def test_a_full_context_is_told_in_openais_words_and_the_turns_before_are_kept(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast
-) -> None:
+async def test_a_full_context_is_told_in_openais_words_and_the_turns_before_are_kept(run: Any) -> None:
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         async with aiohttp.ClientSession() as session:
             messages = [{"role": "user", "content": "x" * 20}]
@@ -178,12 +135,12 @@ async def test_a_full_context_is_told_in_openais_words_and_the_turns_before_are_
                         return -1
                 messages += [body["choices"][0]["message"], {"role": "user", "content": "x" * 20}]
 
-    result = await run(black_box(agent), server, tokenizer, max_model_len=64)
+    result = await run(agent, max_model_len=64)
     assert [text.metadata["turns"] for text in result.training_texts] == [2]
     assert result.training_texts[0].reward == -1
 
 
-async def test_keys_are_secrets_of_one_rollout(server: FakeServer, tokenizer: PreTrainedTokenizerFast) -> None:
+async def test_keys_are_secrets_of_one_rollout(run: Any, server: FakeServer) -> None:
     seen = []
 
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
@@ -199,14 +156,12 @@ async def test_keys_are_secrets_of_one_rollout(server: FakeServer, tokenizer: Pr
         return 1
 
     box = black_box(agent)
-    await run(box, server, tokenizer)
-    await run(box, server, tokenizer)
+    await run(box)
+    await run(box)
     assert len(set(seen)) == 2 and server.token not in seen
 
 
-async def test_a_server_that_fails_fails_the_rollout_even_if_the_agent_goes_on(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast
-) -> None:
+async def test_a_server_that_fails_fails_the_rollout_even_if_the_agent_goes_on(run: Any, server: FakeServer) -> None:
     async def careless(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         messages = [{"role": "user", "content": "q"}]
         async with aiohttp.ClientSession() as session, post(base_url, api_key, session, messages=messages) as response:
@@ -222,7 +177,7 @@ async def test_a_server_that_fails_fails_the_rollout_even_if_the_agent_goes_on(
     for agent in (careless, raises):
         server.inject("/inference/v1/generate", Fault("status", 500))
         with pytest.raises(RetryableRolloutError, match="http_500"):
-            await run(black_box(agent), server, tokenizer)
+            await run(agent)
 
 
 async def nothing_asked(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
@@ -249,11 +204,9 @@ async def breaks(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         (breaks, KeyError, "mine"),
     ],
 )
-async def test_errors_of_agents(
-    agent: Any, error: type[Exception], words: str, server: FakeServer, tokenizer: PreTrainedTokenizerFast
-) -> None:
+async def test_errors_of_agents(run: Any, agent: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        await run(black_box(agent), server, tokenizer)
+        await run(agent)
 
 
 @pytest.mark.parametrize(

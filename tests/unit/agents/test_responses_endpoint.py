@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,8 @@ from fakes.fake_server import FakeServer
 from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.agents import black_box
 from pipelinerl.agents.openai_format import BadRequestError, read_responses_request
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
-from pipelinerl.rollouts import RolloutResult
-from pipelinerl.tiny.tokenizer import build_tokenizer
 
 openai = pytest.importorskip("openai")
 
@@ -25,38 +19,9 @@ TOOLS: Any = [{"type": "function", "name": "add", "parameters": {"type": "object
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer(32)
-
-
-@pytest.fixture
-def texts(tokenizer: PreTrainedTokenizerFast) -> Texts:
-    return Texts(tokenizer)
-
-
-@pytest.fixture
-def server(texts: Texts) -> Iterator[FakeServer]:
-    with FakeServer(script=texts) as fake:
-        fake.version = "0"
-        yield fake
-
-
-async def run(agent: Any, server: FakeServer, tokenizer: Any, **settings: Any) -> RolloutResult:
-    box = black_box(agent)
-    llm = TrainableLLM(
-        server.url, "actor", tokenizer, {"max_tokens": 100}, token=server.token, max_retries=0, **settings
-    )
-    try:
-        async with open_session() as session:
-            return await box({}, llm, {"dataset": "train"}, session)
-    finally:
-        await box.close()
-
-
 @pytest.mark.parametrize("by_id", [False, True])
 async def test_t1_a_tool_call_and_its_result_are_one_growing_sample(
-    by_id: bool, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+    run: Any, by_id: bool, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
     texts.left = [CALL, "3"]
 
@@ -76,7 +41,7 @@ async def test_t1_a_tool_call_and_its_result_are_one_growing_sample(
             assert second.status == "completed" and second.usage.output_tokens == 2
             return float(second.output_text == "3")
 
-    result = await run(agent, server, tokenizer)
+    result = await run(agent)
     assert result.metrics.reward == 1.0
     (sample,) = build_samples(result.training_texts, group_id="g", rollout_id="r")
     assert sample.metadata["turns"] == 2
@@ -85,7 +50,7 @@ async def test_t1_a_tool_call_and_its_result_are_one_growing_sample(
     assert tokenizer.decode(sample.input_ids).startswith("<|system|>Add.<|end|><|user|>1 + 2<|end|><|assistant|>")
 
 
-async def test_streams_and_limits(server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts) -> None:
+async def test_streams_and_limits(run: Any, server: FakeServer, texts: Texts) -> None:
     texts.left = ["hello", CALL, "abcdef"]
 
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
@@ -101,12 +66,12 @@ async def test_streams_and_limits(server: FakeServer, tokenizer: PreTrainedToken
             assert short.status == "incomplete" and short.incomplete_details.reason == "max_output_tokens"
         return 1.0
 
-    result = await run(agent, server, tokenizer)
+    result = await run(agent)
     assert len(result.training_texts) == 3
     assert server.requests[2]["sampling_params"]["max_tokens"] == 3
 
 
-async def test_t6_a_full_context_is_told(server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts) -> None:
+async def test_t6_a_full_context_is_told(run: Any, server: FakeServer, texts: Texts) -> None:
     texts.left = ["ok"]
 
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
@@ -119,7 +84,7 @@ async def test_t6_a_full_context_is_told(server: FakeServer, tokenizer: PreTrain
                 await client.responses.create(model="any", input="x", previous_response_id="resp_1")
         return 1.0
 
-    result = await run(agent, server, tokenizer, max_model_len=64)
+    result = await run(agent, max_model_len=64)
     assert len(result.training_texts) == 1 and len(server.requests) == 1
 
 

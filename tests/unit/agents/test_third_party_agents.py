@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,45 +9,16 @@ from fakes.fake_server import FakeServer
 from fakes.scripted_texts import Texts
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.agents import black_box
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
-from pipelinerl.rollouts import RolloutResult
-from pipelinerl.tiny.tokenizer import build_tokenizer
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 17, "b": 25}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer(64)
-
-
-@pytest.fixture
-def texts(tokenizer: PreTrainedTokenizerFast) -> Texts:
-    return Texts(tokenizer)
-
-
-@pytest.fixture
-def server(texts: Texts) -> Iterator[FakeServer]:
-    with FakeServer(script=texts) as fake:
-        fake.version = "0"
-        yield fake
-
-
-async def run(agent: Any, server: FakeServer, tokenizer: Any) -> RolloutResult:
-    box = black_box(agent)
-    llm = TrainableLLM(server.url, "actor", tokenizer, {"max_tokens": 400, "temperature": 1.0}, token=server.token)
-    try:
-        async with open_session() as session:
-            return await box({}, llm, {"dataset": "train", "question": "What is 17 + 25?", "answer": "42"}, session)
-    finally:
-        await box.close()
+PROBLEM = {"question": "What is 17 + 25?", "answer": "42"}
 
 
 async def test_pydantic_ai_is_one_growing_sample(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+    run: Any, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai", reason="pip install pydantic-ai-slim[openai]")
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -67,7 +37,7 @@ async def test_pydantic_ai_is_one_growing_sample(
         result = await solver.run(problem["question"])
         return float(problem["answer"] in result.output)
 
-    result = await run(agent, server, tokenizer)
+    result = await run(agent, PROBLEM, parameters={"max_tokens": 400})
     assert result.metrics.reward == 1.0
     (text,) = result.training_texts
     assert text.metadata["turns"] == 2
@@ -79,7 +49,7 @@ async def test_pydantic_ai_is_one_growing_sample(
 
 
 async def test_smolagents_rewrites_its_context_and_gets_a_sample_for_each_call(
-    server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
+    run: Any, server: FakeServer, tokenizer: PreTrainedTokenizerFast, texts: Texts
 ) -> None:
     smolagents = pytest.importorskip("smolagents", reason="pip install smolagents")
     texts.left = [ADD, '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>']
@@ -99,7 +69,7 @@ async def test_smolagents_rewrites_its_context_and_gets_a_sample_for_each_call(
         solver = smolagents.ToolCallingAgent(tools=[add], model=model, max_steps=3, verbosity_level=0)
         return float(str(solver.run(problem["question"])) == problem["answer"])
 
-    result = await run(agent, server, tokenizer)
+    result = await run(agent, PROBLEM, parameters={"max_tokens": 400})
     assert result.metrics.reward == 1.0
     assert [text.reward for text in result.training_texts] == [1.0, 1.0]
     assert "17" in tokenizer.decode(server.requests[1]["token_ids"]), "the second prompt tells of the first call"
