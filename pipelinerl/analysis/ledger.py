@@ -103,7 +103,8 @@ class Ledger:
 def build_ledger(records: RunRecords) -> Ledger:
     """Build the ledger and check it."""
     ledger = Ledger()
-    _add_steps(ledger, records)
+    for message in records.messages:
+        ledger.lineage.add(message)
     _add_groups(ledger, records)
     _add_batches(ledger, records)
     _add_fates(ledger, records)
@@ -111,11 +112,6 @@ def build_ledger(records: RunRecords) -> Ledger:
     if sum(ledger.counts().values()) != ledger.submitted:
         ledger.faults.append(f"{ledger.submitted} samples were submitted, the fates add up to {ledger.counts()}")
     return ledger
-
-
-def _add_steps(ledger: Ledger, records: RunRecords) -> None:
-    for message in records.messages:
-        ledger.lineage.add(message)
 
 
 def _add_groups(ledger: Ledger, records: RunRecords) -> None:
@@ -160,7 +156,9 @@ def _add_fates(ledger: Ledger, records: RunRecords) -> None:
         if record.fate == "failed" and record.num_rollouts:
             ledger.rollouts["failed"] += record.num_rollouts
             ledger.rollouts[f"failed/{record.reason}"] += record.num_rollouts
-            _unpublished(ledger, record)
+            # Finished samples of a group that the actor gave up exist in no other record.
+            ledger.unpublished.update(name for name in record.sample_ids if name not in ledger.samples)
+            ledger.unpublished_tokens += record.output_tokens
         for name in record.sample_ids:
             if name in ledger.fates:
                 twice.append(f"{name} ({ledger.fates[name]}, {record.fate})")
@@ -177,12 +175,6 @@ def _add_fates(ledger: Ledger, records: RunRecords) -> None:
     ledger.fault("more than one fate", twice)
     ledger.fault("a fate, but never submitted", unknown)
     ledger.fault("the fate and the batches disagree", elsewhere)
-
-
-def _unpublished(ledger: Ledger, record: FateRecord) -> None:
-    """Finished samples of a group that the actor gave up exist in no other record."""
-    ledger.unpublished.update(name for name in record.sample_ids if name not in ledger.samples)
-    ledger.unpublished_tokens += record.output_tokens
 
 
 def _check_steps(ledger: Ledger, records: RunRecords) -> None:

@@ -25,7 +25,7 @@ from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
-from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, check_isolation, run_program
+from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, run_program, works_as_root
 from pipelinerl.sandbox.protocol import Grade, grader
 
 
@@ -180,7 +180,7 @@ def check_config(config: Any) -> None:
         _check_server(endpoint, "sandbox_endpoint" if config.sandbox_endpoint else ENDPOINT_KEY)
         return
     try:
-        check_isolation()
+        works_as_root()
     except SandboxUnavailableError as error:
         raise ConfigError(
             "sandbox_endpoint", None, "a server, or a machine that can isolate programs", str(error)

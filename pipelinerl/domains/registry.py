@@ -60,22 +60,20 @@ def _resolve(path: str | None, key: str, shape: str) -> Callable[..., Any]:
     target: Callable[..., Any] | None = getattr(_import(module_name, path, key), name, None)
     if target is None:
         module = importlib.import_module(module_name)
-        near = difflib.get_close_matches(name, _names_of_kind(module, key), n=1)
+        # The public functions that the key could mean: loaders are plain, rollout functions async.
+        known = [
+            each
+            for each, value in vars(module).items()
+            if inspect.isroutine(value) and inspect.iscoroutinefunction(value) == (key == ROLLOUT_KEY)
+        ]
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"Did you mean {module_name}.{near[0]}?" if near else f"Define {name} there, or change {key}."
-        raise DomainError(f"{key}: {path!r}: {_file_of(module)} has no {name!r}, expected {shape}. {hint}")
+        raise DomainError(
+            f"{key}: {path!r}: {module.__file__ or module.__name__} has no {name!r}, expected {shape}. {hint}"
+        )
     if not callable(target):
         raise DomainError(f"{key}: {path!r} is a {type(target).__name__}, expected a function: {shape}.")
     return target
-
-
-def _names_of_kind(module: Any, key: str) -> list[str]:
-    """The public functions of `module` that `key` could mean: loaders are plain, rollout functions async."""
-    wants_async = key == ROLLOUT_KEY
-    return [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and inspect.isroutine(value) and inspect.iscoroutinefunction(value) == wants_async
-    ]
 
 
 def _import(module_name: str, path: str, key: str) -> Any:
@@ -126,10 +124,6 @@ def _where(function: Any, key: str, path: str | None) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"{key}: {path!r}{place}"
-
-
-def _file_of(module: Any) -> str:
-    return str(getattr(module, "__file__", None) or module.__name__)
 
 
 def _top_line_of(error: BaseException) -> str:

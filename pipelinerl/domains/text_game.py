@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig
@@ -16,19 +16,9 @@ from pipelinerl.errors import RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 from pipelinerl.sandbox.protocol import GameStep, TextGame, as_step, error_of, load_game, text_game
-from pipelinerl.sandbox.services import current_environments
+from pipelinerl.sandbox.services import RemoteGame, current_environments
 
 __all__ = ["GameStep", "TextGame", "play", "seeded_problems", "text_game"]
-
-
-class _Game(Protocol):
-    """A game in progress, wherever it runs."""
-
-    async def start(self) -> str: ...
-
-    async def act(self, action: str) -> GameStep: ...
-
-    async def close(self) -> None: ...
 
 
 async def play(
@@ -84,7 +74,7 @@ async def play(
     )
 
 
-async def _begin(game_class: str | type, problem: dict[str, Any]) -> _Game:
+async def _begin(game_class: str | type, problem: dict[str, Any]) -> RemoteGame | _LocalGame:
     environments = current_environments()
     if environments:
         path = game_class if isinstance(game_class, str) else f"{game_class.__module__}.{game_class.__qualname__}"

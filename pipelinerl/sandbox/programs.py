@@ -66,11 +66,11 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Run:
     Raises:
         SandboxUnavailableError: it cannot be isolated here.
     """
-    return _run(source, stdin, limits, as_root=_works_as_root())
+    return _run(source, stdin, limits, as_root=works_as_root())
 
 
 @functools.cache
-def _works_as_root() -> bool:
+def works_as_root() -> bool:
     """Return whether to isolate with the rights of root; else with a user namespace. Tried once in each process.
 
     Raises:
@@ -89,11 +89,6 @@ def _works_as_root() -> bool:
             return as_root
         reasons.append(f"a first program ended with {run}")
     raise SandboxUnavailableError(f"{'; '.join(reasons)}. {_HELP}")
-
-
-def check_isolation() -> None:
-    """Raise `SandboxUnavailableError` where programs cannot be isolated."""
-    _works_as_root()
 
 
 def _run(source: str, stdin: str, limits: Limits, *, as_root: bool) -> Run:

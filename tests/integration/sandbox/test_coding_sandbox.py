@@ -105,7 +105,7 @@ def test_what_it_starts_ends_with_it(as_root: bool) -> None:
 
 def test_where_nothing_can_be_isolated_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """X8: it is refused, not weakened."""
-    sandbox._works_as_root.cache_clear()
+    sandbox.works_as_root.cache_clear()
     monkeypatch.setattr(sandbox, "_NAMESPACES", ("--no-such-option",))
     monkeypatch.delenv("SANDBOX_ENDPOINT", raising=False)
     config = type("Config", (), {"sandbox_endpoint": None})()
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_isolated_nothing_runs(monkeypatch: pytest.MonkeyPa
         sandbox.run_program("print(1)")
     with pytest.raises(ConfigError, match="SandboxFusion"):
         coding.check_config(config)
-    sandbox._works_as_root.cache_clear()
+    sandbox.works_as_root.cache_clear()
 
 
 def test_programs_are_found() -> None:
