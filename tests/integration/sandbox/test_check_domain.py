@@ -41,7 +41,7 @@ TASK = """
 
     async def generate_rollout(cfg, llm, problem, session):
         call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": "2+2?"}]), session)
-        found = await verify(grade, call.output.content.strip(STRIPPED), problem)
+        found = await verify(grade, call.output.content.strip(None), problem)
         text = make_training_text(llm, call)
         text.reward = found.score
         return RolloutResult([text], BaseMetrics(reward=found.score, success=found.score == 1.0))
@@ -55,8 +55,8 @@ SETTINGS = """
 """
 
 
-def write_task(folder: Path, module: str, gold: str, stripped: str = "None") -> list[str]:
-    code = textwrap.dedent(TASK).replace("GOLD", repr(gold)).replace("STRIPPED", stripped)
+def write_task(folder: Path, module: str, gold: str) -> list[str]:
+    code = textwrap.dedent(TASK).replace("GOLD", repr(gold))
     (folder / f"{module}.py").write_text(code)
     (folder / f"{module}.yaml").write_text(textwrap.dedent(SETTINGS).replace("MODULE", module))
     return ["check-domain", module, "--config-dir", str(folder)]
@@ -88,31 +88,25 @@ def test_a_task_of_your_own_passes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the gold answers of 2 of 2 problems were graded" in capsys.readouterr().out
 
 
-def test_a_gold_answer_that_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(write_task(tmp_path, "own_task_wrong", "5")) == 2
-    assert "the gold answer of problem 'a' scores 0.0" in capsys.readouterr().err
-
-
-def test_a_rollout_that_loses_the_answer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(write_task(tmp_path, "own_task_loses", "4", stripped="'4'")) == 2
-    assert "is no success" in capsys.readouterr().err
-
-
-def test_a_rollout_without_samples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = write_task(tmp_path, "own_task_without_samples", "4")
-    file = tmp_path / "own_task_without_samples.py"
-    file.write_text(file.read_text().replace("RolloutResult([text],", "RolloutResult([],"))
+@pytest.mark.parametrize(
+    ("gold", "old", "new", "words"),
+    [
+        ("5", "", "", "the gold answer of problem 'a' scores 0.0"),
+        ("4", "strip(None)", "strip('4')", "is no success"),
+        ("4", "RolloutResult([text],", "RolloutResult([],", "returned no training text"),
+        ("4", "    text.reward = found.score\n", "", "bad_reward"),
+    ],
+)
+def test_what_does_not_agree_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gold: str, old: str, new: str, words: str
+) -> None:
+    module = f"own_task_{abs(hash((gold, old)))}"
+    command = write_task(tmp_path, module, gold)
+    file = tmp_path / f"{module}.py"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new) if old else file.read_text())
     assert main(command) == 2
-    assert "returned no training text" in capsys.readouterr().err
-
-
-def test_a_forgotten_reward_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = write_task(tmp_path, "own_task_without_reward", "4")
-    file = tmp_path / "own_task_without_reward.py"
-    file.write_text(file.read_text().replace("    text.reward = found.score\n", ""))
-    assert "text.reward" not in file.read_text()
-    assert main(command) == 2
-    assert "bad_reward" in (said := capsys.readouterr().err) and "set text.reward = ..." in said
+    assert words in capsys.readouterr().err
 
 
 BY_HAND = """

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
+from fakes.recorded_run import RecordedRun
 
-from pipelinerl.analysis.replay import BatchReplay
+from pipelinerl.__main__ import main
+from pipelinerl.analysis.replay import BatchReplay, replay_run
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.preprocess.scoring import GroupScorer
-from pipelinerl.records import Group, RolloutSummary, Sample, TrainingBatch, VersionSpan
+from pipelinerl.records import (
+    Group,
+    MetricRecord,
+    RolloutSummary,
+    Sample,
+    StepDone,
+    TrainerMessage,
+    TrainingBatch,
+    VersionSpan,
+)
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
+from pipelinerl.streams.open_run import find_run
+from pipelinerl.tiny.build import build_model
+from pipelinerl.world import Job, WorldMap
 
 CONFIG = FinetuneConfig(
     train_batch_size=1,
@@ -97,3 +113,36 @@ def test_a_difference_is_named(change, message: str) -> None:
     batch = recorded(1, [GROUPS[0], GROUPS[2]])
     found = BatchReplay(CONFIG, iter(GROUPS)).difference(msgspec.structs.replace(batch, **change(batch)))
     assert found is not None and message in found
+
+
+def test_a_recorded_run_is_trained_again_and_its_first_difference_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finetune = {"train_batch_size": 1, "gradient_accumulation_passes": 4, "seq_length": 16, "dtype": "fp32"}
+    run = RecordedRun(tmp_path, backend={"type": "plain"}, finetune=finetune)
+    build_model(run.tokenizer, seed=1).save_pretrained(run.model)
+    job = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
+    run.files.world_file.write_text(WorldMap([job], "cpu", 1, 0, 1, "127.0.0.1", 1).to_json())
+    batches = [recorded(1, GROUPS[::2], run.config.finetune), recorded(2, [GROUPS[1], GROUPS[3]], run.config.finetune)]
+    steps = [StepDone(step=n, time=0, group_ids=[], num_samples=4, samples_processed=4 * n) for n in (1, 2)]
+    run.write(*GROUPS)
+    run.write(*batches, topic="training_data", instance="preprocessor_0", kind=TrainingBatch)
+    run.write(*steps, topic="trainer", instance="finetune_0", kind=TrainerMessage)
+    numbers: dict[int, dict[str, float]] = {}
+    assert replay_run(find_run(run.root), on_step=numbers.__setitem__).first_difference is None
+    assert sorted(numbers) == [1, 2] and numbers[1]["finetune/grad_norm"] > 0
+
+    def write_numbers(step: int, **changed: float) -> None:
+        values = {**numbers[step], **{f"finetune/{name}": value for name, value in changed.items()}}
+        record = MetricRecord(source="finetune_0", step=step, time=0, values=values)
+        run.write(record, topic="metrics", instance="finetune_0", kind=MetricRecord)
+
+    write_numbers(1)
+    write_numbers(2)
+    assert main(["replay", str(run.root), "--verify"]) == 0
+    write_numbers(2, loss=7.0)
+    assert main(["replay", str(run.root), "--verify", "--steps", "1"]) == 0
+    assert main(["replay", str(run.root)]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(run.root), "--verify"]) == 1
+    assert "step 2: finetune/loss" in capsys.readouterr().out
