@@ -29,7 +29,9 @@ from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationResult, EvaluationRollout
 from pipelinerl.rundir.heartbeat import Heartbeat
-from pipelinerl.streams.hub import LoopWriter
+from pipelinerl.streams.base import EVALUATION_TOPIC
+from pipelinerl.streams.hub import LoopWriter, StreamHub
+from pipelinerl.streams.read import read_all
 
 logger = logging.getLogger(__name__)
 
@@ -304,3 +306,12 @@ def rollout_record(
 def _problem_text(problem: Problem) -> str:
     text = json.dumps(problem.data, ensure_ascii=False, default=str, skipkeys=True)
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}...({len(text) - MAX_CHARS} characters cut)"
+
+
+def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
+    """Return (due version, is final) of every evaluation that was made; if all its rollouts failed it was not."""
+    return {
+        (evaluation.due_version, evaluation.is_final)
+        for evaluation in read_all(streams, EVALUATION_TOPIC, actor, EvaluationResult)
+        if evaluation.success_rate is not None
+    }

@@ -1,5 +1,7 @@
 """Generates groups for as long as training runs: starts them, collects their attempts, writes fates, publishes them.
 
+After a restart, `find_started_groups` says what has to run again and `find_unsettled_groups` what is in flight.
+
 | who waits           | until                                                                     |
 |---------------------|---------------------------------------------------------------------------|
 | `GroupRunner.run`   | a slot is free and the sample budget allows a group, or training is done  |
@@ -29,12 +31,15 @@ from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.errors import NoRoom
-from pipelinerl.records import Fate, FateRecord, Group, MetricRecord, Sample
+from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample
 from pipelinerl.rundir.heartbeat import Heartbeat
-from pipelinerl.streams.hub import LoopWriter
+from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, PREPROCESSOR, TRAINING_DATA_TOPIC
+from pipelinerl.streams.hub import LoopWriter, StreamHub
+from pipelinerl.streams.read import read_all
 
 #: Reasons of groups that the end of the run cut off: their problems are due again.
 INTERRUPTED, TRAINING_DONE, RUN_ENDED = "interrupted", "training_done", "run_ended"
+_CUT_OFF_REASONS = frozenset({INTERRUPTED, TRAINING_DONE, RUN_ENDED})
 
 
 def number_of(group_id: str) -> int:
@@ -252,3 +257,69 @@ def make_group(
         incarnation=incarnation,
     )
     return record, failures
+
+
+@dataclass
+class StartedGroups:
+    """Every group that was started before the restart.
+
+    Attributes:
+        open_groups: rollouts without a fate, by group that was neither published nor given up.
+        numbers_due: places in the order of problems that have to run again.
+        next_number: follows the last place that was started.
+    """
+
+    open_groups: dict[str, int] = field(default_factory=dict)
+    numbers_due: list[int] = field(default_factory=list)
+    next_number: int = 0
+
+
+def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
+    """Return what became of the groups that were started, according to the actor's own streams."""
+    started: dict[str, int] = {}
+    failed: Counter[str] = Counter()
+    cut_off: set[str] = set()
+    for fate in read_all(streams, FATES_TOPIC, actor, FateRecord):
+        if fate.fate == "pending":
+            started[fate.group_id] = fate.num_rollouts
+        else:
+            failed[fate.group_id] += fate.num_rollouts
+            if fate.reason in _CUT_OFF_REASONS:
+                cut_off.add(fate.group_id)
+    published = {group.id for group in read_all(streams, ACTOR_TOPIC, actor, GroupHead)}
+    result = StartedGroups()
+    finished: set[int] = {number_of(group_id) for group_id in published}
+    for group_id, rollouts in started.items():
+        if group_id in published:
+            continue
+        if (left := rollouts - failed[group_id]) > 0:
+            result.open_groups[group_id] = left
+        elif group_id not in cut_off:
+            finished.add(number_of(group_id))
+    result.next_number = max(map(number_of, [*started, *published]), default=-1) + 1
+    result.numbers_due = [number for number in range(result.next_number) if number not in finished]
+    return result
+
+
+def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> dict[str, list[str]]:
+    """Return the published samples, by group, that a trainer which has finished `steps_done` steps has not settled.
+
+    Batches up to that step are trained. Later batches will be trained again, so their groups are in flight; so are
+    groups in no batch whose samples were not dropped.
+    """
+    trained: set[str] = set()
+    offset = 0
+    for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, BatchHead):
+        if batch.step <= steps_done:
+            trained.update(batch.group_ids)
+            offset = max(offset, batch.actor_offset)
+    dropped: set[str] = set()
+    for fate in read_all(streams, FATES_TOPIC, PREPROCESSOR, FateRecord):
+        if fate.fate != "pending":
+            dropped.update(fate.sample_ids)
+    unsettled = {}
+    for group in read_all(streams, ACTOR_TOPIC, actor, GroupHead, offset):
+        ids = [sample.id for sample in group.samples if sample.id not in dropped]
+        if ids and group.id not in trained:
+            unsettled[group.id] = ids
+    return unsettled

@@ -39,12 +39,17 @@ from typing import Any
 import uvloop
 
 from pipelinerl.actor.budget import SampleBudget, lag_policy_of
-from pipelinerl.actor.evaluator import UNRECORDED, EvaluationRecorder, Evaluator
-from pipelinerl.actor.groups import INTERRUPTED, GroupRunner, Publisher
+from pipelinerl.actor.evaluator import UNRECORDED, EvaluationRecorder, Evaluator, find_evaluations
+from pipelinerl.actor.groups import (
+    INTERRUPTED,
+    GroupRunner,
+    Publisher,
+    find_started_groups,
+    find_unsettled_groups,
+)
 from pipelinerl.actor.membership import Membership
 from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, evaluation_problems
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
-from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.workers import WorkerPool, worker_command

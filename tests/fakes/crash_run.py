@@ -18,9 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipelinerl.actor.budget import SampleBudget, lag_policy_of
-from pipelinerl.actor.groups import INTERRUPTED, Publisher
+from pipelinerl.actor.groups import INTERRUPTED, Publisher, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.progress import Changes, TrainingProgress
-from pipelinerl.actor.resume import find_started_groups, find_unsettled_groups
 from pipelinerl.actor.workers import RolloutFailed
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.checkpoint import TrainerState

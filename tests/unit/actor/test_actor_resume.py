@@ -10,8 +10,9 @@ import msgspec
 from fakes.short_sample import short_sample
 
 from pipelinerl.actor.budget import MaxLag, SampleBudget
+from pipelinerl.actor.evaluator import find_evaluations
+from pipelinerl.actor.groups import find_started_groups, find_unsettled_groups
 from pipelinerl.actor.progress import Changes, TrainingProgress
-from pipelinerl.actor.resume import find_evaluations, find_started_groups, find_unsettled_groups
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.records import (
     EvaluationResult,
