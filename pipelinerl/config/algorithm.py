@@ -12,17 +12,18 @@ from pydantic import Field
 
 from pipelinerl.config.section import Choice, FlatSection, Section
 
-_USER_PARAMS = "settings of your own function, unchecked"
+
+class _Truncated(Section):
+    clamp: float = Field(default=5.0, gt=0, description="upper bound c of the importance weight")
 
 
-class ReinforceLoss(Section):
+class ReinforceLoss(_Truncated):
     """REINFORCE with truncated importance weights (arXiv 2509.19128)."""
 
     policy_loss: Literal["reinforce"] = Field(
         default="reinforce",
         description="policy loss: a name, or the dotted path of a function (docs/algorithms.md)",
     )
-    clamp: float = Field(default=5.0, gt=0, description="upper bound c of the importance weight")
 
 
 class _Clipped(Section):
@@ -53,11 +54,10 @@ class CispoLoss(_Clipped):
     policy_loss: Literal["cispo"] = "cispo"
 
 
-class DecoupledPpoLoss(PpoLoss):
+class DecoupledPpoLoss(PpoLoss, _Truncated):
     """PPO with a proximal policy that is not the one that sampled (arXiv 2505.24298)."""
 
     policy_loss: Literal["decoupled_ppo"] = "decoupled_ppo"  # type: ignore[assignment]
-    clamp: float = Field(default=5.0, gt=0, description="upper bound c of the importance weight")
 
 
 class SapoLoss(Section):
@@ -76,7 +76,7 @@ class CustomLoss(Section):
     """A function of the user's: `(LossInputs, CustomLoss) -> TokenLoss`."""
 
     policy_loss: str
-    loss_params: dict[str, Any] = Field(default={}, description=_USER_PARAMS)
+    loss_params: dict[str, Any] = Field(default={}, description="settings of your own function, unchecked")
 
 
 PolicyLoss = Annotated[
@@ -89,12 +89,15 @@ class _Normalized(Section):
     normalize_reward: bool = Field(default=False, description="normalize advantages over the tokens of a step")
 
 
-class _Grouped(Section):
-    divide_advantage_by_std: bool = Field(
-        default=False, description="divide by the standard deviation of the group's rewards"
-    )
+class _Filtered(Section):
     filter_zero_advantage_groups: bool = Field(
         default=False, description="do not train groups whose rewards are all equal"
+    )
+
+
+class _Grouped(_Filtered):
+    divide_advantage_by_std: bool = Field(
+        default=False, description="divide by the standard deviation of the group's rewards"
     )
 
 
@@ -116,13 +119,10 @@ class GrpoAdvantage(_Grouped, _Normalized):
     )
 
 
-class DrGrpoAdvantage(_Normalized):
+class DrGrpoAdvantage(_Filtered, _Normalized):
     """Reward minus the group's mean (arXiv 2503.20783)."""
 
     advantage_estimator: Literal["dr_grpo"] = "dr_grpo"
-    filter_zero_advantage_groups: bool = Field(
-        default=False, description="do not train groups whose rewards are all equal"
-    )
 
 
 class ReinforceAdvantage(_Normalized):
@@ -150,13 +150,10 @@ class GaeAdvantage(Section):
     )
 
 
-class CustomAdvantage(_Normalized):
+class CustomAdvantage(_Filtered, _Normalized):
     """A function of the user's: `AdvantageInputs -> list[list[float]]`."""
 
     advantage_estimator: str
-    filter_zero_advantage_groups: bool = Field(
-        default=False, description="do not train groups whose rewards are all equal"
-    )
 
 
 AdvantageEstimator = Annotated[
@@ -305,7 +302,7 @@ class RLConfig(FlatSection):
     @property
     def filters_equal_groups(self) -> bool:
         """Whether groups whose rewards are all equal are left out."""
-        return bool(getattr(self.advantage, "filter_zero_advantage_groups", False))
+        return isinstance(self.advantage, _Filtered) and self.advantage.filter_zero_advantage_groups
 
     @property
     def normalizes_over_step(self) -> bool:
@@ -317,7 +314,7 @@ class RLConfig(FlatSection):
     @property
     def weight_bound(self) -> float:
         """Upper bound of importance weights in the loss; in metrics of losses without one, 5."""
-        return self.loss.clamp if isinstance(self.loss, ReinforceLoss | DecoupledPpoLoss) else 5.0
+        return self.loss.clamp if isinstance(self.loss, _Truncated) else 5.0
 
     @property
     def needs_reference(self) -> bool:
