@@ -140,7 +140,7 @@ class WorldConfig(FlatSection):
         """Lists of GPUs say the counts as well, and win over them: some of the shipped worlds have counts."""
         if not isinstance(data, dict):
             return data
-        # An empty list is refused by itself, in words about it and not about a count that nobody set.
+        # An empty list is refused under its own key.
         lists = {key: data[key] for key in GPU_LISTS if isinstance(data.get(key), list) and data[key]}
         return data | {GPU_LISTS[key]: len(gpus) for key, gpus in lists.items()}
 

@@ -113,7 +113,7 @@ class PreprocessConfig(Section):
 class RewardsConfig(Section):
     """Reward of one answer, for tasks that judge answers: the weighted sum of `components`.
 
-    The eight numbers are the component `outcome`: reward by kind of answer. `finished`: the model ended by itself.
+    The eight numbers are the component `outcome`: reward by kind of answer. `finished`: the model ended its answer.
     """
 
     name: str = Field(default="pure_success", description="name of the reward table")

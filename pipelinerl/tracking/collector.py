@@ -28,7 +28,7 @@ from pipelinerl.world import WorldMap
 logger = logging.getLogger(__name__)
 
 RECORDING_KINDS = ("actor", "preprocessor", "finetune")
-#: So many steps in a row are said once; after that, every so many again.
+#: Steps without learning before the first notice, and between notices.
 FIRST_AFTER_STEPS = 5
 AGAIN_AFTER_STEPS = 50
 

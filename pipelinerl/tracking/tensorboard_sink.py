@@ -40,9 +40,9 @@ Rows = dict[int, tuple[float, dict[str, float]]]
 class TensorBoardSink:
     """Writes the scalars of one run; the step is the policy version, as in W&B.
 
-    The collector hands over the run's records from the first one on. What a source made before this start is held back
-    until it is past that step: what it makes again takes its place, and what was rolled back and not made again is
-    left out. The older files stay until every source goes on.
+    The run's records come from the first one on. What a source recorded before this start is held back until the source
+    is past that step: repeated steps replace it, and steps that were rolled back are left out. The older
+    files stay until every source has continued.
 
     The configuration is written as text, without its secrets.
 

@@ -34,9 +34,8 @@ _MAX_ID_CHARACTERS = 100
 class WandbSink:
     """One W&B run. The x axis of every chart is the policy version, since processes log at their own pace.
 
-    Says on standard error where the numbers can be seen, or why they cannot.
-
-    The configuration is uploaded without its secrets. Records from before a resume are left out: W&B has them.
+    Says on standard error where the numbers can be seen, or why they cannot. The configuration is uploaded without its
+    secrets. Records from before a resume are left out: W&B has them.
 
     Raises:
         OSError: mode `online` and the server cannot be connected to.
@@ -78,7 +77,7 @@ def first_line(config: RunConfig, run_dir: Path) -> str | None:
     runs = f"offline-run-*-{run_id}" if run_id else "offline-run-*"
     # Without the option W&B skips what was uploaded once, though more was written since.
     return (
-        "W&B: offline; to upload, also while the run goes on: wandb sync --include-synced "
+        "W&B: offline; to upload, even during the run: wandb sync --include-synced "
         f"{_folder(config, run_dir) / 'wandb' / runs}"
     )
 
@@ -86,7 +85,7 @@ def first_line(config: RunConfig, run_dir: Path) -> str | None:
 def tracked_run(section: WandbConfig, identity: RunIdentity | None) -> tuple[str | None, str | None]:
     """Return the id of the W&B run, and what to do if W&B knows it already (None: it picks a new id).
 
-    Without `wandb.wandb_id` the id follows from the run's, so that a resumed run goes on in the same W&B run.
+    Without `wandb.wandb_id` the id follows from the run's, so a resumed run continues its W&B run.
     """
     if section.wandb_id:
         return section.wandb_id, section.wandb_resume

@@ -1,6 +1,6 @@
 """Two commands of another trainer, translated flag by flag as docs/agents.md says: they compose, and fit 8 GPUs.
 
-One trains asynchronously with two servers beside six trainer GPUs, the other takes turns on all eight GPUs.
+One trains asynchronously with two servers and six trainer GPUs, the other alternates on all eight.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def gpus_of(world: WorldMap, kind: str) -> list[list[str]]:
 
 
 def test_the_asynchronous_command(tmp_path: Path) -> None:
-    """Two servers with one GPU each, six trainer ranks with the reference model beside them."""
+    """Two servers with one GPU each, six trainer ranks, each with the reference model."""
     result, config = composed(ASYNCHRONOUS, tmp_path)
     assert result.notes == []
     world = plan(config)

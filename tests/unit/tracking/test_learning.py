@@ -1,4 +1,4 @@
-"""What is said when nothing is learned, and how often."""
+"""Notices that nothing is learned, and how often they come."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_o5_the_configuration_is_text_without_secrets(tmp_path: Path) -> None:
 
 
 def test_what_is_not_made_again_stays(tmp_path: Path) -> None:
-    """An early record at a low step voids nothing behind it, and of one step each metric's newest value counts."""
+    """An early record at a low step voids nothing after it, and of one step each metric's newest value counts."""
     history = [row(step, step / 4, float(step)) for step in (0, 1, 2, 3)]
     history += [row(1, 9.0, 1.5, tag="finetune/other"), row(0, 7.0, 50.0), row(2, 8.0, 51.0)]
     resumed = sink(tmp_path, START, [*history, row(0, 6.0, START + 1)])
@@ -114,7 +114,7 @@ def test_what_is_not_made_again_stays(tmp_path: Path) -> None:
 
 
 def test_a_resume_goes_on_without_a_step_twice(tmp_path: Path) -> None:
-    """Killed at step 5 with a checkpoint of step 3, then killed at 6 with one of 4, then taken up again."""
+    """Killed at step 5 with a checkpoint of step 3, then killed at 6 with one of 4, then resumed."""
     first = [row(step, step / 10, float(step)) for step in (1, 2, 3, 4, 5)]
     second = [row(step, step / 10 + 1, 40.0 + step) for step in (4, 5, 6)]
     sink(tmp_path, 0.0, first)  # killed: nobody calls finish
@@ -143,7 +143,7 @@ def test_a_source_goes_on_where_it_was_and_others_go_back(tmp_path: Path) -> Non
     ]
     sink(tmp_path, 0.0, before)
     resumed = sink(tmp_path, START, before)
-    assert points(tmp_path, "evaluation/test/success_rate") == [(0, 1.0), (4, 1.0)]  # before anybody else goes on
+    assert points(tmp_path, "evaluation/test/success_rate") == [(0, 1.0), (4, 1.0)]  # before any other source continues
     resumed.log(row(2, 9.0, START + 1, "weight_update", "weight_update/total_s"))
     resumed.log(row(7, 9.0, START + 2, "preprocessor_0", "preprocessor/reward_mean"))
     assert num_files(tmp_path) == (2, 0)
