@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config import RunConfig, save_config
 from pipelinerl.config.stages import STAGE_KINDS, stage_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingBatch
+from pipelinerl.rundir.identity import RunIdentity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import bounded_by_record, count_batches, recorded_streams
-from pipelinerl.world import Cluster, build_world_map
+from pipelinerl.world import Cluster, WorldMap, build_world_map
 
 
 class Ports:
@@ -66,10 +67,6 @@ def test_no_stage_sends_weights_in_mid_run_and_a_whole_run_stays_as_it_is() -> N
 
 def record_batches(root: Path, steps: int, backend: str = "files") -> Path:
     """The directory of another run with `steps` batches."""
-    from pipelinerl.config.load import save_config
-    from pipelinerl.rundir.identity import RunIdentity, write_identity
-    from pipelinerl.world import WorldMap
-
     files = RunDir(root)
     recorded = RunConfig.model_validate({"output_dir": str(root), "streams": {"backend": backend}})
     save_config(recorded, files.config_file)
