@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import importlib
 import os
+import queue
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -120,7 +122,11 @@ class LoopWriter(Generic[T]):
 
     def __init__(self, writer: StreamWriter[T], may_wait: bool) -> None:
         self._writer = writer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stream-writer") if may_wait else None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
+        if may_wait:
+            self._calls = queue.SimpleQueue()
+            # A daemon, which a pool has not: a write that is stuck must not keep the process from ending.
+            threading.Thread(target=_run_calls, args=(self._calls,), name="stream-writer", daemon=True).start()
 
     async def write(self, record: T) -> int:
         """Append one record and return its offset once it is written.
@@ -151,8 +157,8 @@ class LoopWriter(Generic[T]):
         try:
             await self._call(self._finish)
         finally:
-            if self._thread is not None:
-                self._thread.shutdown(wait=False)
+            if self._calls is not None:
+                self._calls.put(None)
 
     def _finish(self) -> None:
         try:
@@ -161,9 +167,21 @@ class LoopWriter(Generic[T]):
             self._writer.close()
 
     async def _call(self, call: Callable[[], Result]) -> Result:
-        if self._thread is None:
+        if self._calls is None:
             return call()
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, call))
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self._calls.put((call, future))
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _run_calls(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (item := calls.get()) is not None:
+        call, future = item
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in whoever awaits it
+            future.set_exception(error)
 
 
 def _owner(root: Path) -> str:
