@@ -29,7 +29,8 @@ def check(folder: Path, body: str, **environ: str) -> list[str]:
 
 def test_the_problems_are_counted(tmp_path: Path) -> None:
     body = "print('1 training problems, no'); return [{'dataset': 'a', 'n': n} for n in range(3)]"
-    assert check(tmp_path, body) == ["3 training problems, 0 test problems"]
+    (line,) = check(tmp_path, body)
+    assert line.startswith("3 ") and " 0 test" in line
 
 
 @pytest.mark.parametrize("line", ["os._exit(0)", "sys.exit(0)"])
