@@ -20,12 +20,11 @@ from time import monotonic
 
 from msgspec.structs import replace
 
-from pipelinerl.actor.problem_order import rollout_seed
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.problem_sets import Problem, rollout_seed
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationResult, EvaluationRollout
 from pipelinerl.rundir.heartbeat import Heartbeat

@@ -24,12 +24,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Attempt, Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
 from pipelinerl.errors import NoRoom
 from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample
 from pipelinerl.rundir.heartbeat import Heartbeat

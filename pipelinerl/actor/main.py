@@ -48,14 +48,19 @@ from pipelinerl.actor.groups import (
     find_unsettled_groups,
 )
 from pipelinerl.actor.membership import Membership
-from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, evaluation_problems
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.workers import WorkerPool, worker_command
 from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts
 from pipelinerl.config.stages import has_stage
-from pipelinerl.domains.problem_sets import ProblemSets, load_problem_sets
+from pipelinerl.domains.problem_sets import (
+    EpochCounter,
+    ProblemOrder,
+    ProblemSets,
+    evaluation_problems,
+    load_problem_sets,
+)
 from pipelinerl.errors import UserError, WeightSyncError, WorkerError
 from pipelinerl.records import (
     EvaluationResult,

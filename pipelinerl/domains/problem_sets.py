@@ -1,8 +1,14 @@
-"""Loads the problems of a run through the user's dataset loader, and checks that they are what a run needs."""
+"""The problems of a run: loaded through the user's dataset loader, checked, and put in order.
+
+The same run seed gives the same order and the same seeds of rollouts.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import random
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,3 +108,117 @@ def _problem(row: Any, index: int, names: list[Any], where: str, encoder: msgspe
         domain=str(row.get("domain", "")),
         share=share,
     )
+
+
+class ProblemOrder:
+    """An endless sequence of problems; every pass over all of them is shuffled anew.
+
+    If all problems name the share of their domain, each domain has passes of its own, and domains alternate by their
+    shares, whatever the numbers of their problems.
+
+    Args:
+        problems: at least one.
+        seed: determines the order.
+    """
+
+    def __init__(self, problems: list[Problem], seed: str) -> None:
+        self._problems = problems
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[Problem] = []
+        shares = {problem.domain: problem.share for problem in problems if problem.share is not None}
+        self._domains: dict[str, ProblemOrder] = {}
+        if len(shares) > 1 and all(problem.share is not None for problem in problems):
+            self._mix = DomainMix(shares)
+            for domain in shares:
+                own = [msgspec.structs.replace(each, share=None) for each in problems if each.domain == domain]
+                self._domains[domain] = ProblemOrder(own, f"{seed}/{domain}")
+
+    def __getitem__(self, number: int) -> Problem:
+        """Problem number `number`, from 0. Cheap while the pass stays the same."""
+        if self._domains:
+            domain, own_number = self._mix[number]
+            return self._domains[domain][own_number]
+        epoch, place = divmod(number, len(self._problems))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(self._problems)
+            random.Random(f"order/{self._seed}/{epoch}").shuffle(self._order)
+        return self._order[place]
+
+
+class DomainMix:
+    """An endless sequence of domains in which each has its share, within one problem.
+
+    Args:
+        shares: weights by domain; they need not add up to 1.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        total = math.fsum(shares.values())
+        self._shares = {name: share / total for name, share in shares.items()}
+        self._counts = dict.fromkeys(shares, 0)
+        self._sequence: list[tuple[str, int]] = []
+
+    def __getitem__(self, number: int) -> tuple[str, int]:
+        """Return the domain of problem `number`, from 0, and how often it came before."""
+        while len(self._sequence) <= number:
+            count = len(self._sequence) + 1
+            # The domain that lacks most of its share of `count` problems.
+            name = max(self._shares, key=lambda each: self._shares[each] * count - self._counts[each])
+            self._sequence.append((name, self._counts[name]))
+            self._counts[name] += 1
+        return self._sequence[number]
+
+
+class EpochCounter:
+    """Counts passes over the problems. Only leading places whose groups have all ended count: a slow one is waited for.
+
+    Args:
+        num_problems: places of one pass.
+    """
+
+    def __init__(self, num_problems: int) -> None:
+        self._num_problems = num_problems
+        self._leading = 0
+        self._ahead: set[int] = set()
+
+    @property
+    def epochs_done(self) -> float:
+        """Finished passes; 1.5 is the first one and half of the second."""
+        return self._leading / self._num_problems
+
+    def resume(self, numbers_due: Iterable[int], next_number: int) -> None:
+        """Continue an earlier run: all places below `next_number` have ended, except `numbers_due`."""
+        due = set(numbers_due)
+        self._leading = min(due, default=next_number)
+        self._ahead = set(range(self._leading, next_number)) - due
+
+    def end(self, number: int) -> None:
+        """Note that the group at place `number` ended, with whatever result."""
+        self._ahead.add(number)
+        while self._leading in self._ahead:
+            self._ahead.remove(self._leading)
+            self._leading += 1
+
+
+def evaluation_problems(problems: list[Problem], num_rollouts: int | None, seed: str) -> list[Problem]:
+    """Return the problems of one evaluation, the same for every evaluation of a run.
+
+    Args:
+        problems: the held-out problems.
+        num_rollouts: how many to return. More than there are problems means several rollouts per problem; None means
+            one each.
+        seed: determines which ones, if there are more problems than rollouts.
+    """
+    if num_rollouts is None or not problems:
+        return list(problems)
+    shuffled = list(problems)
+    random.Random(f"evaluation/{seed}").shuffle(shuffled)
+    repeats = -(-num_rollouts // len(shuffled))
+    return (shuffled * repeats)[:num_rollouts]
+
+
+def rollout_seed(*parts: str | int) -> int:
+    """Return a seed in [0, 2^63) that depends on `parts` (run seed, purpose, group, attempt) and nothing else."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -98,6 +98,7 @@ def test_countdown() -> None:
 
 def test_math() -> None:
     """X3: pairs that must agree and pairs that must not."""
+
     def status(text: str, answer: str) -> str:
         return math.verify_math(text, {"answer": answer}).status
 
@@ -194,7 +195,7 @@ def test_t7_a_damaged_call_leaves_its_siblings() -> None:
     text = '<tool_call>{"name": "f", "arg</tool_call><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     assert parse_calls(text) == ([CALL], 1)
     assert parse_calls("Nothing to call.") == ([], 0)
-    assert parse_calls("```json\n{\"name\": 1}\n``` or ```x```") == ([], 2)
+    assert parse_calls('```json\n{"name": 1}\n``` or ```x```') == ([], 2)
 
 
 def test_values_are_compared_as_json() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.actor.problem_order import ProblemOrder
 from pipelinerl.config.compose import compose
-from pipelinerl.domains.problem_sets import load_problem_sets
+from pipelinerl.domains.problem_sets import ProblemOrder, load_problem_sets
 from pipelinerl.domains.prompt_data import load_prompts
 from pipelinerl.errors import DomainError
 from pipelinerl.tiny.tokenizer import build_tokenizer
@@ -107,4 +106,3 @@ def test_prompts_that_cannot_be_used(
 ) -> None:
     with pytest.raises(DomainError, match=place):
         load_prompts([rows(tmp_path, *entries)], model_path=model, **params)
-

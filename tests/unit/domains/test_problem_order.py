@@ -6,8 +6,14 @@ from collections import Counter
 
 import pytest
 
-from pipelinerl.actor.problem_order import DomainMix, EpochCounter, ProblemOrder, evaluation_problems, rollout_seed
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.problem_sets import (
+    DomainMix,
+    EpochCounter,
+    Problem,
+    ProblemOrder,
+    evaluation_problems,
+    rollout_seed,
+)
 
 PROBLEMS = [Problem(id=str(index), dataset_name="train", data={}) for index in range(5)]
 
