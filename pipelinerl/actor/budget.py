@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, rounds_of
+from pipelinerl.records import StepDone
 
 
 @dataclass(slots=True)
@@ -29,8 +30,8 @@ class LagPolicy:
         """Return whether another group may start, given the samples in flight in `budget`."""
         return True
 
-    def step_trained(self, step: int, num_samples: int) -> None:
-        """Note that `step`, of any incarnation, trained `num_samples` samples."""
+    def step_trained(self, message: StepDone) -> None:
+        """Note that the trainer of any incarnation finished a step."""
 
     def trainer_at(self, steps_done: int) -> None:
         """Note that this incarnation's trainer has finished `steps_done` steps."""
@@ -72,8 +73,8 @@ class OneRound(LagPolicy):
         self._steps_done = 0
         self._trained: dict[int, int] = {}
 
-    def step_trained(self, step: int, num_samples: int) -> None:
-        self._trained[step] = num_samples
+    def step_trained(self, message: StepDone) -> None:
+        self._trained[message.step] = message.num_samples
 
     def trainer_at(self, steps_done: int) -> None:
         self._steps_done = steps_done

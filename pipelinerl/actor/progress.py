@@ -75,7 +75,7 @@ class TrainingProgress:
             case TrainerStarted() if message.incarnation == self._incarnation:
                 self._trainer_at(message.step)
             case StepDone():
-                self.budget.policy.step_trained(message.step, message.num_samples)
+                self.budget.policy.step_trained(message)
                 if message.incarnation == self._incarnation:
                     self._trainer_at(message.step)
                 for group_id in message.group_ids:

@@ -184,6 +184,12 @@ class CustomStreams(FileStreams):
 
 StreamsConfig = FileStreams | RedisStreams | CustomStreams
 
+# Backends that come with pipelinerl: `module:class`. One without keys of its own needs no type above.
+STREAM_BACKENDS = {
+    "files": "pipelinerl.streams.files:FileBackend",
+    "redis": "pipelinerl.streams.redis:RedisBackend",
+}
+
 
 class SuperviseConfig(Section):
     """Deadlines of the supervisor, in seconds."""

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.resources import (
+    STREAM_BACKENDS,
     Backend,
     DebugConfig,
     FileStreams,
@@ -107,7 +108,7 @@ class RunConfig(FlatSection):
     test_llm: EvaluationConfig = EvaluationConfig()
     vllm_config: VLLMConfig = VLLMConfig()
     world: WorldConfig = WorldConfig()
-    streams: Annotated[StreamsConfig, Choice("backend")] = FileStreams()
+    streams: Annotated[StreamsConfig, Choice("backend", names=tuple(STREAM_BACKENDS))] = FileStreams()
     rewards: RewardsConfig = RewardsConfig()
     verifier: VerifierConfig = VerifierConfig()
     sandbox_endpoint: str | None = Field(

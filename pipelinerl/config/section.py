@@ -41,10 +41,12 @@ class Choice:
     Attributes:
         key: the name of a `Literal` field of every member, but of one with a plain `str`: that of dotted paths.
         flat: the keys of the member stand among those of the section around it.
+        names: of plug-ins that have no member of their own: they use that of dotted paths.
     """
 
     key: str
     flat: bool = False
+    names: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members = {tag: handler.generate_schema(member) for tag, member in self.members(source).items()}
@@ -67,7 +69,8 @@ class Choice:
             return next(iter(members))
         if not isinstance(value, str):
             return repr(value)
-        return DOTTED if value not in members and "." in value.strip(".") and DOTTED in members else value
+        is_other = value not in members and (value in self.names or "." in value.strip("."))
+        return DOTTED if is_other and DOTTED in members else value
 
     def _written_out(self, data: Any) -> Any:
         """`backend: plain` is short for `backend: {type: plain}`."""

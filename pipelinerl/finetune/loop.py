@@ -285,7 +285,7 @@ class Trainer:
         if self.reporter is None:
             return
         values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
-        self.reporter.step_done(batch, self.state)
+        self.reporter.step_done(batch, self.state, times.wait_data_s)
         self.reporter.metrics.log(self.state.step, values | peak_memory(self.ranks.device))
         if self.state.step % self.config.log_each_n_steps:
             return

@@ -68,8 +68,11 @@ class Reporter:
         )
         self.messages.flush()
 
-    def step_done(self, batch: TrainingBatch, state: TrainerState) -> None:
-        """Settle the samples of `batch` as trained, one fate record per group, then announce the step."""
+    def step_done(self, batch: TrainingBatch, state: TrainerState, wait_data_s: float) -> None:
+        """Settle the samples of `batch` as trained, one fate record per group, then announce the step.
+
+        `wait_data_s`: how long the trainer waited for `batch`.
+        """
         for group_id, samples in _by_group(batch).items():
             self.fates.write(
                 FateRecord(
@@ -91,6 +94,7 @@ class Reporter:
                 group_ids=batch.group_ids,
                 num_samples=len(batch.samples),
                 samples_processed=state.samples_processed,
+                wait_data_s=wait_data_s,
                 incarnation=self.incarnation,
             )
         )

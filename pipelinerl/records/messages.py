@@ -44,13 +44,17 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
-    """The optimizer step `step` is done; its samples are settled as trained. Sent after the weights were sent."""
+    """The optimizer step `step` is done; its samples are settled as trained. Sent after the weights were sent.
+
+    `wait_data_s`: how long the trainer waited for the batch of this step.
+    """
 
     step: int
     time: float
     group_ids: list[str]
     num_samples: int
     samples_processed: int
+    wait_data_s: float = 0.0
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 
@@ -61,6 +65,7 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
     version: int
     time: float
     samples_processed: int
+    wait_data_s: float = 0.0
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 

@@ -110,7 +110,7 @@ class StreamReader(Protocol[T]):
 
 
 class StreamBackend(Protocol):
-    """Where the streams of one run are kept. A backend is a class named in `hub.BACKENDS`.
+    """Where the streams of one run are kept. A backend is a class named in `STREAM_BACKENDS` (config/resources.py).
 
     Class methods are about a run as a whole: `check` before it starts, `serve` while it runs, `reopen` for commands
     that look at it from another process.

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from pipelinerl.config.resources import StreamsConfig
+from pipelinerl.config.resources import STREAM_BACKENDS, StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import CONSUMERS, StreamBackend, StreamReader, StreamSpec, StreamWriter
@@ -22,16 +22,11 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 OWNER_FILE = "run_id"
-# `module:class` by the value of `streams.backend`; any other value is the path of a module with a class `Streams`.
-BACKENDS = {
-    "files": "pipelinerl.streams.files:FileBackend",
-    "redis": "pipelinerl.streams.redis:RedisBackend",
-}
 
 
 def backend_of(config: StreamsConfig) -> type[StreamBackend]:
-    """The class that keeps the streams of a run with this configuration."""
-    module, _, name = BACKENDS.get(config.backend, f"{config.backend}:Streams").partition(":")
+    """The class that keeps the streams of a run with this configuration; `Streams` of a user's module."""
+    module, _, name = STREAM_BACKENDS.get(config.backend, f"{config.backend}:Streams").partition(":")
     try:
         return cast("type[StreamBackend]", getattr(importlib.import_module(module), name))
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What every stream backend must do: it runs over all of `hub.BACKENDS`."""
+"""What every stream backend must do: it runs over all of `STREAM_BACKENDS`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipelinerl.config.resources import FileStreams, RedisStreams
+from pipelinerl.config import RunConfig
+from pipelinerl.config.resources import STREAM_BACKENDS, StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord, StepDone, TrainerMessage, TrainingDone
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import Entry, StreamReader, StreamWriter
-from pipelinerl.streams.hub import BACKENDS, StreamHub, backend_of
+from pipelinerl.streams.hub import StreamHub, backend_of
 from pipelinerl.streams.read import Feed
 
 # Nothing here takes long; this only bounds a test that fails.
@@ -26,10 +27,16 @@ OpenHub = Callable[..., StreamHub]
 Served = tuple[str, Mapping[str, str]]
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+def section_of(backend: str, **config: object) -> StreamsConfig:
+    streams = RunConfig.model_validate({"output_dir": "unused", "streams": {"backend": backend, **config}}).streams
+    assert streams.backend == backend
+    return streams
+
+
+@pytest.fixture(scope="module", params=STREAM_BACKENDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The name of a backend, and the environment in which it is at work."""
-    config = (RedisStreams if request.param == "redis" else FileStreams)()
+    config = section_of(request.param)
     with backend_of(config).serve(config, RunDir(tmp_path_factory.mktemp(request.param)), {}) as environ:
         yield request.param, environ
 
@@ -40,8 +47,7 @@ def open_hub(served: Served, tmp_path: Path) -> OpenHub:
     test = uuid.uuid4().hex  # one server serves all tests, as it may serve several runs
 
     def open_(run_id: str = "run-a", folder: str = "a", **config: object) -> StreamHub:
-        section = (RedisStreams if backend == "redis" else FileStreams)(**config)
-        return StreamHub(section, RunDir(tmp_path / folder), f"{run_id}-{test}", environ)
+        return StreamHub(section_of(backend, **config), RunDir(tmp_path / folder), f"{run_id}-{test}", environ)
 
     return open_
 

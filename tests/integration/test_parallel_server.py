@@ -70,9 +70,7 @@ def transport(server: VLLMProcess, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("chunk_bytes", [SMALL_BUFFERS, 2**28])
-def test_w1_both_workers_compute_what_the_trainer_does(
-    server: VLLMProcess, transport: str, chunk_bytes: int
-) -> None:
+def test_w1_both_workers_compute_what_the_trainer_does(server: VLLMProcess, transport: str, chunk_bytes: int) -> None:
     model = random_model(tied=False, seed=5)
     with connect(server, transport, chunk_bytes=chunk_bytes) as publisher:
         publisher.publish(0, ModuleSource(model))

@@ -1,7 +1,7 @@
 """What a policy loss gets and what it returns.
 
-A new loss is a type in `config/algorithm.py` with its keys, one file next to this one with a function
-`(LossInputs, that type) -> LossOutputs`, and one line in the registry (`losses/compose.py`). A loss of your own has the
+A new loss `NAME` is a type in `config/algorithm.py` with its keys, and a file `NAME.py` next to this one with a
+function `NAME(LossInputs, that type) -> LossOutputs`; docs/algorithms.md has a line for it. A loss of your own has the
 same signature, gets a `CustomLoss` with your `loss_params`, and is named by its dotted path:
 `finetune.rl.policy_loss=my_package.my_module.my_loss`.
 """

@@ -9,31 +9,23 @@ r = log ref - log new of a token that the policy sampled:
 
 from __future__ import annotations
 
+import importlib
+from typing import get_args
+
 import torch
 
 from pipelinerl.config.algorithm import GaeAdvantage, RLConfig
-from pipelinerl.config.section import Section
+from pipelinerl.config.algorithm import PolicyLoss as LossConfig
+from pipelinerl.config.section import DOTTED, Choice, Section
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.losses.base import LossInputs, Metrics, PolicyLoss
-from pipelinerl.rl.losses.cispo import cispo
-from pipelinerl.rl.losses.decoupled_ppo import decoupled_ppo
-from pipelinerl.rl.losses.gspo import gspo
 from pipelinerl.rl.losses.importance import correct
-from pipelinerl.rl.losses.ppo import ppo
-from pipelinerl.rl.losses.reinforce import reinforce
-from pipelinerl.rl.losses.sapo import sapo
 from pipelinerl.rl.losses.value import value_loss, with_gae_advantages
 from pipelinerl.rl.user_function import load_function
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "reinforce": reinforce,
-    "ppo": ppo,
-    "gspo": gspo,
-    "cispo": cispo,
-    "decoupled_ppo": decoupled_ppo,
-    "sapo": sapo,
-}
+#: One type in `config/algorithm.py` and one module with a function of the same name in this folder.
+POLICY_LOSSES = sorted(Choice("policy_loss").members(get_args(LossConfig)[0]).keys() - {DOTTED})
 
 
 def policy_loss_function(name: str) -> PolicyLoss:
@@ -44,12 +36,11 @@ def policy_loss_function(name: str) -> PolicyLoss:
     """
     key = "finetune.rl.policy_loss"
     if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
+        found: PolicyLoss = getattr(importlib.import_module(f"pipelinerl.rl.losses.{name}"), name)
+        return found
     if "." in name:
         return load_function(key, name, LossInputs.api_version)
-    raise ConfigError(
-        key, name, f"one of {', '.join(sorted(POLICY_LOSSES))}", "Or name a function: package.module.name."
-    )
+    raise ConfigError(key, name, f"one of {', '.join(POLICY_LOSSES)}", "Or name a function: package.module.name.")
 
 
 def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficients) -> tuple[torch.Tensor, Metrics]:
