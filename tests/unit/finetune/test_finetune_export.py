@@ -18,6 +18,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.llm.tokens import load_tokenizer
+from pipelinerl.weights.buffers import plan_chunks
 from pipelinerl.weights.source import CollectiveSource, ModuleSource
 
 
@@ -26,12 +27,13 @@ class Gathered:
 
     def __init__(self, policy, dtype=torch.float32):
         self.passes, self.taken = [], 0
-        plain = ModuleSource(policy, dtype, 4096, checkpoint_name)
+        plain = ModuleSource(policy, dtype, checkpoint_name)
+        tensors = dict(named for bucket in plain.buckets() for named in bucket)
 
         def gather():
-            for bucket in plain.buckets():
-                self.taken += len(bucket)
-                yield bucket
+            for chunk in plan_chunks(plain.metadata(), 4096):
+                self.taken += len(chunk)
+                yield [(meta.name, tensors[meta.name]) for meta in chunk]
 
         def announce(flag):
             self.passes.append(flag)
