@@ -65,7 +65,6 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
     version: int
     time: float
     samples_processed: int
-    wait_data_s: float = 0.0
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 

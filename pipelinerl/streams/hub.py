@@ -154,6 +154,7 @@ class LoopWriter(Generic[T]):
         finally:
             if self._calls is not None:
                 self._calls.put(None)
+                self._calls = None  # what comes later is refused by the writer, which is closed
 
     def _finish(self) -> None:
         try:

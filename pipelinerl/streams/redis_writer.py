@@ -44,6 +44,7 @@ TAIL_BYTES = 64 * 2**20
 AOF_TIMEOUT_MS = 5_000
 
 _CONFLICT, _FULL = -1, -2
+_NO_LIMIT = 2**53
 # ARGV: number of the record, field, bytes, limit, overhead. A log of one entry accepts one more of any size.
 _APPEND = """
 local count = tonumber(redis.call('GET', KEYS[2]) or '0')
@@ -169,7 +170,7 @@ class RedisWriter(Generic[T]):
             self._check_usable()
             number = self._next + 1
             try:
-                while (count := self._send(number, data)) != number:
+                while (count := self._send(number, data, self._limit_bytes)) != number:
                     if count == _FULL:
                         self._make_room()
                     else:
@@ -203,16 +204,16 @@ class RedisWriter(Generic[T]):
                 self._archive.close()
             self._lock.release()
 
-    def _send(self, number: int, data: bytes) -> int:
+    def _send(self, number: int, data: bytes, limit_bytes: int = _NO_LIMIT) -> int:
         keys = [self._keys.log, self._keys.written, self._keys.size]
-        count = int(self._append(keys=keys, args=[number, FIELD, data, self._limit_bytes, OVERHEAD_BYTES]))
+        count = int(self._append(keys=keys, args=[number, FIELD, data, limit_bytes, OVERHEAD_BYTES]))
         if count == _CONFLICT:
             self._unusable = f"holds another record at offset {number - 1}: a second writer was at work"
             raise self._error(self._unusable)
         return count
 
     def _resend(self, count: int) -> None:
-        """The server has only `count` records: send those after them once more."""
+        """The server has only `count` records: send those after them once more, with or without room."""
         rest = [(number, data) for number, _, data in self._tail if number > count]
         if len(rest) != self._next - count:
             self._unusable = f"lost the records of offsets {count}..{self._next - 1} when the server was restarted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import threading
 import time
@@ -173,6 +174,15 @@ def test_a_closed_writer_and_a_closed_reader_say_so(open_hub: OpenHub) -> None:
         writer.write(record(0))
     with pytest.raises(StreamError, match="closed"):
         reader.read(0)
+
+
+async def test_a_closed_loop_writer_says_so(open_hub: OpenHub) -> None:
+    writer = open_hub(fsync="interval").loop_writer("metrics", "a", MetricRecord)
+    await writer.write(record(0))
+    await writer.close()
+    for call in (writer.write(record(1)), writer.flush(), writer.close()):
+        with pytest.raises(StreamError, match="closed"):
+            await asyncio.wait_for(call, LIMIT_S)
 
 
 def test_partitions_and_instances_do_not_mix(open_hub: OpenHub) -> None:

@@ -166,6 +166,27 @@ def test_d6_a_reader_that_could_not_say_how_far_it_has_come_says_it_at_its_next_
     assert client.hget(KEYS.consumed, PREPROCESSOR_CONSUMER) == b"1"
 
 
+def test_d6_what_a_full_server_lost_is_sent_again(server: RedisServer, client: Any, tmp_path: Path) -> None:
+    """A server that comes back as it was may be full again: what has left it since is there again, too."""
+    hub = open_hub(server, tmp_path)
+    writer = hub.writer(ACTOR_TOPIC, "actor_0", MetricRecord)
+    reader = hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord, consumer=PREPROCESSOR_CONSUMER)
+    fits = int(BUDGET * LARGE_SHARE) // (RECORD_BYTES + OVERHEAD_BYTES)
+    for n in range(fits):
+        writer.write(record(n))
+    assert read_steps(reader, fits) == list(range(fits))
+    reader.read(0)
+    before = {key: client.dump(key) for key in client.scan_iter()}
+    for n in range(fits, fits + 3):  # the older ones move to the archive
+        writer.write(record(n))
+    client.flushall()
+    for key, value in before.items():
+        client.restore(key, 0, value)
+    assert writer.write(record(fits + 3)) == fits + 3
+    assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), fits + 4) == list(range(fits + 4))
+    assert read_steps(reader, 4) == list(range(fits, fits + 4))
+
+
 def test_small_streams_move_their_older_half_and_stay_whole(server: RedisServer, client: Any, tmp_path: Path) -> None:
     hub, size, total = open_hub(server, tmp_path), 1000, 1000
     writer = hub.writer(FATES_TOPIC, "actor_0", MetricRecord)
