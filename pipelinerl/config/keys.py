@@ -112,6 +112,7 @@ def schema_defaults(model: type[Section] = RunConfig) -> dict[str, Any]:
         if choice_of(field) is not None or field.is_required() or is_free(field):
             continue
         if model is EvaluationParameters and name in LIKE_TRAINING:
+            data[name] = f"${{llm.parameters.{name}}}"
             continue
         data[name] = schema_defaults(section) if section else field.get_default(call_default_factory=True)
     return data

@@ -137,7 +137,9 @@ class RunConfig(FlatSection):
         if training is None or evaluation is None:
             return data
         followed = {key: training[key] for key in LIKE_TRAINING if key in training}
-        return {**data, "test_llm": {"parameters": {**followed, **evaluation}}} if followed else data
+        if not followed:
+            return data
+        return {**data, "test_llm": {**(data.get("test_llm") or {}), "parameters": {**followed, **evaluation}}}
 
     @property
     def schedule(self) -> str:

@@ -86,7 +86,7 @@ def load_sink(path: str, inputs: SinkInputs) -> Sink:
 def make_sinks(inputs: SinkInputs) -> list[Sink]:
     """`metrics.jsonl`, and what the configuration asks for. None of them can end a run."""
     config = inputs.config
-    asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS) for path in config.tracking.sinks]
+    asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS_OF_HISTORY) for path in config.tracking.sinks]
     if config.wandb.mode != "disabled":
         asked.append(("W&B", WANDB, QUEUE_RECORDS))
     if config.tensorboard.enabled:

@@ -85,6 +85,15 @@ def test_overrides_in_each_form() -> None:
     assert config.model_path == "ga71.0"
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"), [("llm.parameters.max_tokens=7", 7), ("test_llm.parameters.max_tokens=5", 5)]
+)
+def test_an_interpolation_may_name_what_follows_training(word: str, expected: int) -> None:
+    config = compose(["output_dir=x", word, "custom.tokens=${test_llm.parameters.max_tokens}"]).config
+    assert config is not None
+    assert config.custom["tokens"] == config.test_llm.parameters.max_tokens == expected
+
+
 def test_a_file_that_does_not_build_on_base(tmp_path: Path) -> None:
     (tmp_path / "alone.yaml").write_text("attempts: 4\nmodel_path: m\n")
     config = run_config("--config-dir", str(tmp_path), "--config-name=alone", "finetune.seq_length=99", "max_lag=1")

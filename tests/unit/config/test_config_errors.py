@@ -64,6 +64,12 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     assert "finetune.seq_length" in first.expected and str(tmp_path / "mine.yaml") in first.next_step
 
 
+@pytest.mark.parametrize("section", ["llm", "test_llm"])
+def test_an_unknown_key_beside_the_parameters_is_not_dropped(tmp_path: Path, section: str) -> None:
+    found = with_file(tmp_path, f"defaults: [base, _self_]\n{section}:\n  temperature: 0.5\n")
+    assert found.key == f"{section}.temperature"
+
+
 def test_nothing_near_is_not_guessed() -> None:
     assert nearest_key("qqqqqq", ["model_path", "seed"]) is None
 

@@ -16,7 +16,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.tracking.sinks import BackgroundSink, JsonlSink, SafeSink, SinkInputs, make_sinks
+from pipelinerl.tracking.sinks import QUEUE_RECORDS, BackgroundSink, JsonlSink, SafeSink, SinkInputs, make_sinks
 
 
 def record(n: int) -> MetricRecord:
@@ -92,6 +92,21 @@ def test_a_sink_of_the_user_gets_every_number(
     assert json.loads((tmp_path / "mine.json").read_text()) == [7, rows, {"status": "completed", "steps": 2}]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert len(caplog.records) == 2 and all(name in caplog.text for name in names[1:])
+
+
+def test_a_sink_of_the_user_gets_the_whole_history_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sink_of_a_user.py").write_text(SINK_OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    tracking = {"sinks": ["sink_of_a_user.MySink"]}
+    config = RunConfig.model_validate({"output_dir": "x", "wandb": {"mode": "disabled"}, "tracking": tracking})
+    _, sink = make_sinks(SinkInputs(config, RunDir(tmp_path), since=0.0))
+    with sink._condition:  # type: ignore[attr-defined]  # the sink takes nothing yet
+        for n in range(QUEUE_RECORDS + 5):
+            sink._queue.append(record(n))  # type: ignore[attr-defined]
+    sink.finish({})
+    assert len(json.loads((tmp_path / "mine.json").read_text())[1]) == QUEUE_RECORDS + 5
 
 
 def test_o1_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
