@@ -218,17 +218,18 @@ class InPlaceLoading:
 
     def _capture(self, tensors: NamedTensors) -> CapturedCopies | None:
         """The copies that the loaders make of these tensors; None if they do something that a graph cannot hold."""
-        if self._staging is None or self._staging.numel() < self._staging_bytes:
-            self._replays = dict.fromkeys(self._replays)
-            self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=tensors[0][1].device)
         try:
+            if self._staging is None or self._staging.numel() < self._staging_bytes:
+                self._replays = dict.fromkeys(self._replays)
+                self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=tensors[0][1].device)
             return CapturedCopies(self._model, tensors, self._staging)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:  # out of memory is one of them
             logger.warning("updates are loaded without a CUDA graph: %s", str(error).splitlines()[0])
             self._can_capture = False
             # A capture that failed leaves the random generator in capture mode, and sampling would fail.
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                self._staging.zero_()
+            if self._staging is not None:
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    self._staging.zero_()
             return None
 
     def finish(self) -> None:

@@ -204,6 +204,20 @@ def test_w1_in_place_an_update_has_to_cover_the_checkpoint(tmp_path: Path, layer
     assert layerwise_calls == []
 
 
+def test_updates_go_on_where_the_gpu_has_no_room_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    loaded: list[float] = []
+    policy = SimpleNamespace(load_weights=lambda tensors: loaded.extend(float(tensor) for _, tensor in tensors))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loading = transfer.InPlaceLoading(policy, {"w": ()}, tied=False)
+    monkeypatch.setattr(torch, "empty", full)
+    for update in range(4):
+        loading.load([("w", torch.tensor(float(update)))])
+    assert loaded == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_an_update_without_a_pass_is_refused(tmp_path: Path) -> None:
     info = update_info_of([], 0, 5)
     assert engine_of(tmp_path).parse_update_info(info) == UpdateInfo(**info)
