@@ -51,7 +51,7 @@ from pipelinerl.actor.membership import Membership
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.workers import WorkerPool, worker_command
+from pipelinerl.actor.workers import WorkerPool, rest_collector, worker_command
 from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts
 from pipelinerl.config.stages import has_stage
 from pipelinerl.domains.problem_sets import (
@@ -376,6 +376,7 @@ def main(context: RoleContext) -> None:
     async def run() -> None:
         await Actor(context, problems, pool).run()
 
+    rest_collector()
     uvloop.run(run())
 
 

@@ -40,6 +40,7 @@ from pipelinerl.actor.workers import (
     StartRollout,
     ToWorker,
     check_sendable,
+    rest_collector,
 )
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config, to_dictconfig
@@ -296,6 +297,7 @@ async def serve(root: Path, connection: socket.socket, block_limit_s: float) -> 
     urls = {kind: [job.url for job in world.jobs_of(kind) if job.url] for kind in ("verifier", "environment")}
     token = os.environ.get(TOKEN_KEY, "")
     async with open_verifier(config.verifier, urls["verifier"], token), open_environments(urls["environment"], token):
+        rest_collector()
         await worker.run()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -41,6 +42,8 @@ CRASHED_EXIT_CODE = 3
 SERVER_LOST = "server_lost"
 _LENGTH_BYTES = 4
 _MAX_MESSAGE_BYTES = 1 << 31
+# New objects before the collector looks at them (Python: 700), and passes before it looks at older ones (10, 10).
+_GC_THRESHOLDS = (20_000, 20, 20)
 
 
 class Servers(msgspec.Struct, tag="servers"):
@@ -163,6 +166,17 @@ class Connection(Generic[T]):
     def close(self) -> None:
         """Send what is queued, and close."""
         self._writer.close()
+
+
+def rest_collector() -> None:
+    """Make Python's garbage collector pass seldom, and only over new objects.
+
+    Rollouts make many small objects that are in no cycle. With Python's own thresholds its passes take a fifth of the
+    CPU time of a short rollout.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def check_sendable(answer: RolloutEnded) -> None:
