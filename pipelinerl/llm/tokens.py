@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import marshal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Enough for any pre-tokenizer rule that looks at the preceding text.
 _CONTEXT_CHARACTERS = 64
 # The attempts of a group share their first prompt and start at about the same time.
-_CACHED_PROMPTS = 64
+_CACHED_PROMPTS = 256
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -73,7 +74,7 @@ class ChatRenderer:
             self._fast = Tokenizer.from_str(backend.to_str())
             self._fast.no_truncation()
             self._fast.no_padding()
-        self._prompt_ids = functools.lru_cache(_CACHED_PROMPTS)(self.encode)
+        self._rendered = functools.lru_cache(_CACHED_PROMPTS)(self._render)
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
@@ -83,8 +84,18 @@ class ChatRenderer:
         Raises:
             RolloutError: `bad_prompt` if the chat template rejects these messages.
         """
-        text = self.render_text(messages, tools)
-        return text, list(self._prompt_ids(text))
+        try:
+            # Unlike JSON it tells a tuple from a list and NaN from null, and refuses what is not plain data.
+            key = marshal.dumps((list(messages), tools), 2)
+        except ValueError:
+            text = self.render_text(messages, tools)
+            return text, self.encode(text)
+        text, ids = self._rendered(key)
+        return text, list(ids)
+
+    def _render(self, key: bytes) -> tuple[str, list[int]]:
+        text = self.render_text(*marshal.loads(key))
+        return text, self.encode(text)
 
     def render_text(
         self,
