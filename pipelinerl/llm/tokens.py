@@ -86,7 +86,8 @@ class ChatRenderer:
         """
         try:
             # Unlike JSON it tells a tuple from a list and NaN from null, and refuses what is not plain data.
-            key = marshal.dumps((list(messages), tools), 2)
+            plain: Any = (list(messages), tools)
+            key = marshal.dumps(plain, 2)
         except ValueError:
             text = self.render_text(messages, tools)
             return text, self.encode(text)
