@@ -70,7 +70,7 @@ def compose_plain(name: str, user_dirs: Sequence[Path] = (), words: Sequence[str
             config_file=config_file,
             notes=_hydra_notes(overrides, config_file),
         )
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # bytes that are no text, too
         raise _translate(error, config_file, search_dirs) from error
 
 

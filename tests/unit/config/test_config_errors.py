@@ -26,8 +26,8 @@ def faults(*argv: str) -> list[tuple[str, object]]:
     return [(each.key, each.got) for each in getattr(found, "faults", [found])]
 
 
-def with_file(folder: Path, text: str) -> ConfigError:
-    (folder / "mine.yaml").write_text(text)
+def with_file(folder: Path, text: str | bytes) -> ConfigError:
+    (folder / "mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     return fault("--config-dir", str(folder), "--config-name=mine")
 
 
@@ -143,10 +143,12 @@ def test_mistakes_on_the_command_line(argv: list[str], key: str, parts: list[str
     [
         ("defaults:\n  - base\n x: 3\n", "mine.yaml, line 3, column 2"),
         ("- 1\n- 2\n", "mine.yaml"),
+        ("defaults: 5\n", "mine.yaml"),
+        (b"seed: \xff\n", "mine.yaml"),
         ("defaults:\n  - base\n  - override finetune: grp\n  - _self_\n", "mine.yaml"),
     ],
 )
-def test_a_file_that_does_not_compose_is_named(text: str, place: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_compose_is_named(text: str | bytes, place: str, tmp_path: Path) -> None:
     assert place in str(with_file(tmp_path, text))
 
 
