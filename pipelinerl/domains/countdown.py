@@ -22,6 +22,7 @@ from pipelinerl.sandbox.protocol import Grade, grader
 
 MAX_CHARACTERS = 500
 _EXPRESSION = re.compile(r"(?:[0-9]{1,6}(?![0-9])|[-+*/() ])+")
+_LEADING_ZEROS = re.compile(r"(?<![0-9])0+(?=[0-9])")  # no Python
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 # Multiplication sign, middle dot, division sign and minus sign as they are typeset.
 _SAME = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "[": "(", "]": ")"})
@@ -37,7 +38,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     Raises:
         ExpressionError: it cannot be read, or divides by zero.
     """
-    text = " ".join(text.translate(_SAME).split())
+    text = _LEADING_ZEROS.sub("", " ".join(text.translate(_SAME).split()))
     if len(text) > MAX_CHARACTERS or not _EXPRESSION.fullmatch(text):
         raise ExpressionError(f"cannot read {text[:20]!r}")
     numbers: list[int] = []

@@ -19,7 +19,7 @@ from pipelinerl.domains.answers import after_thinking
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.tool_calls import arguments_of, parse_tool_calls
+from pipelinerl.llm.tool_calls import ParsedToolCalls, arguments_of, parse_tool_calls
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 
@@ -144,16 +144,22 @@ Call = tuple[str, dict[str, Any]]
 def parse_calls(text: str) -> tuple[list[Call], int]:
     """Return the calls in `text` (name, arguments), and how many parts looked like calls but could not be read.
 
-    Beside the formats of `llm.tool_calls`, calls may stand in blocks between three backticks.
+    Besides the formats of `llm.tool_calls`, calls may stand in blocks between three backticks. JSON there, and a text
+    that is JSON, must be calls here, so they need no arguments.
     """
-    whole = parse_tool_calls(text[:MAX_CHARACTERS])
-    calls, num_damaged = whole.calls, len(whole.errors)
-    if not calls and not num_damaged:
-        for block in text[:MAX_CHARACTERS].split("```")[1 : 2 * _MAX_BLOCKS : 2]:
-            found = parse_tool_calls(block.removeprefix("json"))
-            calls = calls + found.calls
-            num_damaged += len(found.errors) or not found.calls
+    text = text[:MAX_CHARACTERS]
+    found = [parse_tool_calls(text)]
+    if not found[0].calls and not found[0].errors:
+        blocks = [text] if text.lstrip().startswith(("{", "[")) else text.split("```")[1 : 2 * _MAX_BLOCKS : 2]
+        found = [_parse_block(block.removeprefix("json")) for block in blocks]
+    calls = [call for each in found for call in each.calls]
+    num_damaged = sum(len(each.errors) for each in found)
     return [(call["function"]["name"], arguments_of(call)) for call in calls], num_damaged
+
+
+def _parse_block(block: str) -> ParsedToolCalls:
+    found = parse_tool_calls(block)
+    return found if found.calls or found.errors else parse_tool_calls(f"<tool_call>{block}</tool_call>")
 
 
 @grader

@@ -68,12 +68,12 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_tagged(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
-    """Qwen, Hermes: each call between tags; the last closing tag may be missing."""
+    """Qwen, Hermes: each call, or a list of them, between tags; the last closing tag may be missing."""
     outside, *pieces = text.split(_OPEN, _MAX_PIECES)
     content = [outside]
     for piece in pieces:
         body, closed, after = piece.partition(_CLOSE)
-        _add(_loads(body if closed else _without_end(body)), body, found, id_prefix)
+        _add_all(_loads(body if closed else _without_end(body)) or None, body, found, id_prefix)
         content.append(after)
     return "".join(content)
 

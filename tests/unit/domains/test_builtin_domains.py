@@ -72,6 +72,7 @@ def test_counting() -> None:
         ("10 - 2 - 3", 5, [10, 2, 3]),
         ("-(2 - 5)", 3, [2, 5]),
         ("6 \u00d7 7", 42, [6, 7]),
+        ("007 + 0 * 00100", 7, [7, 0, 100]),
     ],
 )
 def test_expressions(text: str, value: int, numbers: list[int]) -> None:
@@ -184,6 +185,7 @@ CALL = ("f", {"a": 1})
         '{"name": "f", "parameters": {"a": 1}}',
         '[{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]',
         '<function=f>{"a": 1}</function>',
+        '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>',
         'I call:\n```json\n{"name": "f", "arguments": {"a": 1}}\n```',
     ],
 )
@@ -191,10 +193,16 @@ def test_formats_of_calls(text: str) -> None:
     assert parse_calls(text) == ([CALL], 0)
 
 
+@pytest.mark.parametrize("text", ['{"name": "f"}', '[{"name": "f"}]', '```json\n{"name": "f"}\n```'])
+def test_functions_without_parameters(text: str) -> None:
+    assert parse_calls(text) == ([("f", {})], 0)
+
+
 def test_t7_a_damaged_call_leaves_its_siblings() -> None:
     text = '<tool_call>{"name": "f", "arg</tool_call><tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     assert parse_calls(text) == ([CALL], 1)
     assert parse_calls("Nothing to call.") == ([], 0)
+    assert parse_calls('{"name": "f", "arg') == ([], 1)
     assert parse_calls('```json\n{"name": 1}\n``` or ```x```') == ([], 2)
 
 

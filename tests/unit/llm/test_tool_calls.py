@@ -29,6 +29,7 @@ def calls_of(text: str) -> Calls:
         (f"<tool_call>\n{ADD}\n</tool_call>", ONE),
         (f"Let me add.<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}</tool_call>", ONE * 2),
         (f"<tool_call>\n{ADD}", ONE),
+        (f"<tool_call>[{ADD}, {ADD}]</tool_call>", ONE * 2),
         (f"<tool_call>\n{ADD}<|im_end|>", ONE),
         ('<tool_call>{"name": "now"}</tool_call>', [("now", {})]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [("add", {"a": 1})]),
@@ -56,7 +57,8 @@ def test_formats(text: str, calls: Calls) -> None:
     ("text", "num_errors"),
     [
         (f'<tool_call>{{"name": </tool_call><tool_call>{ADD}</tool_call><tool_call>nonsense</tool_call>', 2),
-        (f'<tool_call>[1, 2]</tool_call><tool_call>{ADD}</tool_call><tool_call>{{"name": "cut', 2),
+        (f'<tool_call>[1, 2]</tool_call><tool_call>{ADD}</tool_call><tool_call>{{"name": "cut', 3),
+        (f'<tool_call>[]</tool_call><tool_call>{ADD}</tool_call>', 1),
         (f'<|python_tag|>{{"name": broken}}; {ADD}', 1),
         (f'<tool_call>{{"name": "x", "arguments": {{"v": NaN}}}}</tool_call><tool_call>{ADD}</tool_call>', 1),
         (f'<tool_call>{{"name": "\\ud800", "arguments": {{}}}}</tool_call><tool_call>{ADD}</tool_call>', 1),
