@@ -41,7 +41,6 @@ class WorldMap(msgspec.Struct, frozen=True):
     device: Literal["cpu", "cuda"]
     world_size: int
     rank: int
-    gpus_per_llm: int
     master_addr: str
     master_port: int
 

@@ -57,7 +57,6 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts) -> Wo
         device=split.device,
         world_size=cluster.world_size,
         rank=cluster.rank,
-        gpus_per_llm=split.gpus_per_llm,
         master_addr=cluster.hosts[master_node],
         master_port=cluster.master_port or ports.take(master_node, DEFAULT_MASTER_PORT, "MASTER_PORT"),
     )

@@ -57,7 +57,7 @@ def main(root: str) -> None:
     logging.getLogger("pipelinerl").setLevel(logging.INFO)
     logging.getLogger("pipelinerl").addHandler(node_0)
     identity = RunIdentity(run_id="run-test", incarnation=0)
-    world = WorldMap([command.job for command in commands], "cpu", 2, 1, 0, "127.0.0.1", 29500)
+    world = WorldMap([command.job for command in commands], "cpu", 2, 1, "127.0.0.1", 29500)
     session = RunSession(config, world, RunDir(Path(root)), identity, commands, os.environ, "token-of-test", events)
     outcome = supervise_jobs(session, StreamHub(config.streams, session.run_dir, "run-test"), Peers(1))
     sys.stdout.write(f"{outcome.status} {node_0.server_lives}\n")

@@ -156,7 +156,7 @@ def main(config_json: str, url: str, group_port: str, token: str, task_dir: str)
     torch.set_num_threads(1)
     config = RunConfig.model_validate(json.loads(config_json))
     jobs = [_job("actor_llm", url, int(group_port)), _job("actor"), _job("preprocessor"), _job("finetune")]
-    world = WorldMap(jobs, "cpu", 1, 0, 1, "127.0.0.1", 29500)
+    world = WorldMap(jobs, "cpu", 1, 0, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
     with signals_as_events(events), enter(config, os.environ.get("SCORING_RUN_ID", RUN_ID)) as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)

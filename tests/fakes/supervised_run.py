@@ -38,7 +38,7 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
         job = Job(kind, name, int(idx), int(idx), 0, "127.0.0.1", [], None, None, None, 1)
         argv = (source[1:],) if source.startswith("!") else (sys.executable, "-c", source, root, name)
         commands.append(Command(job, argv, {JOB_KEY: name, "PYTHONFAULTHANDLER": "1"}))
-    world = WorldMap([command.job for command in commands], "cpu", 1, 0, 0, "127.0.0.1", 29500)
+    world = WorldMap([command.job for command in commands], "cpu", 1, 0, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
     with signals_as_events(events), enter(config, "run-test") as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)

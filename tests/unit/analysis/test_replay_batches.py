@@ -122,7 +122,7 @@ def test_a_recorded_run_is_trained_again_and_its_first_difference_is_named(
     run = RecordedRun(tmp_path, backend={"type": "plain"}, finetune=finetune)
     build_model(run.tokenizer, seed=1).save_pretrained(run.model)
     job = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
-    run.files.world_file.write_text(WorldMap([job], "cpu", 1, 0, 1, "127.0.0.1", 1).to_json())
+    run.files.world_file.write_text(WorldMap([job], "cpu", 1, 0, "127.0.0.1", 1).to_json())
     batches = [recorded(1, GROUPS[::2], run.config.finetune), recorded(2, [GROUPS[1], GROUPS[3]], run.config.finetune)]
     steps = [StepDone(step=n, time=0, group_ids=[], num_samples=4, samples_processed=4 * n) for n in (1, 2)]
     run.write(*GROUPS)

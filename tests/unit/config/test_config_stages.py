@@ -71,7 +71,7 @@ def record_batches(root: Path, steps: int, backend: str = "files") -> Path:
     recorded = RunConfig.model_validate({"output_dir": str(root), "streams": {"backend": backend}})
     save_config(recorded, files.config_file)
     write_identity(files.identity_file, RunIdentity(run_id="other", incarnation=0))
-    files.world_file.write_text(WorldMap([], "cpu", 1, 0, 0, "127.0.0.1", 1).to_json())
+    files.world_file.write_text(WorldMap([], "cpu", 1, 0, "127.0.0.1", 1).to_json())
     if backend == "files":
         hub = StreamHub(recorded.streams, files, "other")
         writer = hub.writer("training_data", "preprocessor_0", TrainingBatch)

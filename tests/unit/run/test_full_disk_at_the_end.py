@@ -44,7 +44,7 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     monkeypatch.setattr(session_module, "supervise_jobs", lambda session, hub, peers: outcome)
     for module in (session_module, collector_module):
         monkeypatch.setattr(module, "write_json", refuse)
-    world = WorldMap([], "cpu", 1, 0, 0, "127.0.0.1", 29500)
+    world = WorldMap([], "cpu", 1, 0, "127.0.0.1", 29500)
     identity = RunIdentity(run_id="run-test", incarnation=0)
     session = RunSession(config, world, run_dir, identity, [], {}, "token-of-test", SimpleQueue(), restarts)
     assert supervise(session, Peers()) is outcome

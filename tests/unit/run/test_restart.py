@@ -125,7 +125,7 @@ class Kept:
         )
         self.said = Written()
         jobs = [job("actor_llm", 0), job("actor_llm", 1), job("verifier", 0)]
-        world = WorldMap(jobs, "cpu", 1, 0, 0, "h", 1)
+        world = WorldMap(jobs, "cpu", 1, 0, "h", 1)
         identity = RunIdentity(run_id="r", incarnation=4)
         session = RunSession(config, world, RunDir(root), identity, [], {}, "t", SimpleQueue())
         self.keeper = ServerKeeper(session, 0.0, cast(Any, self.said))

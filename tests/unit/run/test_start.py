@@ -269,7 +269,7 @@ def job(kind: str, idx: int = 0, gpus: tuple[str, ...] = (), node: int = 0, loca
 
 
 def world(*jobs: Job) -> WorldMap:
-    return WorldMap(list(jobs), "cuda", 2, 0, 1, "10.0.0.1", 29500)
+    return WorldMap(list(jobs), "cuda", 2, 0, "10.0.0.1", 29500)
 
 
 def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() -> None:

@@ -100,6 +100,11 @@ class Link:
         self.said.append(type(message).__name__)
 
 
+@pytest.fixture(autouse=True)
+def _files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 class SavingRun:
     """A supervisor that got a signal. Without trainers, those are on other nodes."""
 
@@ -115,7 +120,7 @@ class SavingRun:
         jobs = [Job("finetune", f"finetune_{i}", i, i, 0, "h", [], None, None, None, 1) for i in range(trainers)]
         jobs.append(Job("actor", "actor_0", 0, 0, 0, "h", [], None, None, None, 1))
         config = RunConfig.model_validate({"output_dir": "x", "supervise": {"shutdown_grace_s": grace_s}})
-        world = WorldMap(jobs, "cpu", 1 + len(peers), own_rank, 0, "h", 1)
+        world = WorldMap(jobs, "cpu", 1 + len(peers), own_rank, "h", 1)
         self.events: SimpleQueue[Event] = SimpleQueue()
         identity = RunIdentity(run_id="r", incarnation=0)
         commands = [Command(job, ("true",), {}) for job in jobs]
