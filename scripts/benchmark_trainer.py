@@ -1,4 +1,4 @@
-"""Tokens per second, MFU and memory of the trainer's step, beside a plain transformers loop in the same process.
+"""Tokens per second, MFU and memory of the trainer's step, next to a plain transformers loop in the same process.
 
     python scripts/benchmark_trainer.py --device cuda --size 0.5 --pack-tokens 4096 16384      # one GPU
     python scripts/benchmark_trainer.py --size 0.001 --pack-tokens 512 --tokens 4096           # CPU

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
 
 def read_curve(path: Path, metrics: Sequence[str] = METRICS) -> Curve:
-    """Numbers of `metrics` by step; of a step that was taken twice (a resumed run), the newest.
+    """Numbers of `metrics` by step; of a step that was repeated (a resumed run), the newest.
 
     Raises:
         OSError, ValueError: the file is not there, not such a file, or has none of the metrics.

@@ -1,8 +1,8 @@
 """The loop of `scripts/soak.sh`: start, kill -9 of a random process at a random moment, resume, and audit at the end.
 
 Waits for the launcher's end and looks at `metrics.jsonl` meanwhile; every wait has a deadline, and a missed one ends
-the soak with exit code 1. A killed server may be started again in place: then training has to go on, in the same start.
-When `--limit-s` is over no more kills follow: the run is brought to its end and judged, and exit code 3 says that there
+the soak with exit code 1. A killed server may be started again in place: then training has to continue, in the same
+start. When `--limit-s` is over no more kills follow: the run is completed and judged, and exit code 3 says that there
 were fewer kills than asked for.
 """
 
@@ -27,12 +27,12 @@ GONE_S = 15.0
 FIRST_STEP_S = 900.0
 FINISH_S = 3600.0
 LOOK_S = 0.5
-# Training goes on for this many steps at most with what is already in the streams.
+# Training continues for this many steps at most with what is already in the streams.
 STEPS_AFTER_KILL = 5
 # Every third kill comes while the processes start, the others while they work.
 START_SHARE = 1 / 3
 EXTRA_STEPS = 10
-# The end of one of these ends the run at once; after that of others training may also go on.
+# The end of one of these ends the run at once; after that of others training may also continue.
 MUST_END = ("launcher", "actor_0", "preprocessor_0", "finetune_0")
 
 
@@ -117,13 +117,13 @@ class Soak:
         return code
 
     def _wait_for_return(self, launcher: subprocess.Popen[bytes]) -> bool:
-        """Whether training went on behind the kill of a helper or a server; False: the launcher ended instead."""
+        """Whether training continued after the kill of a helper or a server; False: the launcher ended instead."""
         since, deadline = time.time(), time.monotonic() + FIRST_STEP_S
         while launcher.poll() is None:
             if self._steps_since(since) >= STEPS_AFTER_KILL:
                 return True
             if time.monotonic() > deadline:
-                raise SoakError(f"training did not go on within {FIRST_STEP_S:.0f} s after a kill")
+                raise SoakError(f"training did not continue within {FIRST_STEP_S:.0f} s after a kill")
             self._wait(launcher, LOOK_S)
         return False
 

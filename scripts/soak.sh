@@ -2,7 +2,7 @@
 # Kills random processes of a run at random moments, resumes after each kill, and audits what is left at the end.
 # Usage: bash scripts/soak.sh [KILLS [SEED [files|redis|both [OUTPUT_DIR [override ...]]]]]   (30 kills, seed 1, both)
 # SOAK_LIMIT_S bounds the time for kills of one backend (default 6 h); the end of training comes on top, at most 1 h.
-# Exit code 0: training came to its end, the audit is clean, it has learned, and nothing took longer than its deadline.
+# Exit code 0: training finished, the audit is clean, it has learned, and nothing took longer than its deadline.
 # 3: the same, but the limit came before all kills were made.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -8,8 +8,8 @@ After a restart, `find_started_groups` says what has to run again and `find_unse
 | a group             | its last attempt has ended; each has a deadline                           |
 | `publish_group`     | a full stream has room, or training is done                               |
 
-While the stream of groups is full, running rollouts end, and no more start than could run besides the groups that wait
-to be written.
+While the stream of groups is full, running rollouts end, and no more start than could run in addition to the groups
+that wait to be written.
 """
 
 from __future__ import annotations

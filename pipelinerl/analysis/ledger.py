@@ -2,7 +2,7 @@
 
 Every process writes the fates that it decides. Those of actor and preprocessor are final. A fate `trained` counts if
 its step is in the lineage of the newest checkpoint: a step that was rolled back trained nothing, and its samples are
-pending until the step is taken again. A sample without a fate is pending, in a batch or on its way to one.
+pending until the step is repeated. A sample without a fate is pending, in a batch or on its way to one.
 
 The writers of a running run are not stopped, so streams are read from the end of the pipeline to its beginning: the
 trainer's first, the actor's last. Whatever is seen then has its cause in a stream that is read later.
@@ -186,7 +186,7 @@ def _check_steps(ledger: Ledger, records: RunRecords) -> None:
     }
     if done != set(range(1, len(done) + 1)):
         missing = sorted(set(range(1, max(done) + 1)) - done)
-        ledger.faults.append(f"steps {missing[:SHOWN]} were never taken in the lineage of step {max(done)}")
+        ledger.faults.append(f"steps {missing[:SHOWN]} are missing in the lineage of step {max(done)}")
     forgotten = [
         name
         for batch in records.batches

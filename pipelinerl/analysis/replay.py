@@ -184,7 +184,7 @@ def replay_run(
     step, found = 0, None
     with open_streams(run) as streams:
         end = last_step(streams) if max_steps is None else min(max_steps, last_step(streams))
-        # Of a step that was taken again, the newest numbers.
+        # Of a repeated step, the newest numbers.
         numbers = {record.step: record.values for record in read_all(streams, METRICS_TOPIC, TRAINER, MetricRecord)}
         rebuild = BatchReplay(run.config.finetune, read_all(streams, ACTOR_TOPIC, ACTOR, Group))
         for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch):

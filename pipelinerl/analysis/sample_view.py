@@ -45,7 +45,7 @@ def record_of(rollout: StoredRollout, decoder: TokenText | None, fates: Mapping[
 def record_of_evaluation(
     rollout: EvaluationRollout, has_result: bool, decoder: TokenText | None, max_chars: int
 ) -> Record:
-    """The same of a rollout of an evaluation. `has_result`: that came to its end. Nothing of it is trained."""
+    """The same of a rollout of an evaluation. `has_result`: the evaluation finished. Nothing of it is trained."""
     samples = []
     for each in rollout.samples:
         texts = {"prompt": each.prompt_text, "generated": each.output_text}

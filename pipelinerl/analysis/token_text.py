@@ -37,7 +37,7 @@ class TokenText:
         self._decode, self._is_known = decode, is_known
 
     def part(self, token_ids: Sequence[int], start: int, end: int) -> str:
-        """The text of tokens `[start, end)` as it stands behind those before it."""
+        """The text of tokens `[start, end)` as it reads after those before it."""
         before = token_ids[max(0, start - _CONTEXT_TOKENS) : start]
         if before:
             context = self.whole(before)

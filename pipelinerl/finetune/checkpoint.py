@@ -94,7 +94,7 @@ class CheckpointStore:
 
     Args:
         keep_last: how many of the newest stay; None: all.
-        keep_steps: steps whose states stay for ever.
+        keep_steps: steps whose states are never deleted.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ def newest_complete(root: Path) -> Manifest | None:
     if faults:
         raise UserError(
             f"no training state can be used ({'; '.join(faults)}). "
-            "Restore one from a backup, or set force_restart=true to begin anew."
+            "Restore one from a backup, or set force_restart=true to start over."
         )
     return None
 

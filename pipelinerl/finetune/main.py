@@ -34,7 +34,7 @@ def end_process(code: int) -> NoReturn:
 
     torch (seen with 2.13) frees DDP's reducer with the interpreter's lock held. If that frees the group too, its
     threads are joined meanwhile, and one of them may just be dropping the tensors of the last collective, for which it
-    needs that lock: then the process hangs for ever.
+    needs that lock: then the process hangs forever.
     """
     logging.shutdown()
     sys.stdout.flush()

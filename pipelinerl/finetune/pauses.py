@@ -180,7 +180,7 @@ def sleep_level(choice: str, weight_bytes: int, available_bytes: int) -> int:
 
     Args:
         choice: `world.sleep_level`; `auto` is 1 if the copies fit, because only level 1 restores everything that a
-            model holds besides its checkpoint's tensors.
+            model holds in addition to its checkpoint's tensors.
         weight_bytes: of all servers on this machine.
         available_bytes: free memory of this machine.
     """

@@ -85,7 +85,7 @@ class WeightSync:
         backend: weights travel in the dtype of its policy's servers; with `sends_adapter` the adapter alone.
         ranks: of the trainer.
         pool: the servers (rank 0 only).
-        join_tokens: tokens that a server is probed with when it joins in the middle of a run.
+        join_tokens: tokens that a server is probed with when it joins during a run.
         return_timeout_s: how long to wait for a server that receives the final weights.
     """
 

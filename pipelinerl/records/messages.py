@@ -141,7 +141,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation on the held-out problems: stream `evaluation`, written by the actor.
 
     `due_version` is the version that it was due at; `min_version`/`max_version` are those that sampled its tokens.
-    Where no rollout came to an end there are no averages: `success_rate` and `mean_reward` are None together.
+    Where no rollout finished there are no averages: `success_rate` and `mean_reward` are None together.
     """
 
     due_version: int

@@ -185,7 +185,7 @@ class Leader:
             answer_challenge(connection, self._secret)
             hello = receive(connection, HANDSHAKE_S)
         except (AuthenticationError, EOFError, OSError, msgspec.MsgspecError) as error:
-            logger.warning("a caller from %s was turned away: %s", address, error or type(error).__name__)
+            logger.warning("a caller from %s was refused: %s", address, error or type(error).__name__)
             hello = None
         finally:
             timer.cancel()
@@ -223,7 +223,7 @@ def join(
     say(f"node {hello.rank}: waiting for node 0 at {where} (at most {timeout_s:.0f} s)")
     deadline = time.monotonic() + timeout_s
     connection = _call(place, deadline, signals)
-    # Node 0 speaks first; another service that waits for us to speak would hold this node for ever.
+    # Node 0 speaks first; another service that waits for us to speak would block this node forever.
     if not _await_word(connection, deadline, signals):
         raise UserError(f"what listens at {where} says nothing: is that node 0, and is world.node_port its port?")
     try:

@@ -327,8 +327,8 @@ class ServerKeeper:
     def find_unserved(self, now: float) -> tuple[Server, str] | None:
         """The server that is missed, and why the run cannot end without it; None as long as it can.
 
-        After training a server that ends, or that was just being restarted, is of no use any more: the trainer, which
-        alone gives servers their weights, is gone. Where no other one serves, the last evaluation would wait for ever.
+        After training a server that ends, or that was just being restarted, is useless: the trainer, which
+        alone gives servers their weights, is gone. Where no other one serves, the last evaluation would wait forever.
         """
         servers = self.policy_servers
         is_served = any(server.state == "serving" for server in servers)

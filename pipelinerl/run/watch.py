@@ -290,7 +290,7 @@ class Supervisor:
         return PoolReply(server.name)
 
     def _end_server(self, name: str, trouble: str) -> None:
-        """End a server that is of no use any more; its end decides whether it is started again."""
+        """End a server that is useless now; its end decides whether it is started again."""
         logger.warning("%s %s", name, trouble)
         self._keeper.give_up(name, trouble, time.time())
         if (child := self._children.get(name)) is not None and child.is_alive:

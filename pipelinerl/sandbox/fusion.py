@@ -30,7 +30,7 @@ _QUOTED_BYTES = 300
 
 
 class Patience:
-    """Seconds that failed attempts, and the pauses behind them, may take for all programs of one answer together."""
+    """Seconds that failed attempts, and the pauses after them, may take for all programs of one answer together."""
 
     def __init__(self, seconds: float = PATIENCE_S) -> None:
         self._left_s = seconds
@@ -55,7 +55,7 @@ def is_endpoint(endpoint: str) -> bool:
 
 
 def grading_timeout_s(num_tests: int, limits: Limits) -> float:
-    """Seconds that grading an answer may take, the longest attempt behind the end of all patience included."""
+    """Seconds that grading an answer may take, including the longest attempt, begun when patience just ends."""
     return (num_tests + 1) * (limits.wall_s + MARGIN_S) + PATIENCE_S + _LONGEST_DELAY_S
 
 

@@ -35,7 +35,7 @@ _SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
 _NONE = "-"
 _MAX_NAMED = 4
 _LONG_WAIT_S = 5.0
-_JOIN_S = 5.0  # a terminal may hold up a line for ever
+_JOIN_S = 5.0  # a terminal may block a line forever
 
 #: Runs a function on the state while nobody changes it.
 Snapshot = Callable[[Callable[[RunState], Any]], Any]

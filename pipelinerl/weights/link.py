@@ -205,7 +205,7 @@ class ServerLink:
         self.error: str | None = None
         #: What the server says of its model, once it is connected.
         self.model = ServerModel()
-        #: It joined while the run was going on: if its model differs, only it is refused and the run continues.
+        #: It joined during the run: if its model differs, only it is refused and the run continues.
         self.joined_later = False
         #: Set when the server is known to be gone, so that no second attempt is made.
         self.gone: str | None = None

@@ -192,7 +192,7 @@ def folder_checksum(folder: Path | None) -> str | None:
     """A hash of names, sizes and samples of the weight files in `folder`; None if it has none in safetensors format.
 
     Where updates bring an adapter alone, trainer and servers load the frozen model themselves, and a server that is
-    restarted loads it in the middle of the run: a folder that changed meanwhile would be another policy.
+    restarted loads it during the run: a folder that changed since would be another policy.
     """
     files = [] if folder is None else tensor_files(folder)
     if not files:

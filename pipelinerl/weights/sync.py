@@ -264,7 +264,7 @@ class WeightPublisher:
             address: the server.
             start_timeout_s: how long it may take to come up.
             on_done: called on another thread with the error, or None when it is connected.
-            late: it joins in the middle of the run: if its model does not fit, only that server is refused.
+            late: it joins during the run: if its model does not fit, only that server is refused.
         """
         self.drop(address.name, "it joins again")
 

@@ -121,7 +121,7 @@ def test_finished_samples_of_a_group_that_was_given_up_are_counted() -> None:
         (lambda e: e.batches.append(batch(4, "a")), "in two batches: a"),
         (lambda e: e.batches.append(batch(4, "z")), "in a batch, but never published: z"),
         (lambda e: e.batches.append(batch(3, "g")), "offset 3 holds the batch of step 3, not 4"),
-        (lambda e: e.messages.append(done(4, inc=1)), r"steps \[3\] were never taken in the lineage of step 4"),
+        (lambda e: e.messages.append(done(4, inc=1)), r"steps \[3\] .* step 4"),
         (lambda e: e.batches.pop(1), "training_data offset 1 holds the batch of step 3, not 2"),
     ],
 )
