@@ -155,7 +155,7 @@ class _Trainer:
             assert batch.step == self.state.step + 1
             self.state = self.state.after(batch, self.feed.offset)
             self.deliver()
-            self.reporter.step_done(batch, self.state)
+            self.reporter.step_done(batch, self.state, 0.0)
 
 
 class _Preprocessor:

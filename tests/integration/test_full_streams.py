@@ -281,7 +281,7 @@ class Trainer(threading.Thread):
             assert pause.wait(state.step)
             self.paused.append(state.step)
             reporter.weights_delivered(Delivery(state.step, {}, 1, None, 0.0))
-            reporter.step_done(entry.record, state)
+            reporter.step_done(entry.record, state, 0.0)
         reporter.training_done(state)
 
 
