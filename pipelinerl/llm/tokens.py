@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import marshal
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ class ChatRenderer:
             self._fast = Tokenizer.from_str(backend.to_str())
             self._fast.no_truncation()
             self._fast.no_padding()
-        self._rendered = functools.lru_cache(_CACHED_PROMPTS)(self._render)
+        self._rendered: OrderedDict[str, tuple[str, list[int]]] = OrderedDict()
 
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
@@ -85,18 +84,21 @@ class ChatRenderer:
             RolloutError: `bad_prompt` if the chat template rejects these messages.
         """
         try:
-            # Unlike JSON it tells a tuple from a list and NaN from null, and refuses what is not plain data.
-            plain: Any = (list(messages), tools)
-            key = marshal.dumps(plain, 2)
-        except ValueError:
+            msgspec.json.encode((messages, tools))  # plain data: its representation is all there is to it
+        except (TypeError, ValueError):
             text = self.render_text(messages, tools)
             return text, self.encode(text)
-        text, ids = self._rendered(key)
-        return text, list(ids)
-
-    def _render(self, key: bytes) -> tuple[str, list[int]]:
-        text = self.render_text(*marshal.loads(key))
-        return text, self.encode(text)
+        key = repr((messages, tools))
+        with self._lock:
+            found = self._rendered.get(key)
+        if found is None:
+            text = self.render_text(messages, tools)
+            found = text, self.encode(text)
+            with self._lock:
+                self._rendered[key] = found
+                if len(self._rendered) > _CACHED_PROMPTS:
+                    self._rendered.popitem(last=False)
+        return found[0], list(found[1])
 
     def render_text(
         self,

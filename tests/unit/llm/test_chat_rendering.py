@@ -46,6 +46,18 @@ def test_template_and_ids(tokenizer: PreTrainedTokenizerFast) -> None:
     assert renderer.render(user("a b"), tools)[1] == [6, 2, 4, 5, 3]
 
 
+def test_cached_chats_are_told_apart_and_belong_to_nobody(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = ChatRenderer(tokenizer)
+    contents: list[Any] = ["a", "b", 1, True, None, [1], (1,), float("nan"), object()]
+    texts = [renderer.render([{"role": "user", "content": content}])[0] for content in contents]
+    assert texts == [renderer.render_text([{"role": "user", "content": content}]) for content in contents]
+    first = renderer.render(user("a"))[1]
+    expected = list(first)
+    first.append(6)
+    assert renderer.render(user("a"))[1] == expected
+    assert renderer.render(user("a"), [{"function": {"name": "b"}}])[0] != renderer.render(user("a"))[0]
+
+
 def test_decoding_leaves_out_special_and_unknown_ids(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = ChatRenderer(tokenizer)
     assert renderer.decode([4, 5, 1]) == "a b"
