@@ -228,8 +228,9 @@ class InPlaceLoading:
             self._can_capture = False
             # A capture that failed leaves the random generator in capture mode, and sampling would fail.
             if self._staging is not None:
-                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                     self._staging.zero_()
+                self._staging = None
             return None
 
     def finish(self) -> None:
