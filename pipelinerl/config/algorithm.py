@@ -73,7 +73,7 @@ class SapoLoss(Section):
 
 
 class CustomLoss(Section):
-    """A function of the user's: `(LossInputs, CustomLoss) -> TokenLoss`."""
+    """A function of the user's: `(LossInputs, CustomLoss) -> LossOutputs`."""
 
     policy_loss: str
     loss_params: dict[str, Any] = Field(default={}, description="settings of your own function, unchecked")

@@ -145,7 +145,7 @@ def _place_of(loc: tuple[int | str, ...], data: Any) -> _Place:
             if not choice.flat:
                 parts.append(part)
             if not rest:
-                return _Place(".".join([*parts, choice.key]), tags=members)
+                return _Place(".".join([*parts, choice.key]), tags=dict.fromkeys((*choice.names, *members)))
             tag = str(rest.pop(0))
             model = members.get(tag)
             chosen = tag

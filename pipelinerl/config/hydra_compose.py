@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipelinerl.config.agent import DATA_KEYS
 from pipelinerl.config.conf_files import conf_dir, config_names, did_you_mean
 from pipelinerl.config.faults import COMMAND_LINE, unknown_key
-from pipelinerl.config.keys import is_known, schema_defaults
+from pipelinerl.config.keys import chooser_of, is_known, schema_defaults
 from pipelinerl.errors import ConfigError
 
 
@@ -118,7 +118,9 @@ def _prepare(override: Override, search_dirs: Sequence[Path]) -> str:
             raise ConfigError(group, value, "no such key", f"Write backend=deepspeed backend.config={value}.")
         if not isinstance(value, str):
             raise ConfigError(key, value, "the name of a file in that group", f"Set single keys as {key}.KEY=VALUE.")
-        return text
+        has_file = any((folder / group / f"{value}.yaml").is_file() for folder in search_dirs)
+        chooser = chooser_of(key)
+        return text if has_file or chooser is None else f"++{chooser}={text.partition('=')[2]}"
     if not is_known(key):
         raise unknown_key(key, override.value(), COMMAND_LINE)
     return "++" + text.lstrip("+")

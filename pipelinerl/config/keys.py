@@ -81,6 +81,13 @@ def is_known(key: str) -> bool:
     return key in names or any(name.startswith(key + ".") for name in names) or any(name in free for name in above)
 
 
+def chooser_of(section: str) -> str | None:
+    """The key that chooses the type of a whole section (`streams.backend` of `streams`); None: it has one type."""
+    field = RunConfig.model_fields.get(section)
+    choice = None if field is None else choice_of(field)
+    return None if choice is None or choice.flat else f"{section}.{choice.key}"
+
+
 def default_of(key: str) -> Any:
     """The default of a known key without conditions; a required key has none and gives None."""
     (found,) = [each for each in known_keys() if each.name == key]

@@ -1,4 +1,4 @@
-"""Trains a tiny model on the recorded batches of `tests/golden/samples.jsonl`: one curve for each policy loss.
+"""Trains a tiny model on the recorded batches of `tests/golden/samples.jsonl`: one curve for each loss of `SETTINGS`.
 
 Used by the golden tests and by `tests/golden/make.py`. The real step runner with the plain backend, fp32, one process.
 """

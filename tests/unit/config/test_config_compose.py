@@ -8,6 +8,7 @@ import pytest
 
 from pipelinerl.config.compose import compose
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
 
 
 def run_config(*argv: str) -> RunConfig:
@@ -111,6 +112,16 @@ def test_help_lists_files_of_user_and_package(user_dir: Path) -> None:
         "finetune: base, grpo, gspo, ppo, small",
     ):
         assert word in composed.help_text
+
+
+def test_a_backend_needs_no_file_in_its_group() -> None:
+    assert run_config("--config-name=quickstart", "streams=my_streams.memory").streams.backend == "my_streams.memory"
+    with pytest.raises(ConfigError) as refused:
+        run_config("--config-name=quickstart", "streams=redsi")
+    assert refused.value.key == "streams.backend" and "'redis'" in str(refused.value)
+    with pytest.raises(ConfigError) as refused:
+        run_config("--config-name=quickstart", "world=two_gpuss")
+    assert "two_gpus" in str(refused.value)
 
 
 @pytest.mark.parametrize("flags", [["--cfg"], ["--cfg", "job"], ["--cfg=job", "--resolve"], ["-c", "job"]])

@@ -1,4 +1,4 @@
-"""Golden runs: 20 real trainer steps on recorded samples give the committed curve of every policy loss.
+"""Golden runs: 20 real trainer steps on recorded samples give the committed curve of each loss of `SETTINGS`.
 
 Tolerance 3e-5 of |a - b| / max(1, |a|, |b|). On these runs everything that only changes the order of sums (one sample a
 micro-batch) or removes the rounding (fp64 throughout, tested here) moves no number by more than 3e-6. Versions of torch
