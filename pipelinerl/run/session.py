@@ -44,15 +44,16 @@ def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -
         moved_to: where the run is that was in the directory before.
     """
     _greet(session, moved_to)
-    with backend_of(session.config.streams).serve(session.config.streams, session.run_dir, session.environ) as environ:
-        session = replace(session, environ=environ)
+    config, run_dir = session.config, session.run_dir
+    with ExitStack() as stack:
         try:
-            hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, environ)
-            incarnation = session.identity.incarnation
-            collector = Collector(hub, session.world, session.run_dir, session.config, incarnation=incarnation)
+            server = backend_of(config.streams).serve(config.streams, run_dir, session.environ)
+            session = replace(session, environ=stack.enter_context(server))
+            hub = StreamHub(config.streams, run_dir, session.identity.run_id, session.environ)
+            collector = Collector(hub, session.world, run_dir, config, incarnation=session.identity.incarnation)
             collector.start()
         except Exception as error:
-            write_json(session.run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
+            write_json(run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
             raise
         try:
             outcome = supervise_jobs(session, hub, peers)

@@ -1,8 +1,9 @@
-"""A disk that is full when a run ends does not change how it ended (line O1)."""
+"""What is written when a run ends, however it ends (line O1)."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config import RunConfig
+from pipelinerl.errors import StreamError
 from pipelinerl.finetune.best_model import EvaluatedVersion, write_note
 from pipelinerl.run import session as session_module
 from pipelinerl.run.nodes import Peers
@@ -49,3 +51,19 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     session = RunSession(config, world, run_dir, identity, [], {}, "token-of-test", SimpleQueue(), restarts)
     assert supervise(session, Peers()) is outcome
     assert "summary.json cannot be written" in caplog.text
+
+
+def test_o1_a_stream_server_that_cannot_start_leaves_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: RunConfig) -> Any:
+        raise StreamError("no free port")
+
+    monkeypatch.setattr(session_module, "backend_of", refuse)
+    config = RunConfig.model_validate({"output_dir": str(tmp_path), "wandb": {"mode": "disabled"}})
+    world, identity = WorldMap([], "cpu", 1, 0, "127.0.0.1", 29500), RunIdentity(run_id="run-test", incarnation=0)
+    session = RunSession(config, world, RunDir(tmp_path), identity, [], {}, "token-of-test", SimpleQueue())
+    with pytest.raises(StreamError):
+        supervise(session, Peers())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "no free port" in summary["reason"]
