@@ -1,4 +1,4 @@
-"""Makes the golden files anew: `samples.jsonl` (20 recorded batches) and one curve `<loss>.jsonl` for each loss of `SETTINGS`.
+"""Makes the golden files anew: `samples.jsonl` (20 recorded batches) and a curve `<loss>.jsonl` for each of `SETTINGS`.
 
     python tests/golden/make.py             curves alone, from the samples that are there
     python tests/golden/make.py --samples   samples too: a tiny model trains with `reinforce` and samples its own data
