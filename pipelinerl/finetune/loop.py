@@ -145,7 +145,8 @@ class Trainer:
             pool = open_pool(context, stack, reader.wake) if ranks.is_first else None
             publisher = pool.publisher if pool else None
             start_timeout_s = config.vllm_config.start_timeout_s
-            self.weights = WeightSync(self.backend, ranks, pool, self.first_probe, start_timeout_s)
+            packed = self.config.seq_packing
+            self.weights = WeightSync(self.backend, ranks, pool, self.first_probe, start_timeout_s, packed)
         self.stop = StopRequest(ranks)
         self.pauses = open_pauses(context, ranks, self.backend, publisher, self.stop, stack)
 

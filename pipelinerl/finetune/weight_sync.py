@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ class WeightSync:
         pool: the servers (rank 0 only).
         join_tokens: tokens that a server is probed with when it joins during a run.
         return_timeout_s: how long to wait for a server that receives the final weights.
+        packed: probe sequences share a row, as samples do in training; False: each has a forward pass of its own.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class WeightSync:
         pool: ServerPool | None,
         join_tokens: Sequence[Sequence[int]] = (),
         return_timeout_s: float = 0.0,
+        packed: bool = True,
     ) -> None:
+        self._packed = packed
         self._backend = backend
         self._ranks = ranks
         self._pool = pool
@@ -259,12 +263,14 @@ class WeightSync:
     @torch.no_grad()
     def _trainer_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[ProbeSequence]:
         """The trainer's log-probs at temperature 1 (what servers report for given tokens). All ranks compute them."""
-        batch, layout = self._backend.policy.placed(token_batch(tokens, torch.device("cpu")), self._ranks.device)
-        row = self._backend.forward(batch, layout, 1.0).logprobs[0].tolist()
-        sequences, start = [], 0
-        for ids in tokens:
-            sequences.append(ProbeSequence(list(ids), row[start : start + len(ids) - 1]))
-            start += len(ids)
+        policy, device = self._backend.policy, self._ranks.device
+        sequences = []
+        for together in [tokens] if self._packed else [[ids] for ids in tokens]:
+            batch, layout = policy.placed(token_batch(together, torch.device("cpu")), device)
+            row = iter(self._backend.forward(batch, layout, 1.0).logprobs[0].tolist())
+            for ids in together:
+                *logprobs, _ = islice(row, len(ids))  # the last token predicts nothing
+                sequences.append(ProbeSequence(list(ids), logprobs))
         return sequences
 
 

@@ -2,14 +2,19 @@
 
 import pytest
 import torch
+from fakes.families import random_model
+from fakes.static_pool import StaticPool
 from transformers import MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, WeightSyncError
 from pipelinerl.finetune.attention import register_own_attention, segment_layout
+from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.weight_sync import WeightSync
 
 
 def test_layout_by_hand():
@@ -74,6 +79,16 @@ def test_attention_without_borders_is_found_out(kit):
     policy = kit.policy()
     policy.layout_of = lambda batch: segment_layout([batch.input_ids.shape[1]])
     assert packing_difference(policy) > 0.1
+
+
+def test_without_packing_the_probe_does_not_pack(kit):
+    """A server is right about a family whose state crosses samples in one row: it sees each sequence alone."""
+    sequences = [[5, 3, 9, 11], [8, 2, 7], [1, 4, 6, 10, 12]]
+    backend = PlainBackend(PolicyModel(random_model("mamba2")), kit.config(), Ranks())
+    pool = StaticPool(kit.publisher(model=random_model("mamba2")))
+    assert WeightSync(backend, Ranks(), pool, packed=False).send(1, sequences).probe_abs_diff < 1e-5
+    with pytest.raises(WeightSyncError, match="differ"):
+        WeightSync(backend, Ranks(), pool, packed=True).send(1, sequences)
 
 
 def run_config(tmp_path, folder, **finetune):
