@@ -1,7 +1,7 @@
 """Loads the model to train, picks its attention, and loads the frozen reference model of the KL term.
 
-A model family whose attention lets packed samples see each other is found by trying it (`packing_check.py`), not by
-its name; with `finetune.seq_packing` it is refused with the reason.
+A model family whose samples change beside others is found by trying it (`packing_check.py`), not by its name; with
+`finetune.seq_packing` it is refused with the reason.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
@@ -20,8 +23,11 @@ from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_impleme
 from pipelinerl.finetune.experts import use_own_experts
 from pipelinerl.finetune.lora import adapters_off, add_adapters, has_adapters, keep_products_exact, sends_merged
 from pipelinerl.finetune.packing_check import (
-    family_leak,
+    exact_fp32,
+    far_difference,
     forward_difference,
+    head_is_linear,
+    low_thresholds,
     packing_difference,
     repeat_difference,
     tf32_difference,
@@ -35,8 +41,11 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 # Far beyond what rounding to 10 bits does, far below what rounded positions do.
 _TF32_TOLERANCE = 0.1
-#: Attributes of mixtures of experts by which they disturb their inputs, in training mode alone.
+#: Attributes of mixtures of experts by which they disturb their inputs, in training mode alone. Not
+#: `router_jitter_noise`, which may be a threshold of the routing itself.
 _NOISES = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+#: Rotary embeddings that choose their frequencies by the longest position of a row.
+_ROW_ROPES = ("longrope", "dynamic")
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
@@ -52,17 +61,22 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
     """Load `model_path` (default: the configuration's) as a policy with fp32 parameters on `device`.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be packed and `finetune.seq_packing` is on.
+        ConfigError: there is no such model, or it cannot be trained as configured.
     """
     settings = config.finetune
     path = model_path or config.model_path
     dtype = compute_dtype(config, device)
+    served_length = config.vllm_config.number("max-model-len")
     register_own_attention()
     reasons: list[str] = []
+    blamed: tuple[str, Any, str] = ("model_path", path, "Use another model.")
+    if settings.attn_implementation != "auto":
+        remedy = "Set finetune.attn_implementation=auto."
+        blamed = ("finetune.attn_implementation", settings.attn_implementation, remedy)
     candidates = candidate_implementations(settings.attn_implementation, device, dtype)
     for attention in candidates:
         try:
-            language_model = load_language_model(path, attention, settings.trust_remote_code)
+            language_model = load_language_model(path, attention, settings.trust_remote_code, served_length)
         except (ImportError, ValueError) as error:
             reasons.append(f"{attention}: {error}")
             continue
@@ -77,6 +91,11 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
             tf32=settings.dtype == "tf32",
             served_dtype=wire_dtype(config, dtype, device, path),
         ).to(device)
+        if reason := find_fault(policy, settings.seq_packing, settings.train_batch_size):
+            reasons.append(f"{attention}: {reason}")
+            logger.warning("attention %s is not used: %s", attention, reason)
+            blamed = cure(policy, config) or blamed
+            continue
         if policy.tf32 and policy.fp32_head and not policy.has_linear_head:
             raise ConfigError(
                 "finetune.dtype",
@@ -84,10 +103,6 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
                 f"fp32 or bf16 for {path}: it scales or caps its logits in its own head, which would be in TF32 too",
                 "Use finetune.dtype=fp32, or fp32_lm_head=false.",
             )
-        if reason := find_fault(policy, settings.seq_packing):
-            reasons.append(f"{attention}: {reason}")
-            logger.warning("attention %s is not used: %s", attention, reason)
-            continue
         if settings.lora.enabled:
             # FSDP gathers the parameters of a layer as one, so they have one dtype; it casts by itself.
             add_adapters(policy, settings.lora, path, one_dtype=config.backend.type == "fsdp")
@@ -101,19 +116,34 @@ def load_policy(config: RunConfig, device: torch.device, model_path: str | None 
         if settings.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})
         return policy
-    raise ConfigError(
-        "finetune.seq_packing" if settings.seq_packing else "finetune.attn_implementation",
-        settings.seq_packing if settings.seq_packing else settings.attn_implementation,
-        f"a model that can be trained this way; {path} cannot ({'; '.join(reasons)})",
-        "Set finetune.seq_packing=false for this model, or another finetune.attn_implementation.",
-    )
+    expected = f"a model that can be trained this way; {path} cannot ({'; '.join(dict.fromkeys(reasons))})"
+    raise ConfigError(blamed[0], blamed[1], expected, blamed[2])
 
 
-def load_language_model(path: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def cure(policy: PolicyModel, config: RunConfig) -> tuple[str, Any, str] | None:
+    """Key, its value and what to do, if another way to put samples together helps a model that has a fault."""
+    settings = config.finetune
+    if settings.seq_packing and find_fault(policy, False, settings.train_batch_size) is None:
+        return "finetune.seq_packing", True, "Set finetune.seq_packing=false for this model."
+    if settings.train_batch_size > 1 and find_fault(policy, False) is None:
+        remedy = "Set finetune.train_batch_size=1 and finetune.seq_packing=false for this model."
+        return "finetune.train_batch_size", settings.train_batch_size, remedy
+    return None
+
+
+def load_language_model(
+    path: str, attention: str, trust_remote_code: bool = False, served_length: int | None = None
+) -> PreTrainedModel:
     """The causal language model of `path` with fp32 parameters, in training mode, without dropout.
 
+    Args:
+        path: model folder or name.
+        attention: implementation.
+        trust_remote_code: run code of the model's folder.
+        served_length: see `fix_frequencies`.
+
     Raises:
-        ConfigError: `path` is neither a model folder nor a name that can be fetched.
+        ConfigError: `path` is neither a model folder nor a name that can be fetched, or not a language model.
         ValueError, ImportError: the model does not support `attention`.
     """
     try:
@@ -128,6 +158,14 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
             if "trust_remote_code" in str(error)
             else "Check the path, or download the model first.",
         ) from error
+    if type(model_config) not in AutoModelForCausalLM._model_mapping and not hasattr(model_config, "auto_map"):
+        raise ConfigError(
+            "model_path",
+            path,
+            f"a causal language model of text; {model_config.model_type!r} is none in transformers "
+            f"(architectures: {', '.join(model_config.architectures or ['unknown'])})",
+            "Use a model of text alone, for instance the language model of this family.",
+        )
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path,
         config=model_config,
@@ -136,6 +174,7 @@ def load_language_model(path: str, attention: str, trust_remote_code: bool = Fal
         trust_remote_code=trust_remote_code,
     )
     remove_dropout(model)
+    fix_frequencies(model, served_length)
     use_own_experts(model)
     model.train()
     return model
@@ -145,39 +184,89 @@ def remove_dropout(model: torch.nn.Module) -> None:
     """Set every dropout, and noise on what routers see, to 0: the ratio of new to old log-probs must come from the
     weights alone."""
     for module in model.modules():
-        for noise in _NOISES:
-            if getattr(module, noise, 0.0):
-                setattr(module, noise, 0.0)
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        if getattr(module, "attention_dropout", 0.0):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            # `attention_dropout`, `resid_pdrop`, `layerdrop`, ...
+            if isinstance(value, float) and ("drop" in name or name in _NOISES):
+                setattr(module, name, 0.0)
 
 
-def find_fault(policy: PolicyModel, packed: bool) -> str | None:
-    """Why this model must not be trained with this attention; None if it may."""
+def fix_frequencies(model: torch.nn.Module, served_length: int | None) -> None:
+    """Give rotary embeddings that would choose their frequencies by the longest position of a row those of the servers.
+
+    A sample would depend on its neighbors in the row, and on no server on its length: vLLM (0.32) takes the long
+    factors of `longrope` if its `max_model_len` is beyond the original length, and for `dynamic` the frequencies of
+    `max_position_embeddings`, with which transformers starts.
+
+    Args:
+        served_length: `max_model_len` of the servers; None: vLLM's default, the original length if the model states it.
+    """
+    for module in model.modules():
+        types: Any = getattr(module, "rope_type", None)
+        settings: Any = getattr(module, "config", None)
+        for layer_type, rope_type in types.items() if isinstance(types, dict) else [(None, types)]:
+            if rope_type not in _ROW_ROPES:
+                continue
+            if rope_type == "longrope":
+                buffer = module.get_buffer("inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+                default = getattr(settings, "original_max_position_embeddings", settings.max_position_embeddings)
+                length = served_length or default
+                fixed, _ = ROPE_INIT_FUNCTIONS[rope_type](settings, buffer.device, length, layer_type=layer_type)
+                buffer.copy_(fixed)
+            # A type that transformers leaves alone.
+            if layer_type is None:
+                setattr(module, "rope_type", "fixed")  # noqa: B010 - no tensor
+            else:
+                types[layer_type] = "fixed"
+
+
+def find_fault(policy: PolicyModel, packed: bool, rows: int = 1) -> str | None:
+    """Why this model must not be trained with this attention; None if it may.
+
+    Args:
+        policy: its `has_linear_head` is corrected on the way.
+        packed: samples share a row.
+        rows: padded rows of a micro-batch, if not `packed`.
+    """
     wanted_dtype, wanted_tf32 = policy.compute_dtype, policy.tf32
     policy.tf32 = False
-    is_half_only = policy.attention in HALF_PRECISION_ONLY
-    if not is_half_only:
-        # In fp32 a leak cannot hide behind rounding.
-        policy.compute_dtype = torch.float32
-    tolerance = _TOLERANCE[policy.compute_dtype]
     try:
-        if (difference := repeat_difference(policy)) > _TOLERANCE[torch.float32]:
-            return f"two passes over the same tokens differ by {difference:.2g}: it draws at random while it trains"
-        if (difference := forward_difference(policy)) > tolerance:
-            return f"log-probs differ by {difference:.2g} from the model's own logits"
-        if packed and (difference := packing_difference(policy)) > tolerance:
-            return f"packed samples see each other (log-probs change by {difference:.2g})"
-        if packed and is_half_only and (difference := family_leak(policy)) > _TOLERANCE[torch.float32]:
-            return f"packed samples see each other (log-probs change by {difference:.2g})"
-        if wanted_tf32 and (difference := tf32_difference(policy)) > _TF32_TOLERANCE:
-            return f"TF32 products change its log-probs by {difference:.2g}; use finetune.dtype=fp32"
+        with low_thresholds(policy):
+            return _fault(policy, packed, rows) or _tf32_fault(policy, wanted_tf32)
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         policy.compute_dtype, policy.tf32 = wanted_dtype, wanted_tf32
+
+
+def _fault(policy: PolicyModel, packed: bool, rows: int) -> str | None:
+    is_half_only = policy.attention in HALF_PRECISION_ONLY
+    if not is_half_only:
+        # In fp32 a leak cannot hide behind rounding.
+        policy.compute_dtype = torch.float32
+    tolerance, exact = _TOLERANCE[policy.compute_dtype], _TOLERANCE[torch.float32]
+    policy.has_linear_head = policy.has_linear_head and head_is_linear(policy)
+    if (difference := repeat_difference(policy)) > exact:
+        return f"two passes over the same tokens differ by {difference:.2g}: it draws at random while it trains"
+    if (difference := forward_difference(policy)) > tolerance:
+        return f"log-probs differ by {difference:.2g} from the model's own logits"
+    if not packed and rows == 1:
+        return None
+    what = "packed samples" if packed else "samples in padded rows"
+    if (difference := packing_difference(policy, packed)) > tolerance:
+        return f"{what} see each other (log-probs change by {difference:.2g})"
+    with exact_fp32(policy):
+        if is_half_only and (difference := packing_difference(policy, packed)) > exact:
+            return f"{what} see each other (log-probs change by {difference:.2g})"
+        if (difference := far_difference(policy, packed)) > exact:
+            return f"a long sample changes how short ones beside it are computed (log-probs change by {difference:.2g})"
+    return None
+
+
+def _tf32_fault(policy: PolicyModel, is_wanted: bool) -> str | None:
+    if is_wanted and (difference := tf32_difference(policy)) > _TF32_TOLERANCE:
+        return f"TF32 products change its log-probs by {difference:.2g}; use finetune.dtype=fp32"
     return None
 
 
@@ -228,7 +317,9 @@ def load_reference(
     if has_adapters(policy) and config.finetune.lora.bias == "none":
         logger.info("reference model: the policy with its adapters switched off")
         return ReferenceModel(policy, device)
-    language_model = load_language_model(config.model_path, policy.attention, config.finetune.trust_remote_code)
+    served_length = config.vllm_config.number("max-model-len")
+    trust_remote_code = config.finetune.trust_remote_code
+    language_model = load_language_model(config.model_path, policy.attention, trust_remote_code, served_length)
     language_model.requires_grad_(False)
     keep_products_exact(language_model, policy.compute_dtype)
     if config.backend.type != "deepspeed":
@@ -245,6 +336,7 @@ def load_reference(
         compute_dtype=policy.compute_dtype,
         tf32=policy.tf32,
     )
+    model.has_linear_head = policy.has_linear_head
     place = ", offloaded to the CPU" if rl.reference_offload else ""
     logger.info("reference model: a frozen copy of %s%s", config.model_path, place)
     return ReferenceModel(model, device, rl.reference_offload)

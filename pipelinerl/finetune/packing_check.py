@@ -1,28 +1,34 @@
-"""Tries a freshly loaded model on a few tokens: does it compute what its own head says, and does packing leak?
+"""Tries a freshly loaded model on a few tokens: does it compute what its own head says, and does a sample have the
+log-probs beside others that it has alone?
 
-Called by `load_policy` before training; costs a few forward passes over 20 to 64 tokens. What a model should compute is
-asked of its eager attention, which honours everything that a family has (soft-capping, sinks, windows).
+Called by `load_policy` before training; costs a few forward passes over about 100 tokens. What a model should compute
+is asked of its eager attention, which honours everything that a family has (soft-capping, sinks, windows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 
+from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, SEGMENTED_ATTENTION, VARLEN_ATTENTION
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.rl.logprobs import logprobs_from_logits
-from pipelinerl.rl.microbatch import MicroBatch, positions_of
+from pipelinerl.rl.microbatch import PADDING_SEGMENT, MicroBatch, positions_of
 from pipelinerl.rl.precision import fp32_products
 
-_LENGTHS = (5, 9, 3)
+#: Beyond the chunks of linear attention (64 tokens) and `_WINDOW`.
+_LENGTHS = (70, 23, 9)
+#: Lengths at which a family computes something else. While it is tried they are `_WINDOW` at most, so that few tokens
+#: cross them.
+_THRESHOLDS = ("sliding_window", "attention_chunk_size", "floor_scale")
+_WINDOW = 8
 #: Odd numbers above 2048 are no TF32 values.
 _LARGE_POSITION = 4096
-#: Enough for something that is drawn at random for each of them to show.
-_REPEATED_TOKENS = 64
 _EAGER = "eager"
 
 
@@ -41,37 +47,90 @@ def exact_attention(policy: PolicyModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+@contextmanager
+def low_thresholds(policy: PolicyModel) -> Iterator[None]:
+    """Within it windows and chunks of the model are short."""
+    config = policy.language_model.config.get_text_config()
+    before = [
+        (owner, name, value)
+        for owner in (config, *policy.language_model.modules())
+        for name in _THRESHOLDS
+        if isinstance(value := getattr(owner, name, None), int | float) and value > _WINDOW
+    ]
+    for owner, name, _ in before:
+        setattr(owner, name, _WINDOW)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
 @torch.no_grad()
-def family_leak(policy: PolicyModel) -> float:
-    """`packing_difference` in fp32 with eager attention: state that crosses borders whatever the attention is.
+def head_is_linear(policy: PolicyModel) -> bool:
+    """Whether the model's logits are what its output head makes of the hidden states, unscaled and uncapped."""
+    head = policy.language_model.get_output_embeddings()
+    if head is None:
+        return False
+    made: list[torch.Tensor] = []
+    handle = head.register_forward_hook(lambda module, inputs, output: made.append(output))
+    try:
+        ids = torch.tensor([_samples(policy)[-1]], device=next(policy.parameters()).device)
+        with exact_attention(policy):
+            logits = policy.language_model(input_ids=ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    return all(torch.equal(output.to(logits.dtype), logits) for output in made)
+
+
+@contextmanager
+def exact_fp32(policy: PolicyModel) -> Iterator[None]:
+    """Within it products are in fp32. An attention that has no fp32 gives way to one that keeps samples apart the same
+    way: ours to our other one, the others to eager attention.
 
     A kernel for half precision cannot be asked: rounding would hide the leak of a convolution or a recurrent state.
     """
-    dtype = policy.compute_dtype
+    dtype, before = policy.compute_dtype, policy.attention
     policy.compute_dtype = torch.float32
+    is_half_only = before in HALF_PRECISION_ONLY
     try:
-        with exact_attention(policy):
-            return packing_difference(policy)
+        if is_half_only:
+            policy.language_model.set_attn_implementation(SEGMENTED_ATTENTION if before == VARLEN_ATTENTION else _EAGER)
+        yield
     finally:
         policy.compute_dtype = dtype
+        if is_half_only:
+            policy.language_model.set_attn_implementation(before)
 
 
 @torch.no_grad()
-def packing_difference(policy: PolicyModel) -> float:
-    """Largest |log-prob difference| between samples in one packed row and the same samples alone.
+def packing_difference(policy: PolicyModel, packed: bool = True) -> float:
+    """Largest |log-prob difference| between samples beside one another and the same samples alone.
 
-    The samples before one another are different tokens, so attention or state that crosses a border shows.
+    The samples before one another are different tokens, so attention or state that crosses a border shows. `packed`:
+    in one row; False: in padded rows.
     """
     samples = _samples(policy)
-    packed = _logprobs(policy, samples)
-    alone = torch.cat([_logprobs(policy, [sample]) for sample in samples])
-    return _largest(packed - alone)
+    together = _logprobs(policy, samples, packed=packed)
+    return _largest(together - torch.cat([_logprobs(policy, [sample]) for sample in samples]))
+
+
+@torch.no_grad()
+def far_difference(policy: PolicyModel, packed: bool = True) -> float:
+    """Largest |log-prob difference| between short samples alone and beside one at the model's last positions.
+
+    Some families choose their frequencies by the largest position of a row.
+    """
+    first, *others = _samples(policy)
+    start = max(0, (_longest(policy) or 0) - len(first))
+    beside = _logprobs(policy, [first, *others], start, packed=packed)[len(first) :]
+    return _largest(beside - torch.cat([_logprobs(policy, [sample]) for sample in others]))
 
 
 @torch.no_grad()
 def forward_difference(policy: PolicyModel) -> float:
     """Largest |log-prob difference| between the policy's path (own head) and the model's plain logits."""
-    sample = _samples(policy)[1]
+    sample = _samples(policy)[0]
     ids = torch.tensor([sample], device=next(policy.parameters()).device)
     in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16)
     with exact_attention(policy), in_bf16:
@@ -87,15 +146,9 @@ def repeat_difference(policy: PolicyModel) -> float:
     In training mode some families draw at random inside the model, for instance which expert a token goes to: the ratio
     of new to old log-probs would be about that, and no server does it.
     """
-    vocabulary = policy.language_model.config.get_text_config().vocab_size
-    sample = [(11 * k * k + 5 * k) % vocabulary for k in range(_REPEATED_TOKENS)]
-    dtype = policy.compute_dtype
-    policy.compute_dtype = torch.float32
-    try:
-        with exact_attention(policy):
-            return _largest(_logprobs(policy, [sample]) - _logprobs(policy, [sample]))
-    finally:
-        policy.compute_dtype = dtype
+    sample = _samples(policy)[0]
+    with exact_fp32(policy), exact_attention(policy):
+        return _largest(_logprobs(policy, [sample]) - _logprobs(policy, [sample]))
 
 
 @torch.no_grad()
@@ -104,32 +157,40 @@ def tf32_difference(policy: PolicyModel) -> float:
 
     It finds models that compute positions with matrix products which `PolicyModel` does not know of. 0 on a CPU.
     """
-    sample = _samples(policy)[1]
-    config = policy.language_model.config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None) or _LARGE_POSITION
-    first = max(0, min(_LARGE_POSITION, longest) - len(sample))
+    sample = _samples(policy)[0]
+    first = max(0, min(_LARGE_POSITION, _longest(policy) or _LARGE_POSITION) - len(sample))
     with fp32_products("tf32"):
         rounded = _logprobs(policy, [sample], first)
     difference = float((rounded - _logprobs(policy, [sample], first)).abs().mean())
     return difference if difference == difference else float("inf")
 
 
-def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
-    """One packed row of `samples` in which every token but the first of each is a target; advantages are 0."""
-    flat = [token for sample in samples for token in sample]
-    targets = [target for sample in samples for target in (*sample[1:], IGNORED_LABEL)]
-    positions = [position for sample in samples for position in range(len(sample))]
-    segments = [number for number, sample in enumerate(samples) for _ in sample]
-    zeros = torch.zeros(1, len(flat), device=device)
-    target_row = torch.tensor([targets], device=device)
+def token_batch(samples: Sequence[Sequence[int]], device: torch.device, packed: bool = True) -> MicroBatch:
+    """`samples` in one packed row, or in padded rows.
+
+    Every token but the first of each sample is a target; advantages are 0.
+    """
+    rows = [samples] if packed else [[sample] for sample in samples]
+    width = max(sum(map(len, row)) for row in rows)
+
+    def column(values: Callable[[int, Sequence[int]], Iterable[int]], padding: int = 0) -> torch.Tensor:
+        numbers, lines = count(), []
+        for row in rows:
+            line = [value for sample in row for value in values(next(numbers), sample)]
+            lines.append([*line, *[padding] * (width - len(line))])
+        return torch.tensor(lines, device=device)
+
+    targets = column(lambda number, sample: (*sample[1:], IGNORED_LABEL), IGNORED_LABEL)
+    segments = column(lambda number, sample: [number] * len(sample), PADDING_SEGMENT)
+    zeros = torch.zeros(targets.shape, device=device)
     return MicroBatch(
-        input_ids=torch.tensor([flat], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        attention_mask=None,
-        segment_ids=torch.tensor([segments], device=device),
-        targets=target_row,
-        mask=target_row != IGNORED_LABEL,
-        trained=positions_of(target_row != IGNORED_LABEL),
+        input_ids=column(lambda number, sample: sample),
+        position_ids=column(lambda number, sample: range(len(sample))),
+        attention_mask=None if packed else (segments != PADDING_SEGMENT).long(),
+        segment_ids=segments,
+        targets=targets,
+        mask=targets != IGNORED_LABEL,
+        trained=positions_of(targets != IGNORED_LABEL),
         old_logprobs=zeros,
         ref_logprobs=None,
         advantages=zeros,
@@ -137,22 +198,34 @@ def token_batch(samples: Sequence[Sequence[int]], device: torch.device) -> Micro
         versions=zeros.long(),
         oldest_versions=zeros.long(),
         num_segments=len(samples),
-        step_tokens=len(flat) - len(samples),
+        step_tokens=sum(map(len, samples)) - len(samples),
         indices=tuple(range(len(samples))),
     )
 
 
-def _logprobs(policy: PolicyModel, samples: Sequence[Sequence[int]], first_position: int = 0) -> torch.Tensor:
-    batch = token_batch(samples, torch.device("cpu"))
-    batch = replace(batch, position_ids=batch.position_ids + first_position)
+def _logprobs(
+    policy: PolicyModel, samples: Sequence[Sequence[int]], first_position: int = 0, *, packed: bool = True
+) -> torch.Tensor:
+    """One value per token of `samples` in order; the first of them begins at `first_position`."""
+    batch = token_batch(samples, torch.device("cpu"), packed)
+    batch = replace(batch, position_ids=batch.position_ids + first_position * (batch.segment_ids == 0))
     outputs: PolicyOutputs = policy(*policy.placed(batch, next(policy.parameters()).device))
-    return outputs.logprobs[0]
+    return outputs.logprobs[(batch.segment_ids != PADDING_SEGMENT).to(outputs.logprobs.device)]
+
+
+def _longest(policy: PolicyModel) -> int | None:
+    longest: int | None = getattr(policy.language_model.config.get_text_config(), "max_position_embeddings", None)
+    return longest
 
 
 def _samples(policy: PolicyModel) -> list[list[int]]:
     """Three different, repeatable samples of valid token ids."""
     vocabulary = policy.language_model.config.get_text_config().vocab_size
-    return [[(37 * (start + 1) + 11 * k * k) % vocabulary for k in range(n)] for start, n in enumerate(_LENGTHS)]
+    longest = _longest(policy) or max(_LENGTHS)
+    return [
+        [(37 * (start + 1) + 11 * k * k + 5 * k) % vocabulary for k in range(min(n, longest))]
+        for start, n in enumerate(_LENGTHS)
+    ]
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -165,7 +165,13 @@ def backbone(language_model: PreTrainedModel) -> torch.nn.Module:
 
 
 def has_linear_head(language_model: PreTrainedModel) -> bool:
-    """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping."""
+    """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping, by the configuration.
+
+    `find_fault` tries it.
+    """
     config = language_model.config.get_text_config()
-    special = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+    special = (
+        *("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale"),
+        "lm_head_multiplier",
+    )
     return all(getattr(config, name, None) in (None, 1, 1.0) for name in special)

@@ -152,10 +152,14 @@ def _model_config(model_path: str) -> dict[str, Any]:
 
 
 def _context_length(model: dict[str, Any]) -> int | None:
-    """Number of positions of a model; None if unknown, or if its rotary embedding is scaled."""
-    rope = model.get("rope_parameters") or {}
-    kinds = [part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)]
-    if model.get("rope_scaling") or set(kinds) != {"default"} or "model_max_length" in model:
+    """Number of positions of a model; None if unknown, or if its rotary embedding is scaled.
+
+    Of type `dynamic` vLLM (0.32) has a table of `max_position_embeddings` positions and reads beyond its end.
+    """
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    kinds = {part.get("rope_type") or part.get("type") or "default" for part in parts}
+    if kinds - {"default", "dynamic"} or "model_max_length" in model:
         return None
     lengths = [model.get(name) for name in ("max_position_embeddings", "n_positions")]
     return min((length for length in lengths if isinstance(length, int)), default=None)

@@ -1,9 +1,14 @@
-"""Which attention a family may be trained with: leaks and soft-capping are found whatever the precision."""
+"""Which attention a family may be trained with: leaks and soft-capping are found whatever the precision; a sample has
+the frequencies of the servers whatever its row holds."""
+
+import math
 
 import pytest
 import torch
 from fakes.varlen_kernel import plain_varlen_attn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Lfm2Config,
@@ -18,7 +23,8 @@ from transformers import (
 
 from pipelinerl.finetune import attention
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, VARLEN_ATTENTION, register_own_attention
-from pipelinerl.finetune.model import find_fault, remove_dropout
+from pipelinerl.finetune.model import find_fault, fix_frequencies, remove_dropout
+from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 
 SHAPE = dict(
@@ -29,6 +35,7 @@ SHAPE = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+CPU = torch.device("cpu")
 #: Attention and dtype of the products, as on a GPU and on a CPU.
 WAYS = [(VARLEN_ATTENTION, torch.bfloat16), (SEGMENTED_ATTENTION, torch.float32), ("sdpa", torch.float32)]
 
@@ -96,3 +103,121 @@ def test_a_family_that_routes_at_random_is_refused():
     config = PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=128)
     policy = policy_of(PhimoeForCausalLM(config).train(), 10, "sdpa", torch.float32)
     assert "two passes over the same tokens differ" in find_fault(policy, packed=True)
+
+
+def random_family(family, **changes):
+    config = AutoConfig.for_model(family, **{**SHAPE, "bos_token_id": None, "pad_token_id": 0, **changes})
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+ORIGINAL = 16
+SHORT, LONG = [1.0, 1.5, 2.0, 2.5], [4.0, 8.0, 16.0, 32.0]
+ROPES = {
+    "longrope": dict(family="phi3", max_position_embeddings=64, original_max_position_embeddings=ORIGINAL)
+    | dict(rope_parameters=dict(rope_type="longrope", rope_theta=100.0, short_factor=SHORT, long_factor=LONG)),
+    "dynamic": dict(family="llama", max_position_embeddings=ORIGINAL)
+    | dict(rope_parameters=dict(rope_type="dynamic", rope_theta=100.0, factor=4.0)),
+}
+LENGTHS = (5, 3 * ORIGINAL, ORIGINAL, ORIGINAL + 1)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("attention", [SEGMENTED_ATTENTION, "sdpa", "eager"])
+@pytest.mark.parametrize("served_length", [ORIGINAL, 64])
+@pytest.mark.parametrize("rope", ROPES)
+@torch.no_grad()
+def test_a_sample_beside_a_long_one_has_the_logprobs_that_it_has_alone(rope, served_length, attention, packed):
+    """X2, on lengths that cross the original one, in both orders and after a row that was long."""
+    model = random_family(**ROPES[rope])
+    fix_frequencies(model, served_length)
+    policy = policy_of(model, 1, attention, torch.float32)
+    samples = [[(7 * n + 11 * k * k) % 64 for k in range(n)] for n in LENGTHS]
+    alone = [policy(*policy.placed(token_batch([sample], CPU), CPU)).logprobs[0] for sample in samples]
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
+        batch = token_batch([samples[k] for k in order], CPU, packed)
+        together = policy(*policy.placed(batch, CPU)).logprobs[batch.segment_ids >= 0]
+        torch.testing.assert_close(together, torch.cat([alone[k] for k in order]), atol=1e-5, rtol=0)
+    assert find_fault(policy, packed=packed, rows=3) is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "served_length", "factors", "scale"),
+    [
+        ("longrope", ORIGINAL, SHORT, math.sqrt(1.5)),  # 1 + ln(64 / 16) / ln(16)
+        ("longrope", None, SHORT, math.sqrt(1.5)),
+        ("longrope", ORIGINAL + 1, LONG, math.sqrt(1.5)),
+        ("dynamic", 64, [1.0] * 4, 1.0),
+    ],
+)
+def test_frequencies_are_those_of_the_servers_by_hand(rope, served_length, factors, scale):
+    """vLLM: by `max_model_len` for `longrope`; those of `max_position_embeddings` for `dynamic`."""
+    model = random_family(**ROPES[rope])
+    fix_frequencies(model, served_length)
+    angles = torch.tensor([3.0 / (factor * 100.0 ** (2 * k / 8)) for k, factor in enumerate(factors)])
+    for longest in (60, 3):  # the second call must not see what the first one left
+        positions = torch.tensor([[3, longest]])
+        cos, sin = model.model.rotary_emb(torch.zeros(1), positions)
+        torch.testing.assert_close(cos[0, 0, :4], angles.cos() * scale)
+        torch.testing.assert_close(sin[0, 0, :4], angles.sin() * scale)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("seed_oss", dict(residual_dropout=0.5, head_dim=8)),
+        ("starcoder2", dict(residual_dropout=0.5, embedding_dropout=0.5)),
+        ("opt", dict(dropout=0.5, layerdrop=0.5, ffn_dim=64, word_embed_proj_dim=32)),
+    ],
+)
+def test_dropout_is_off_whatever_its_name(family, changes):
+    policy = policy_of(random_family(family, **changes), 1, SEGMENTED_ATTENTION, torch.float32)
+    assert find_fault(policy, packed=True) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("cohere", dict(logit_scale=0.3)),
+        ("falcon_h1", dict(lm_head_multiplier=0.3, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8)),
+    ],
+)
+def test_a_head_that_scales_is_found_by_trying(family, changes):
+    policy = policy_of(random_family(family, **changes), 1, "eager", torch.float32)
+    policy.has_linear_head = True
+    assert find_fault(policy, packed=False) is None
+    assert not policy.has_linear_head
+
+
+@pytest.mark.parametrize("window", [4, 4096])
+def test_an_attention_without_the_window_is_found(window):
+    """However long the window: it is shortened while the model is tried."""
+    model = random_family("qwen2", use_sliding_window=True, sliding_window=window, max_window_layers=0)
+    policy = policy_of(model, 1, SEGMENTED_ATTENTION, torch.float32)
+    assert find_fault(policy, packed=True) is None
+    assert {layer.self_attn.sliding_window for layer in model.model.layers} == {model.config.sliding_window} == {window}
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert "own logits" in find_fault(policy, packed=True)
+
+
+def test_what_only_positions_far_apart_change_is_found():
+    """A family of somebody's own that scales by the largest position of the row."""
+    model = random_family("llama", max_position_embeddings=4096)
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+
+    def by_the_longest(x, position_ids):
+        cos, sin = forward(x, position_ids)
+        scale = 2.0 if position_ids.max() > 2048 else 1.0
+        return cos * scale, sin * scale
+
+    rotary.forward = by_the_longest
+    policy = policy_of(model, 1, SEGMENTED_ATTENTION, torch.float32)
+    for packed in (True, False):
+        assert "a long sample changes" in find_fault(policy, packed=packed, rows=2)
+    assert find_fault(policy, packed=False) is None

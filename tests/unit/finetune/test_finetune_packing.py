@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from fakes.families import random_model
+from fakes.families import SHAPE, random_model
 from fakes.static_pool import StaticPool
-from transformers import MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+)
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, WeightSyncError
@@ -15,6 +23,8 @@ from pipelinerl.finetune.packing_check import forward_difference, packing_differ
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
+
+CPU = torch.device("cpu")
 
 
 def test_layout_by_hand():
@@ -106,6 +116,37 @@ def mamba_folder(tmp_path):
 def test_a_family_that_cannot_be_packed_is_refused_with_the_reason(tmp_path, mamba_folder):
     with pytest.raises(ConfigError, match=r"finetune.seq_packing: .*packed samples see each other.*seq_packing=false"):
         load_policy(run_config(tmp_path, mamba_folder, gradient_checkpointing=False), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "key"),
+    [
+        ("gemma2", dict(attn_implementation="segments"), "finetune.attn_implementation"),
+        ("mamba2", dict(attn_implementation="eager"), "finetune.seq_packing"),
+        ("phimoe", {}, "model_path"),
+    ],
+)
+def test_the_key_that_is_named_is_one_that_helps(tmp_path, family, changes, key):
+    """Packing is blamed only if the model can be trained without it."""
+    shape = dict(SHAPE, head_dim=8, num_heads=8, state_size=8, n_groups=2, num_local_experts=4, sliding_window=8)
+    if family != "mamba2":
+        shape.pop("num_heads")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(20 if parameter.dim() > 1 else 1)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError) as found:
+        load_policy(run_config(tmp_path, tmp_path / "model", gradient_checkpointing=False, **changes), CPU)
+    assert found.value.key == key
+
+
+def test_a_checkpoint_with_images_is_no_language_model(tmp_path):
+    Qwen2VLConfig().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="qwen2_vl") as found:
+        load_policy(run_config(tmp_path, tmp_path / "model"), CPU)
+    assert found.value.key == "model_path"
 
 
 def test_the_same_family_trains_on_padded_rows(tmp_path, mamba_folder):

@@ -53,9 +53,7 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     assert "summary.json cannot be written" in caplog.text
 
 
-def test_o1_a_stream_server_that_cannot_start_leaves_a_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o1_a_stream_server_that_cannot_start_leaves_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(config: RunConfig) -> Any:
         raise StreamError("no free port")
 

@@ -162,6 +162,11 @@ CONTEXTS: dict[str, tuple[dict[str, Any], int, bool]] = {
     "plain rotation": ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default"}}, 65, True),
     "scaled": ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4}}, 256, False),
     "scaled, old form": ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear"}}, 256, False),
+    "a table that is not longer": (
+        {"max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 4}},
+        65,
+        True,
+    ),
     "by layers": ({"max_position_embeddings": 64, "rope_parameters": {"full": {"rope_type": "yarn"}}}, 65, False),
     "a length of its own": ({"max_position_embeddings": 64, "model_max_length": 128}, 128, False),
 }
