@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import importlib
 import random
@@ -99,6 +100,8 @@ def draw_problems(
 def read_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
     """Return the rows of a file with one JSON object per line, or with one JSON list of objects. Skips empty lines.
 
+    The file is UTF-8, with or without a byte order mark; only a line feed ends a line.
+
     Args:
         path: of the file.
         key: configuration key or domain that named the file, for messages.
@@ -107,7 +110,7 @@ def read_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
         DomainError: there is no such file, or a row is something else; names the line.
     """
     try:
-        content = path.expanduser().read_bytes()
+        content = path.expanduser().read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DomainError(f"{key}: cannot read {str(path)!r}: {error}. Correct the name of the data set.") from None
     if content.lstrip().startswith(b"["):
@@ -116,7 +119,7 @@ def read_jsonl(path: Path, key: str) -> list[dict[str, Any]]:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise DomainError(f"{key}: {path}: {error}; expected a list of JSON objects.") from error
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

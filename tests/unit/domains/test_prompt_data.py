@@ -42,6 +42,8 @@ def test_prompts(model: str, tmp_path: Path) -> None:
     # X4: only a line feed ends a row, as in every file of rows (`read_jsonl`).
     (split,) = load_prompts([rows(tmp_path, '{"input": "one\u2028two"}')], model_path=model)
     assert split["state"] == "one\u2028two"
+    Path(rows(tmp_path)).write_text('{"input": "a"}\r\n{"input": "b"}', encoding="utf-8-sig")
+    assert [each["state"] for each in load_prompts([str(tmp_path / "prompts.jsonl")], model_path=model)] == ["a", "b"]
     (plain,) = load_prompts([rows(tmp_path, {"input": "as it is"})], model_path=model)
     assert (plain["state"], plain["label"], plain["dataset"]) == ("as it is", "", str(tmp_path / "prompts.jsonl"))
 
