@@ -112,7 +112,7 @@ async def _play(
     options = _accepted(step, {"sampling_params": dict(llm.parameters)})
     renderer = llm.renderer
     state, label = str(problem["state"]), problem.get("label")
-    ids = renderer.encode(state)
+    ids = renderer.encode_prompt(state)
     episode = _Episode([Transcript(llm.temperature)])
     for _ in range(cfg.agent.max_steps):
         try:
@@ -142,7 +142,7 @@ async def _play(
             ids = [*episode.transcripts[-1].ids, *new_ids]
         else:
             episode.transcripts.append(Transcript(llm.temperature))
-            ids = renderer.encode(next_state)
+            ids = renderer.encode_prompt(next_state)
         state = next_state
     return episode
 

@@ -12,7 +12,8 @@ from pipelinerl.llm import LLMCall
 from pipelinerl.llm.chat_messages import Message, assistant_message
 
 _MAX_STOP_STRINGS = 16
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ROLES = ("user", "assistant", "system", "developer")
+_CHAT_ROLES = (*_ROLES, "tool")
 # Items that models of other vendors put in between; our prompts have no place for them.
 _IGNORED_ITEMS = ("reasoning",)
 
@@ -58,6 +59,8 @@ def read_chat_request(body: Any) -> AgentRequest:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequestError("messages: expected objects with a role")
+        if message["role"] not in _CHAT_ROLES:
+            raise BadRequestError(_unknown_role("messages", message["role"], _CHAT_ROLES))
     tools = body.get("tools")
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
         raise BadRequestError("tools: expected a list of objects")
@@ -233,6 +236,10 @@ def _token_limit(body: dict[str, Any], name: str) -> dict[str, Any]:
     return {"max_tokens": limit}
 
 
+def _unknown_role(field_name: str, role: Any, known: tuple[str, ...]) -> str:
+    return f"{field_name}: got role {role!r}, expected one of {', '.join(known)}"
+
+
 def _messages_of_items(items: list[Any]) -> list[Message]:
     messages: list[Message] = []
     for item in items:
@@ -240,9 +247,9 @@ def _messages_of_items(items: list[Any]) -> list[Message]:
             raise BadRequestError("input: expected objects as items")
         kind = item.get("type", "message")
         if kind == "message":
-            role = _ROLES.get(str(item.get("role")))
-            if role is None:
-                raise BadRequestError(f"input: got role {item.get('role')!r}, expected one of {', '.join(_ROLES)}")
+            role = item.get("role")
+            if role not in _ROLES:
+                raise BadRequestError(_unknown_role("input", role, _ROLES))
             messages.append({"role": role, "content": item.get("content")})
         elif kind == "function_call":
             # Calls belong to the assistant message before them; an answer of only calls has none.

@@ -68,7 +68,7 @@ def load_prompts(
         for index, row in enumerate(rows):
             where = f"{name}, row {index}"
             state = _state(row, where, input_key, apply_chat_template, renderer)
-            if prompt_max_len is not None and len(renderer.encode(state)) > prompt_max_len:
+            if prompt_max_len is not None and len(renderer.encode_prompt(state)) > prompt_max_len:
                 too_long += 1
                 continue
             label = row.get(label_key, "") if label_key is not None else ""

@@ -105,19 +105,29 @@ class ChatRenderer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
     ) -> str:
-        """Return the prompt text for `messages`, by default ready for the assistant's turn.
+        """Return the prompt text for `messages`.
+
+        For a template that does not know the role `developer`, that is `system`: templates leave out such messages.
+
+        Args:
+            messages: the chat.
+            tools: in OpenAI's format.
+            add_generation_prompt: open the assistant's turn at the end; None: continue the last message if it is the
+                assistant's, else open a turn.
 
         Raises:
             RolloutError: `bad_prompt`, as in `render`.
         """
+        continued = add_generation_prompt is None and _is_begun(messages[-1:])
+        opens = add_generation_prompt is not False and not continued
+        turn = {"add_generation_prompt": opens, **({"continue_final_message": True} if continued else {})}
+        chat = list(messages)
+        if "developer" not in str(getattr(self._tokenizer, "chat_template", "")):
+            chat = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in chat]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
+            return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **turn))
         except Exception as error:  # the template is a program that ships with the model: anything can come out
             if not getattr(self._tokenizer, "chat_template", True):
                 raise RolloutError(
@@ -127,6 +137,25 @@ class ChatRenderer:
                     "(Prompt(token_ids=...))",
                 ) from error
             raise RolloutError("bad_prompt", f"the chat template rejected the messages: {error}") from error
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt without a chat template: `encode`, after the token that begins every text.
+
+        It is added where the tokenizer itself would add it, and only once.
+
+        Raises:
+            RolloutError: `bad_prompt`, as in `encode`.
+        """
+        ids, first = self.encode(text), getattr(self._tokenizer, "bos_token_id", None)
+        if first is None or ids[:1] == [first]:
+            return ids
+        # Encoders of a fast tokenizer cannot be changed by others, so an empty text tells what they add.
+        if self._fast is not None:
+            added = self._fast.encode("", add_special_tokens=True).ids
+        else:
+            with self._lock:
+                added = list(self._tokenizer.encode("", add_special_tokens=True))
+        return [first, *ids] if added[:1] == [first] else ids
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`. Special tokens in the text are recognized, none are added.
@@ -171,6 +200,11 @@ class ChatRenderer:
     def is_special(self, token_id: int) -> bool:
         """Return whether `decode` skips this id: end of message, padding, and the like."""
         return not self.decode([token_id]) and bool(self.decode([token_id], skip_special_tokens=False))
+
+
+def _is_begun(last: Sequence[dict[str, Any]]) -> bool:
+    """Return whether the last message is an answer that the model is to continue."""
+    return any(each.get("role") == "assistant" and each.get("content") and not each.get("tool_calls") for each in last)
 
 
 def cut_at(text: str, stop: str) -> str:

@@ -1,8 +1,8 @@
 """Parses tool calls in a model's text. Never raises: a call that cannot be parsed is an entry in `errors`.
 
-Formats: Qwen and Hermes (`<tool_call>{json}</tool_call>`), Llama 3 (`<|python_tag|>{json}`,
-`<function=name>{json}</function>`, bare JSON) and OpenAI's JSON (`{"tool_calls": [...]}`). Time is linear in the length
-of the text.
+What the model thinks is no call (`after_thinking`). Formats: Qwen and Hermes (`<tool_call>{json}</tool_call>`), Llama 3
+(`<|python_tag|>{json}`, `<function=name>{json}</function>`, bare JSON) and OpenAI's JSON (`{"tool_calls": [...]}`).
+Time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+_THINK, _THOUGHT = "<think>", "</think>"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _ENDS_OF_MESSAGE = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>")
@@ -44,6 +45,9 @@ def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
     JSON object. Ids are `{id_prefix}_{index}`.
     """
     found = ParsedToolCalls(content="")
+    stated = after_thinking(text)
+    begin = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
+    before, text, after = text[:begin], stated, text[begin + len(stated) :]
     if _OPEN in text:
         found.content = _read_tagged(text, found, id_prefix)
     elif _PYTHON_TAG in text:
@@ -53,8 +57,18 @@ def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
         found.content = _read_functions(text, found, id_prefix)
     else:
         found.content = _read_bare(text, found, id_prefix)
-    found.content = found.content.strip()
+    found.content = f"{before}{found.content}{after}".strip()
     return found
+
+
+def after_thinking(text: str) -> str:
+    """Return what a model states: what follows its last `</think>`, without thoughts that are not finished."""
+    return text.rpartition(_THOUGHT)[2].partition(_THINK)[0]
+
+
+def opened_thinking(prompt_text: str | None) -> str:
+    """Return the `<think>` at the end of a prompt, where templates of models that think may put it; else nothing."""
+    return _THINK if prompt_text is not None and prompt_text.rstrip().endswith(_THINK) else ""
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +184,7 @@ def _as_call(value: Any) -> tuple[str, str] | None:
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False)
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         # A lone surrogate is a valid Python string but has no UTF-8 form.
         f"{name}{text}".encode()
     except (ValueError, RecursionError):

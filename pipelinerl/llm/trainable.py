@@ -17,7 +17,7 @@ from pipelinerl.llm.chat_messages import Message, assistant_message, for_templat
 from pipelinerl.llm.client import Verdict, classify, post, reason_of, retry_delay_s
 from pipelinerl.llm.completions import Completion, read_completion
 from pipelinerl.llm.tokens import ChatRenderer, cut_at
-from pipelinerl.llm.tool_calls import parse_tool_calls
+from pipelinerl.llm.tool_calls import opened_thinking, parse_tool_calls
 from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, Transcript, Turn, continuation, sampled_text
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
 from pipelinerl.rollouts import STEP_REWARD, TrainingText
@@ -182,9 +182,11 @@ async def generate(
         raw = sampled_text(llm.renderer, call)
         if completion.stop_string:
             raw = cut_at(raw, completion.stop_string)
-        parsed = parse_tool_calls(raw, id_prefix=f"call_{llm.counters.requests}")
+        opened = opened_thinking(prompt_text)
+        parsed = parse_tool_calls(opened + raw, id_prefix=f"call_{llm.counters.requests}")
         if parsed.calls:
-            call.output = LLMOutput(content=parsed.content, tool_calls=parsed.calls)
+            content = parsed.content.removeprefix(opened).strip()
+            call.output = LLMOutput(content=content, tool_calls=parsed.calls)
     return call
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm.completions import is_finished
 from pipelinerl.llm.tokens import ChatRenderer
+from pipelinerl.llm.tool_calls import opened_thinking
 from pipelinerl.records import IGNORED_LABEL, VersionSpan
 from pipelinerl.rollouts import TrainingText
 
@@ -49,6 +50,11 @@ class LLMCall:
     prompt_text: str | None = None
     output_text: str = ""
     ended_by_stop_string: bool = False
+
+    @property
+    def graded_text(self) -> str:
+        """The answer as graders read it: if the prompt ended with `<think>`, that comes first."""
+        return opened_thinking(self.prompt_text) + (self.output.content or "")
 
     @property
     def prompt_length_tokens(self) -> int:
@@ -225,8 +231,10 @@ def continuation(
         marker += "-x"
     marked_answer = {"role": "assistant", "content": marker}
     try:
-        real = renderer.render_text([*past, {"role": "assistant", "content": answer}, *new], tools)
-        marked = renderer.render_text([*past, marked_answer, *new], tools)
+        opens = None if new else True  # without a new message, another turn follows the answer
+        answered = [*past, {"role": "assistant", "content": answer}, *new]
+        real = renderer.render_text(answered, tools, add_generation_prompt=opens)
+        marked = renderer.render_text([*past, marked_answer, *new], tools, add_generation_prompt=opens)
     except RolloutError:
         return None  # the template wants tool calls in its own form: the caller renders the whole chat
     _, found, tail = marked.partition(marker)

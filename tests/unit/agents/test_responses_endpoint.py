@@ -121,5 +121,5 @@ def test_items_become_messages() -> None:
             ]
         }
     )
-    assert [message["role"] for message in request.messages] == ["system", "assistant", "tool"]
+    assert [message["role"] for message in request.messages] == ["developer", "assistant", "tool"]
     assert [call["function"]["name"] for call in request.messages[1]["tool_calls"]] == ["f", "g"]

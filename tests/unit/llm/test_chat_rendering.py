@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.errors import RolloutError
@@ -37,6 +37,32 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def user(content: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
+
+
+def test_no_message_is_lost_and_a_begun_answer_is_continued(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As Qwen's templates do, these leave out roles that they do not know."""
+    known = "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant'] %}"
+    tokenizer.chat_template = f"{known}<{{{{ m.role }}}}>{{{{ m.content }}}}<end>{{% endif %}}{{% endfor %}}" + (
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    chat = [{"role": "developer", "content": "Only JSON."}, *user("a")]
+    assert renderer.render_text(chat) == "<system>Only JSON.<end><user>a<end><assistant>"
+    begun = [*user("a"), {"role": "assistant", "content": "b c"}]
+    assert renderer.render_text(begun) == "<user>a<end><assistant>b c"
+    assert renderer.render_text(begun, add_generation_prompt=True) == "<user>a<end><assistant>b c<end><assistant>"
+
+
+def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert ChatRenderer(tokenizer).encode_prompt("a b") == [4, 5]
+    tokenizer.bos_token = "<user>"
+    assert ChatRenderer(tokenizer).encode_prompt("a b") == [4, 5]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<user> $A <end>", special_tokens=[("<user>", 2), ("<end>", 1)]
+    )
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.encode_prompt("a b") == renderer.encode_prompt("<user>a b") == [2, 4, 5]
+    assert renderer.encode("a b") == [4, 5]
 
 
 def test_template_and_ids(tokenizer: PreTrainedTokenizerFast) -> None:

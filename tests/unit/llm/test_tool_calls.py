@@ -81,6 +81,22 @@ def test_content_is_what_stands_outside() -> None:
     assert parse_tool_calls("I think <|python_tag|>{}").content == "I think"
 
 
+def test_what_is_thought_is_no_call() -> None:
+    call = f"<tool_call>{ADD}</tool_call>"
+    thought = f"<think>I could use {call}, but no.</think>It is 4."
+    found = parse_tool_calls(thought)
+    assert not found.calls and found.content == thought
+    assert not parse_tool_calls(f"<think>perhaps {call}").calls
+    found = parse_tool_calls(f"<think>{call}?</think> Yes: {call}")
+    assert len(found.calls) == 1 and found.content == f"<think>{call}?</think> Yes:"
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_arguments_are_json(number: str) -> None:
+    found = parse_tool_calls(f'<tool_call>{{"name": "f", "arguments": {{"x": [{number}]}}}}</tool_call>')
+    assert not found.calls and len(found.errors) == 1
+
+
 def test_the_number_of_calls_is_bounded() -> None:
     found = parse_tool_calls(f"<tool_call>{ADD}</tool_call>" * 200)
     assert len(found.calls) == 128 and len(found.errors) == 72
