@@ -35,12 +35,12 @@ async def verify(
 
     Args:
         function: marked with `@grader`, at the top of a module, or its dotted path. It returns a `Grade` or a number,
-            of which 1 is right.
+            of which 1 is right. An answer that takes all of the deadline or the memory limit scores 0.
         timeout_s: deadline of this one grading; None: `verifier.timeout_s`.
 
     Raises:
-        RolloutError: the function raised, returned no number, or met its deadline or memory limit. Let it pass: the
-            rollout has failed and is counted by its reason; it never counts as 0. If the function raised
+        RolloutError: the function raised, returned no number, or waited until its deadline. Let it pass: the rollout
+            has failed and is counted by its reason; it never counts as 0. If the function raised
             `RetryableRolloutError`, that is what is raised here, and the rollout is tried again.
     """
     request = GradeRequest(grader_path(function), text, problem, params, timeout_s)

@@ -15,7 +15,7 @@ from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.llm.completions import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
-from pipelinerl.sandbox.protocol import Grade, GraderFunction
+from pipelinerl.sandbox.protocol import OVER_LIMIT, Grade, GraderFunction
 
 
 async def answer_once(
@@ -40,7 +40,7 @@ async def answer_once(
     """
     started = time.monotonic()
     call = await llm_async_generate(llm, Prompt(messages=chat(cfg, task, system_prompt), tools=tools), session)
-    grade = await verify(grader, call.output.content or "", problem, timeout_s=timeout_s, **params)
+    grade = await verify(grader, call.graded_text, problem, timeout_s=timeout_s, **params)
     return graded_result(cfg, llm, problem, call, grade, started)
 
 
@@ -76,7 +76,7 @@ def graded_result(
         success=grade.status == "correct",
         no_error=grade.status != "unparsable",
         no_answer=grade.status == "no_answer",
-        **{"score": grade.score, "overflow": float(not answer.finished), **parts, **grade.details},
+        **{"score": grade.score, "overflow": float(not answer.finished), OVER_LIMIT: 0.0, **parts, **grade.details},
     )
     return RolloutResult(
         training_texts=[text],

@@ -20,9 +20,11 @@ from time import monotonic
 from typing import Self
 
 import msgspec
+import psutil
 
 from pipelinerl.sandbox.child import LENGTH_BYTES, frame
 from pipelinerl.sandbox.protocol import (
+    OVER_LIMIT,
     ActInGame,
     CloseGame,
     Done,
@@ -47,6 +49,8 @@ _KILL_GRACE_S = 0.5
 _OPENING_ATTEMPTS = 3
 _MAX_REPLY_BYTES = 256 << 20
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL", "REDIS_URL", "DEATH_FD")
+# A grader that was at work for less of its time than this has waited, or hardly got a processor.
+_BUSY_SHARE = 0.1
 # Failures that leave the process as it was.
 _HARMLESS = ("grader_raised", "grader_bad_result")
 _decode = msgspec.msgpack.Decoder(Reply).decode
@@ -62,6 +66,14 @@ class SandboxChild:
     loaded: set[str] = field(default_factory=set)
     num_graded: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def cpu_s(self) -> float:
+        """Return the processor time of the process so far; 0 if it is gone."""
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
 
     async def end(self) -> None:
         """Kill the process and all that it started, and wait until it is gone."""
@@ -136,15 +148,19 @@ class SandboxPool:
             payload = msgspec.msgpack.encode(TimedRequest(request, timeout_s))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return Failed(f"{self._kind}_bad_request", f"{what} cannot be sent to its process: {error}")
+        began_cpu_s = child.cpu_s()
+        failure: Reply
         try:
             async with asyncio.timeout(timeout_s + _KILL_GRACE_S):
                 child.writer.write(frame(payload))
                 length = int.from_bytes(await child.reader.readexactly(LENGTH_BYTES), "big")
                 if length <= _MAX_REPLY_BYTES:
-                    return _decode(await child.reader.readexactly(length))
+                    reply = _decode(await child.reader.readexactly(length))
+                    return self._at_limit(request, reply, (child.cpu_s() - began_cpu_s) / timeout_s)
             failure = Failed(f"{self._kind}_bad_result", f"{what}: an answer of {length} bytes")
         except TimeoutError:
             failure = Failed(f"{self._kind}_timeout", f"{what} took more than {timeout_s:g} s and was killed")
+            failure = self._at_limit(request, failure, (child.cpu_s() - began_cpu_s) / timeout_s)
         except (asyncio.IncompleteReadError, ConnectionError):
             failure = Failed(f"{self._kind}_died", f"{what}: its process ended")
         except asyncio.CancelledError:
@@ -155,6 +171,10 @@ class SandboxPool:
             failure = Failed(f"{self._kind}_bad_result", f"{what}: not an answer: {error}")
         await self._end(child)
         return failure
+
+    def _at_limit(self, request: Request, reply: Reply, busy_share: float) -> Reply:
+        """Return what `reply` means if it says that a limit was met after so much work; else `reply` itself."""
+        return reply
 
     def _failure(self, reply: Reply) -> Failed:
         return reply if isinstance(reply, Failed) else Failed(f"{self._kind}_bad_result", "an answer out of turn")
@@ -203,7 +223,10 @@ class GraderPool(SandboxPool):
             reply = await self._ask(child, clean, request.grader, timeout_s, request.grader)
             answer = reply if isinstance(reply, Grade) else self._failure(reply)
             # An interrupted grader may have left a library in any state.
-            is_usable = isinstance(answer, Grade) or answer.transient or answer.reason in _HARMLESS
+            if isinstance(answer, Grade):
+                is_usable = OVER_LIMIT not in answer.details
+            else:
+                is_usable = answer.transient or answer.reason in _HARMLESS
         finally:
             child.num_graded += 1
             if is_usable and child.num_graded < self._max_uses:
@@ -211,6 +234,14 @@ class GraderPool(SandboxPool):
             else:
                 await self._end(child)
         return answer
+
+    def _at_limit(self, request: Request, reply: Reply, busy_share: float) -> Reply:
+        """An answer that needs more time or memory than it may have scores 0; a grader that only waited has failed."""
+        if isinstance(request, GradeRequest) and isinstance(reply, Failed):
+            is_late = reply.reason == "grader_timeout" and busy_share >= _BUSY_SHARE
+            if is_late or reply.reason == "grader_memory":
+                return Grade(0.0, "unparsable", {OVER_LIMIT: 1.0})
+        return reply
 
     async def _take(self, grader: str) -> SandboxChild:
         """Return an idle process, if possible one that has the grader, or a new one."""

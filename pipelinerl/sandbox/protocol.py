@@ -16,6 +16,8 @@ import msgspec
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 
 SERVICE_PATH = "/ask"
+#: In the details of a grade: the answer could not be graded within the limits of time and memory.
+OVER_LIMIT = "over_limit"
 _QUOTED_CHARACTERS = 300
 
 GradeStatus = Literal["correct", "wrong", "no_answer", "unparsable"]
@@ -42,10 +44,10 @@ class Grade(msgspec.Struct, frozen=True, tag="grade"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """No grade, or no step of a game. The rollout has failed and is never scored 0.
+    """No grade, or no step of a game, through no fault of the answer. The rollout has failed and is never scored 0.
 
     Attributes:
-        reason: a short word that is counted, such as `grader_timeout`.
+        reason: a short word that is counted, such as `grader_raised`.
         transient: the reason may pass, so the rollout is retried.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fakes.graders import exact, needs_a_service, spins
+from fakes.graders import exact, needs_a_service, sleeps
 from fakes.served_app import served
 
 import pipelinerl.sandbox.services as client_module
@@ -42,7 +42,7 @@ async def test_grades_and_failures_come_through() -> None:
     async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN):
         assert await verify(exact, "4", {"answer": "4"}) == Grade(1.0, "correct")
         with pytest.raises(RolloutError) as caught:
-            await verify(spins, "", {}, timeout_s=0.3)
+            await verify(sleeps, "", {}, timeout_s=0.3)
         assert caught.value.reason == "grader_timeout"
         assert await verify(exact, "3", {"answer": "4"}) == Grade(0.0, "wrong")
 
@@ -69,7 +69,7 @@ async def test_health_answers_while_a_grader_spins() -> None:
                     assert response.status == 200 and not grading.done()
         grading.cancel()
     async with service() as url, open_verifier(VerifierConfig(), [url], TOKEN) as verifier:
-        answer = await verifier.grade(GradeRequest(blocks, "", {}, timeout_s=1.0))
+        answer = await verifier.grade(GradeRequest("fakes.graders.sleeps", "", {}, timeout_s=1.0))
         assert isinstance(answer, Failed) and answer.reason == "grader_timeout"
 
 
