@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +20,12 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
-from pipelinerl.domains.answers import after_thinking
+from pipelinerl.domains.answers import same_float, same_value
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.tool_calls import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
 from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, run_program, works_as_root
@@ -222,13 +225,13 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
         SandboxUnavailableError: programs cannot be run.
         RetryableRolloutError: the server at `endpoint` was busy or away for too long.
     """
-    program = find_program(text)
+    tests = problem["tests"]
+    function = problem.get("function")
+    program = find_program(text, function)
     if program is None:
         return Grade(0.0, "no_answer")
     if len(program) > MAX_PROGRAM_CHARACTERS or "\0" in program:
         return Grade(0.0, "unparsable")
-    tests = problem["tests"]
-    function = problem.get("function")
     if function is not None:
         program += _DRIVER.format(function=function)
     patience = Patience()
@@ -249,14 +252,45 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
     return Grade(share if partial else 0.0, "wrong", details)
 
 
-def find_program(text: str) -> str | None:
-    """Return the last complete block of code between three backticks, or None."""
-    pieces = after_thinking(text).split("```")
-    if len(pieces) < 3:
-        return None
-    block = pieces[len(pieces) - 2 - (len(pieces) % 2 == 0)]
-    first_line, newline, rest = block.partition("\n")
-    return rest if newline and first_line.strip().lower() in ("python", "python3", "py", "") else block
+_FENCE = re.compile(r"(?P<line_start>^[ \t]*(?:[-*+>][ \t]+|\d{1,3}[.)][ \t]+)?)?```(?P<rest>[^\n`]*)", re.MULTILINE)
+_PYTHON = re.compile(r"py(thon)?[\d.]*", re.IGNORECASE)
+
+
+def find_program(text: str, function: str | None = None) -> str | None:
+    """Return the program in a model's text, or None.
+
+    It is the last complete block between three backticks that is marked as Python, or else the last one without a
+    language: output and commands may follow. If a `function` is asked for, the last block that defines it comes first.
+    """
+    blocks = _blocks(after_thinking(text))
+    programs = [block for language, block in blocks if _PYTHON.fullmatch(language)]
+    programs = programs or [block for language, block in blocks if not language]
+    if function is not None:
+        defines = re.compile(rf"^(?:async +def|def|class) +{re.escape(function)}\b|^{re.escape(function)} *=", re.M)
+        programs = [block for block in programs if defines.search(block)] or programs
+    return programs[-1] if programs else None
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the content, without its indentation, of all complete blocks.
+
+    A block of several lines ends with backticks at the beginning or the end of a line: a program may hold others.
+    """
+    blocks: list[tuple[str, str]] = []
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened = fence
+            continue
+        has_lines = text.startswith("\n", opened.end())
+        ends_line = not fence["rest"].strip() and (fence.end() == len(text) or text[fence.end()] == "\n")
+        if has_lines and fence["line_start"] is None and not ends_line:
+            continue
+        words = opened["rest"].split() if has_lines else []
+        begin = opened.end() + 1 if has_lines else opened.start("rest")
+        blocks.append((words[0] if words else "", textwrap.dedent(text[begin : fence.start()])))
+        opened = None
+    return blocks
 
 
 def _run(program: str, stdin: str, endpoint: str | None, patience: Patience) -> Run:
@@ -270,16 +304,39 @@ def _is_passed(run: Run, test: dict[str, Any], is_function: bool) -> bool:
     if run.ending != "finished":
         return False
     if not is_function:
-        return _lines(run.stdout) == _lines(str(test["output"]))
+        return same_output(run.stdout, str(test["output"]))
     try:
         value = msgspec.json.decode(run.stdout.rstrip("\n").rpartition("\n")[2])
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return False
-    return type(value) is type(test["expected"]) and bool(value == test["expected"])
+    return same_value(value, test["expected"])
+
+
+_DECIMAL = re.compile(r"[+-]?(?:\d{1,400}\.\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?|[+-]?\d{1,15}")
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Return whether two outputs have the same lines; white space at the ends does not count.
+
+    Beside a number with a decimal point, numbers count by their value, up to a rounding error.
+    """
+    lines, wanted = _lines(found), _lines(expected)
+    return len(lines) == len(wanted) and all(a == b or _same_words(a, b) for a, b in zip(lines, wanted, strict=True))
+
+
+def _same_words(found: str, expected: str) -> bool:
+    words, wanted = found.split(), expected.split()
+    return len(words) == len(wanted) and all(a == b or _same_decimal(a, b) for a, b in zip(words, wanted, strict=True))
+
+
+def _same_decimal(found: str, expected: str) -> bool:
+    if "." not in found + expected or not (_DECIMAL.fullmatch(found) and _DECIMAL.fullmatch(expected)):
+        return False
+    return same_float(float(found), float(expected))
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [line.rstrip() for line in text.strip().split("\n")]
 
 
 def validate(problem: dict[str, Any], config: Any = None) -> float | None:

@@ -15,11 +15,11 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
-from pipelinerl.domains.answers import after_thinking
+from pipelinerl.domains.answers import same_value
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.tool_calls import ParsedToolCalls, arguments_of, parse_tool_calls
+from pipelinerl.llm.tool_calls import ParsedToolCalls, after_thinking, arguments_of, parse_tool_calls
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 
@@ -172,7 +172,7 @@ def verify_fn_calling(text: str, problem: dict[str, Any], partial: bool = False)
     num_expected = len(missing)
     for name, arguments in calls:
         for index, (wanted, values) in enumerate(missing):
-            if name == wanted and same_value(arguments, values):
+            if name == wanted and same_value(arguments, values, strip=True):
                 del missing[index]
                 break
     found = num_expected - len(missing)
@@ -181,19 +181,6 @@ def verify_fn_calling(text: str, problem: dict[str, Any], partial: bool = False)
     if not missing and not extra:
         return Grade(1.0, "correct", details)
     return Grade(found / max(num_expected, len(calls)) if partial else 0.0, "wrong", details)
-
-
-def same_value(left: Any, right: Any) -> bool:
-    """Whether two JSON values are equal: 1 is 1.0 but not true, and space around a text does not count."""
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, str) and isinstance(right, str):
-        return left.strip() == right.strip()
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same_value(value, right[key]) for key, value in left.items())
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(same_value(a, b) for a, b in zip(left, right, strict=True))
-    return bool(left == right)
 
 
 def validate(problem: dict[str, Any]) -> float:

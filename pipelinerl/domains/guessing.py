@@ -16,6 +16,7 @@ from pipelinerl.async_llm import llm_async_generate, make_training_text
 from pipelinerl.domains.data import check_names
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.llm.tool_calls import after_thinking
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 SYSTEM_PROMPT = "You are a helpful assistant"
@@ -85,7 +86,7 @@ def format_answer(guess: int) -> str:
 
 def parse_answer(text: str) -> int | None:
     """Return the first stated guess in `text`, or `None` when there is no well-formed one."""
-    found = _ANSWER.search(text)
+    found = _ANSWER.search(after_thinking(text))
     if found is None or len(found.group(1)) > _MAX_DIGITS:
         return None
     return int(found.group(1))
@@ -274,7 +275,7 @@ async def generate_guessing_rollout(
     while not game.over:
         llm_call = await llm_async_generate(llm, Prompt(messages=game.messages()), session)
         llm_calls.append(llm_call)
-        game.play(llm_call.output.content or "")
+        game.play(llm_call.graded_text)
     training_texts = [make_training_text(llm, llm_call) for llm_call in llm_calls]
     for text in training_texts:
         text.reward = game.reward

@@ -9,11 +9,12 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.answers import after_thinking, tagged_answer, whole_number
+from pipelinerl.domains.answers import tagged_answer, whole_number
 from pipelinerl.domains.data import check_names, optional
 from pipelinerl.domains.text_game import play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.tool_calls import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import GameStep, text_game
 

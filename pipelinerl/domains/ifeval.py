@@ -17,10 +17,10 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
-from pipelinerl.domains.answers import after_thinking
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.tool_calls import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 

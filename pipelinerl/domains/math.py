@@ -19,11 +19,14 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import boxed_answer, tagged_answer
 from pipelinerl.domains.data import SPLITS, draw_problems, load_hub_rows, optional, read_jsonl
+from pipelinerl.domains.math_answers import MAX_ANSWER_CHARACTERS, plain, same_answer
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
+
+logger = logging.getLogger(__name__)
 
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
@@ -60,6 +63,10 @@ KNOWN: Mapping[str, tuple[str, str | None, str]] = MappingProxyType(
 )
 _QUESTION_KEYS = ("task", "problem", "question", "prompt")
 _ANSWER_KEYS = ("answer", "final_answer", "solution")
+_FINAL = "Give it in `answer`, or mark it in the solution with #### or \\boxed{}"
+# A text with more words than this is a solution, not an answer; fewer for what is called a solution.
+_MAX_WORDS, _MAX_WORDS_OF_SOLUTION = 8, 3
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 def load_problems(
@@ -87,7 +94,12 @@ def load_problems(
             problems += draw_sums(name, (num_train, num_test), max_operand, seed)
             continue
         rows = _rows(str(name))[:limit]
-        problems += [_problem(row, index, str(name)) for index, row in enumerate(rows)]
+        found = [problem for index, row in enumerate(rows) if (problem := _problem(row, index, str(name)))]
+        if rows and not found:
+            raise DomainError(f"math: no row of {name!r} has a final answer. {_FINAL}.")
+        if len(found) < len(rows):
+            logger.warning("%s: %d rows without a final answer are left out. %s.", name, len(rows) - len(found), _FINAL)
+        problems += found
     return problems
 
 
@@ -106,27 +118,38 @@ def _rows(name: str) -> list[dict[str, Any]]:
     return load_hub_rows(path, config, rest[-1] if rest else "train", "math")
 
 
-def _problem(row: dict[str, Any], index: int, name: str) -> dict[str, Any]:
+def _problem(row: dict[str, Any], index: int, name: str) -> dict[str, Any] | None:
+    """Return the problem of a row, or None if it has no final answer."""
+    if isinstance(row.get("0"), dict) and isinstance(row.get("1"), dict):  # a conversation (Open-Reasoner-Zero)
+        truth = row["1"].get("ground_truth")
+        row = {"problem": row["0"].get("value"), "answer": truth.get("value") if isinstance(truth, dict) else None}
     question = next((row[key] for key in _QUESTION_KEYS if isinstance(row.get(key), str)), None)
-    raw = next((row[key] for key in _ANSWER_KEYS if isinstance(row.get(key), str | int | float)), None)
-    if question is None or raw is None:
+    key = next((key for key in _ANSWER_KEYS if isinstance(row.get(key), str | int | float)), None)
+    if question is None or key is None:
         raise DomainError(
             f"math: row {index} of {name!r} has the fields {sorted(row)}, expected one of {_QUESTION_KEYS} and one of "
             f"{_ANSWER_KEYS}. Rename them."
         )
+    answer = final_answer(str(row[key]), _MAX_WORDS_OF_SOLUTION if key == "solution" else _MAX_WORDS)
+    if answer is None:
+        return None
     dataset = Path(name).stem if name.endswith((".jsonl", ".json")) else name
     problem = {"id": f"{dataset}-{row.get('id', index)}", "dataset": dataset, "task": question}
     level = row.get("level")
     if isinstance(level, int) and 1 <= level <= 5:  # MATH has levels 1 to 5
         problem["difficulty"] = (level - 1) / 4
-    return {**problem, "answer": final_answer(str(raw))}
+    return {**problem, "answer": answer}
 
 
-def final_answer(text: str) -> str:
-    """Return the final answer in a reference solution: after `####` (GSM8K), in `\\boxed{}` (MATH), or all of it."""
-    if "####" in text:
-        return text.rpartition("####")[2].strip().replace(",", "")
-    return boxed_answer(text) or text.strip()
+def final_answer(text: str, max_words: int = _MAX_WORDS) -> str | None:
+    """Return the final answer in a reference solution: after `####` (GSM8K), in `\\boxed{}` (MATH), or all of it.
+
+    None if it has more than `max_words` words, or is too long: it is no answer, and no output could match it.
+    """
+    answer = text.rpartition("####")[2].strip() if "####" in text else boxed_answer(text) or text.strip()
+    if not answer or len(answer) > MAX_ANSWER_CHARACTERS or len(_WORD.findall(answer)) > max_words:
+        return None
+    return plain(answer) if re.fullmatch(r"[\d,.\s$-]+", answer) else answer
 
 
 def gold_answer(problem: dict[str, Any]) -> str:
@@ -134,51 +157,24 @@ def gold_answer(problem: dict[str, Any]) -> str:
     return f"\\boxed{{{problem['answer']}}}"
 
 
-MAX_ANSWER_CHARACTERS = 2000
-_SPACE = re.compile(r"\s+|\\[,;!:]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
-
-
 @grader(preload="math_verify")
 def verify_math(text: str, problem: dict[str, Any]) -> Grade:
     """1 if the last `\\boxed{}` (or `<answer>`) is mathematically equal to the problem's answer."""
-    math_verify = optional("math_verify", "math", "math")
     stated = boxed_answer(text)
     if stated is None:
         stated = tagged_answer(text)
     if not stated:
         return Grade(0.0, "no_answer")
-    gold = str(problem["answer"])
-    if plain(stated) == plain(gold):
-        return Grade(1.0, "correct")
     if len(stated) > MAX_ANSWER_CHARACTERS or "\0" in stated:
         return Grade(0.0, "unparsable")
-    wanted = parsed(gold)
-    found = parsed(stated)
-    if not found:
-        return Grade(0.0, "unparsable")
-    right = math_verify.verify(wanted, found, timeout_seconds=None)
-    return Grade(1.0, "correct") if right else Grade(0.0, "wrong")
-
-
-def plain(text: str) -> str:
-    """Return LaTeX without what does not change its meaning: space, delimiters, commas in numbers."""
-    text = _SPACE.sub("", text[: 2 * MAX_ANSWER_CHARACTERS].strip().strip("$"))
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
-    return text.replace(",", "") if re.fullmatch(r"-?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
-
-
-def parsed(answer: str) -> list[Any]:
-    """Return what math-verify makes of an answer; empty if it cannot read it."""
-    math_verify = optional("math_verify", "math", "math")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own deadline is off
-    latex = (math_verify.LatexExtractionConfig(),)
-    found: list[Any] = math_verify.parse(f"\\boxed{{{answer}}}", extraction_config=latex, parsing_timeout=None)
-    return found
+    is_right = same_answer(str(problem["answer"]), stated)
+    return Grade(0.0, "unparsable") if is_right is None else Grade(float(is_right), "correct" if is_right else "wrong")
 
 
 def validate(problem: dict[str, Any]) -> float:
-    """Return the score of the reference answer."""
-    return verify_math(gold_answer(problem), problem).score
+    """Return the score of the reference answer; 0 for a text that is no answer, though it is equal to itself."""
+    gold = str(problem["answer"])
+    return verify_math(gold_answer(problem), problem).score if final_answer(gold) is not None else 0.0
 
 
 SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."

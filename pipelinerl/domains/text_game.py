@@ -51,7 +51,7 @@ async def play(
                     raise
                 overflow = True
                 break
-            step = await game.act(call.output.content or "")
+            step = await game.act(call.graded_text)
             reward += step.reward
             valid = valid and step.valid
             observation, done = step.observation, step.done

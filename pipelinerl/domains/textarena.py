@@ -12,6 +12,7 @@ from pipelinerl.domains.data import check_names, optional
 from pipelinerl.domains.text_game import play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.tool_calls import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import GameStep, text_game
 
@@ -74,7 +75,7 @@ class TextArenaGame:
 
     def act(self, action: str) -> GameStep:
         """Make a move."""
-        done, _ = self._env.step(action=action)
+        done, _ = self._env.step(action=after_thinking(action).strip())
         if not done:
             return GameStep(self._news(), 0.0, done=False)
         rewards, info = self._env.close()

@@ -122,6 +122,61 @@ def test_programs_are_found() -> None:
     assert find_program("```python\na\n``` and ```python\ncut") == "a\n"
     assert find_program("```python\ncut off") is None
     assert find_program("no code") is None
+    assert find_program("```bash\nls\n```") is None
+
+
+PLUS = "```python\ndef solve(x):\n    return x + 1\n```"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{PLUS}\nOutput:\n```\n5\n```",
+        f"{PLUS}\nRun it:\n```bash\npython a.py\n```",
+        "1. Here:\n   " + PLUS.replace("\n", "\n   "),
+        "- " + PLUS.replace("\n", "\n  "),
+        f"{PLUS} as in ```python\nprint(solve(4))\n```",
+        f"<think>{PLUS}</think>{PLUS}\n<think>or ```python\ndef solve(x):\n    pass\n```",
+    ],
+)
+def test_the_program_is_found_among_other_blocks(text: str) -> None:
+    assert find_program(text, "solve") == "def solve(x):\n    return x + 1\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "is_same"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        (2.0, 2, True),
+        ([{"a": [0.1 + 0.2]}], [{"a": [0.3]}], True),
+        (0.0, 1e-13, False),
+        (1e-13, 0.0, True),
+        (1.6e-19, 9.1e-31, False),
+        ([True], [1], False),
+        (1, True, False),
+        (2**80 + 1, 2**80, False),
+        (" a", "a", False),
+        ([1, 2], [1], False),
+    ],
+)
+def test_results_are_compared_at_every_level(found: object, expected: object, is_same: bool) -> None:
+    assert coding.same_value(found, expected) is is_same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "is_same"),
+    [
+        ("0.30000000000000004\n", "0.3", True),
+        ("a 1 2.50  \nb\n\n", "a 1 2.5\nb", True),
+        ("1", "01", False),
+        ("3.14159", "3.14", False),
+        ("1 2", "1", False),
+        ("a\vb", "a\nb", False),
+        ("nan", "1.0", False),
+    ],
+)
+def test_outputs_are_compared(found: str, expected: str, is_same: bool) -> None:
+    assert coding.same_output(found, expected) is is_same
 
 
 class Cut(NamedTuple):

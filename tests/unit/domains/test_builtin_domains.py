@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pipelinerl.domains import countdown, counting, fn_calling, ifeval, logic, math
-from pipelinerl.domains.answers import boxed_answer, tagged_answer, whole_number
+from pipelinerl.domains.answers import boxed_answer, same_value, tagged_answer, whole_number
 from pipelinerl.domains.countdown import ExpressionError, evaluate
-from pipelinerl.domains.fn_calling import parse_calls, same_value
+from pipelinerl.domains.fn_calling import parse_calls
 from pipelinerl.domains.ifeval import follows
 from pipelinerl.domains.logic import is_harmless
 from pipelinerl.domains.math import final_answer
@@ -52,6 +52,10 @@ def test_answers_are_found() -> None:
     assert boxed_answer("\\boxed{1} then \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
     assert boxed_answer("\\boxed{\\{1\\}}") == "\\{1\\}"
     assert boxed_answer("\\boxed{1") is None
+    assert boxed_answer("\\boxed{4}. So \\boxed{5") == "4"
+    assert boxed_answer("the total is \\[\\boxed 50.\\]") == "50"
+    assert boxed_answer("<think>Is it \\boxed{4}? No,") is tagged_answer("<think><answer>1</answer>") is None
+    assert boxed_answer("<think>4</think>\\boxed{5}<think>or \\boxed{6}") == "5"
     assert [whole_number(text) for text in ("-7", "1,234", "1.5", "", "\u0663")] == [-7, 1234, None, None, None]
 
 
@@ -207,7 +211,7 @@ def test_t7_a_damaged_call_leaves_its_siblings() -> None:
 
 
 def test_values_are_compared_as_json() -> None:
-    assert same_value(1, 1.0) and same_value({"a": [" x "]}, {"a": ["x"]})
+    assert same_value(1, 1.0) and same_value({"a": [" x "]}, {"a": ["x"]}, strip=True)
     assert not same_value(1, True) and not same_value([1], [1, 2]) and not same_value("1", 1)
 
 

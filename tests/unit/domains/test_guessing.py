@@ -142,7 +142,8 @@ class Script:
     async def generate(self, llm: Any, prompt: Prompt, session: Any) -> Any:
         content = self.outputs[len(self.prompts)]
         self.prompts.append(prompt)
-        return type("Call", (), {"output": type("Output", (), {"content": content})()})()
+        output = type("Output", (), {"content": content})()
+        return type("Call", (), {"output": output, "graded_text": content or ""})()
 
     @staticmethod
     def make_text(llm: Any, call: Any) -> TrainingText:
