@@ -84,19 +84,17 @@ class Publisher:
             )
         )
 
-    async def write_failures(self, record: Group, failures: Sequence[RolloutFailed], version: int) -> None:
-        """Write the fates of the rollouts without samples, one record for each reason."""
+    async def write_failures(self, group_id: str, failures: Sequence[RolloutFailed], version: int) -> None:
+        """Write the fates of rollouts that failed, one record for each reason."""
         for reason, count in Counter(failure.reason for failure in failures).items():
-            await self.write_fate("failed", record.id, reason, count, version)
-        if record.rollouts and not record.samples:
-            await self.write_fate("failed", record.id, "no_samples", len(record.rollouts), version)
+            await self.write_fate("failed", group_id, reason, count, version)
 
     async def publish_group(self, record: Group, version: int) -> bool:
         """Write a group with samples, after `write_failures`. False: nobody reads it any more, and it was given up."""
         try:
             await self.groups.write(record)
         except NoRoom:
-            await self.write_fate("failed", record.id, TRAINING_DONE, len(record.rollouts), version, record.samples)
+            await self.write_fate("unused", record.id, TRAINING_DONE, len(record.rollouts), version, record.samples)
             return False
         return True
 
@@ -176,20 +174,24 @@ class GroupRunner:
         task.add_done_callback(self._running.discard)
 
     async def _run_group(self, group_id: str, problem: Problem) -> None:
-        finished: list[Sample] = []
+        ended: list[Answer] = []
         try:
             await self.publisher.write_fate(
                 "pending", group_id, "started", self.attempts, self.progress.current_version
             )
             async with asyncio.TaskGroup() as attempts:
                 tasks = [
-                    attempts.create_task(self._run_attempt(group_id, problem, index, finished))
+                    attempts.create_task(self._run_attempt(group_id, problem, index, ended))
                     for index in range(self.attempts)
                 ]
         except asyncio.CancelledError:
             reason = TRAINING_DONE if self.progress.done else RUN_ENDED
             version = self.progress.current_version
-            await self.publisher.write_fate("failed", group_id, reason, self.attempts, version, finished)
+            failures = [answer for answer in ended if isinstance(answer, RolloutFailed)]
+            samples = [sample for answer in ended if isinstance(answer, RolloutEnded) for sample in answer.samples]
+            await self.publisher.write_failures(group_id, failures, version)
+            if (cut := self.attempts - len(failures)) > 0:
+                await self.publisher.write_fate("unused", group_id, reason, cut, version, samples)
             raise
         task = asyncio.current_task()
         assert task is not None
@@ -199,7 +201,7 @@ class GroupRunner:
         self._unwritten_groups -= 1
         self.progress.changes.notify()
 
-    async def _run_attempt(self, group_id: str, problem: Problem, index: int, finished: list[Sample]) -> Answer:
+    async def _run_attempt(self, group_id: str, problem: Problem, index: int, ended: list[Answer]) -> Answer:
         answer = await self.scheduler.run(
             Attempt(
                 rollout_id=f"{group_id}/r{index}",
@@ -210,10 +212,10 @@ class GroupRunner:
             )
         )
         self._unfinished_attempts -= 1
+        ended.append(answer)
         self.heartbeat.progress()
         match answer:
             case RolloutEnded():
-                finished.extend(answer.samples)
                 self.progress.budget.end_rollout(group_id, len(answer.samples))
                 self.failures.record_success()
                 self.throughput.add(answer.summary.output_tokens, answer.requests)
@@ -228,7 +230,9 @@ class GroupRunner:
     async def _publish(self, record: Group, failures: list[RolloutFailed]) -> None:
         """Fates first, then the budget, then the group."""
         version = self.progress.current_version
-        await self.publisher.write_failures(record, failures, version)
+        await self.publisher.write_failures(record.id, failures, version)
+        if record.rollouts and not record.samples:
+            await self.publisher.write_fate("failed", record.id, "no_samples", len(record.rollouts), version)
         # Nothing is awaited from here to `publish_group`, which writes in the order of the calls: no group says that
         # fewer passes are done than one before it.
         self.epochs.end(number_of(record.id))

@@ -250,7 +250,7 @@ class Actor:
         started = find_started_groups(streams, name)
         for group_id, num_rollouts in started.open_groups.items():
             version = self.progress.current_version
-            await self.publisher.write_fate("failed", group_id, INTERRUPTED, num_rollouts, version)
+            await self.publisher.write_fate("unused", group_id, INTERRUPTED, num_rollouts, version)
         # Nothing is awaited from here on, so that each step settles its groups either before or after all of this.
         version, steps_done = self.progress.current_version, self.progress.steps_done
         self.groups.epochs.resume(started.numbers_due, started.next_number)

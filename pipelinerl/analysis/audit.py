@@ -11,9 +11,10 @@ import msgspec
 
 from pipelinerl.analysis.ledger import Ledger, build_ledger, read_records
 from pipelinerl.errors import EXIT_RUN_FAILED, StreamError
+from pipelinerl.records import FATES
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 
-LOST = ("filtered", "stale", "failed")
+LOST = ("filtered", "stale", "failed", "unused")
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,9 +153,6 @@ def compare_lengths(trained: Sequence[int], lost: Sequence[int]) -> LengthCompar
     return LengthComparison(trained=length_quantiles(trained), lost=length_quantiles(lost), longer_share=share)
 
 
-_FATES = ("trained", "filtered", "stale", "failed", "pending")
-
-
 def render(report: AuditReport) -> str:
     """The whole report, ending with the verdict."""
     return "\n".join(_lines(report))
@@ -164,7 +162,7 @@ def _lines(report: AuditReport) -> Iterator[str]:
     fates, rollouts, lengths = report.fates, report.rollouts, report.lengths
     yield f"run {report.run_id}: {report.steps} steps, started {report.starts} time{'s' * (report.starts != 1)}"
     yield ""
-    total = " + ".join(f"{fates[fate]} {fate}" for fate in _FATES)
+    total = " + ".join(f"{fates[fate]} {fate}" for fate in FATES)
     relation = "=" if sum(fates.values()) == report.submitted else "is not"
     yield f"samples: {report.submitted} submitted {relation} {total}"
     yield from (f"  {name}: {n}" for name, n in report.reasons.items() if not name.startswith("trained/"))
@@ -174,11 +172,11 @@ def _lines(report: AuditReport) -> Iterator[str]:
     if report.retrained_samples:
         yield f"  {report.retrained_samples} samples were trained in steps that a restart rolled back"
     if rollouts:
-        yield f"rollouts: {rollouts.get('started', 0)} started, {rollouts.get('failed', 0)} without a published sample"
-        yield from (f"  {name}: {n}" for name, n in sorted(rollouts.items()) if name.startswith("failed/"))
+        yield f"rollouts: {rollouts.get('started', 0)} started, {rollouts.get('failed', 0)} failed, {rollouts.get('unused', 0)} unused"
+        yield from (f"  {name}: {n}" for name, n in sorted(rollouts.items()) if "/" in name)
     yield ""
     yield f"output tokens: {report.tokens_generated} generated, goodput {report.goodput:.1%} (trained / generated)"
-    yield from (f"  {fate}: {report.tokens[fate]}" for fate in _FATES)
+    yield from (f"  {fate}: {report.tokens[fate]}" for fate in FATES)
     yield f"oldest trained token: {report.max_lag_versions} versions old"
     yield ""
     yield f"lengths of trained samples: {_line(lengths.trained)}"
@@ -207,7 +205,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipelinerl audit",
         description="Prove from a run's streams that every sample ended in exactly one way: submitted = trained + "
-        "filtered + stale + failed + pending. Prints goodput and compares the lengths of trained and lost samples.",
+        "filtered + stale + failed + unused + pending. Prints goodput and compares the lengths of trained and lost samples.",
         epilog="Exit code 0: clean, 1: not clean, 2: not the directory of a run.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")

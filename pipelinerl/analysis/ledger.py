@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pipelinerl.records import BatchHead, Fate, FateRecord, GroupHead, SampleHead, StepDone, TrainerMessage
+from pipelinerl.records import FATES, BatchHead, Fate, FateRecord, GroupHead, SampleHead, StepDone, TrainerMessage
 from pipelinerl.records.lineage import Lineage
 from pipelinerl.streams.base import (
     ACTOR,
@@ -64,7 +64,7 @@ class Ledger:
     trained_at: dict[str, int] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
     rolled_back_samples: int = 0
-    unpublished_tokens: int = 0
+    unpublished_tokens: Counter[Fate] = field(default_factory=Counter)
     rollouts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
@@ -75,17 +75,16 @@ class Ledger:
 
     def counts(self) -> dict[Fate, int]:
         """Samples by fate, pending ones included."""
-        counts: Counter[Fate] = Counter({"trained": 0, "filtered": 0, "stale": 0, "failed": 0, "pending": 0})
+        counts: Counter[Fate] = Counter(dict.fromkeys(FATES, 0))
         counts.update(self.fates.values())
         counts["pending"] += sum(1 for name in self.samples if name not in self.fates)
         return dict(counts)
 
     def tokens(self) -> dict[Fate, int]:
         """Output tokens by fate."""
-        totals: dict[Fate, int] = {"trained": 0, "filtered": 0, "stale": 0, "failed": 0, "pending": 0}
+        totals: dict[Fate, int] = {fate: self.unpublished_tokens[fate] for fate in FATES}
         for name, sample in self.samples.items():
             totals[self.fates.get(name, "pending")] += sample.output_tokens
-        totals["failed"] += self.unpublished_tokens
         return totals
 
     def max_lag_versions(self) -> int:
@@ -153,12 +152,12 @@ def _add_fates(ledger: Ledger, records: RunRecords) -> None:
         if record.fate == "trained" and not ledger.lineage.survives(record.incarnation, record.version):
             ledger.rolled_back_samples += len(record.sample_ids)
             continue
-        if record.fate == "failed" and record.num_rollouts:
-            ledger.rollouts["failed"] += record.num_rollouts
-            ledger.rollouts[f"failed/{record.reason}"] += record.num_rollouts
+        if record.num_rollouts:
+            ledger.rollouts[record.fate] += record.num_rollouts
+            ledger.rollouts[f"{record.fate}/{record.reason}"] += record.num_rollouts
             # Finished samples of a group that the actor gave up exist in no other record.
             ledger.unpublished.update(name for name in record.sample_ids if name not in ledger.samples)
-            ledger.unpublished_tokens += record.output_tokens
+            ledger.unpublished_tokens[record.fate] += record.output_tokens
         for name in record.sample_ids:
             if name in ledger.fates:
                 twice.append(f"{name} ({ledger.fates[name]}, {record.fate})")

@@ -2,6 +2,7 @@
 
 from pipelinerl.records.messages import (
     EvaluationResult,
+    FATES,
     Fate,
     FateRecord,
     MetricRecord,
@@ -41,6 +42,7 @@ __all__ = [
     "EvaluationResult",
     "EvaluationRollout",
     "EvaluationSample",
+    "FATES",
     "Fate",
     "FateRecord",
     "Group",

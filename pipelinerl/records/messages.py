@@ -6,13 +6,14 @@ launcher). `FateRecord`, `MetricRecord` and `EvaluationResult` have streams of t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from pipelinerl.records.sample import SCHEMA_VERSION
 
-Fate = Literal["trained", "filtered", "stale", "failed", "pending"]
+Fate = Literal["trained", "filtered", "stale", "failed", "unused", "pending"]
+FATES: tuple[Fate, ...] = get_args(Fate)
 
 
 class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_started"):
@@ -108,8 +109,10 @@ class RolloutsPaused(msgspec.Struct, frozen=True, kw_only=True):
 class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
 
-    `group_id` names their group; `num_rollouts` rollouts without any sample (failed ones) may be settled too. The actor
-    writes `pending` with the number of its rollouts when it starts a group: the only fate that is not final.
+    `group_id` names their group; `num_rollouts` rollouts of it are settled too, with or without samples. `failed`: a
+    rollout or a sample could not be used; `unused`: nothing was wrong, but its group was cut off, by the end of training
+    or of the process. The actor writes `pending` with the number of its rollouts when it starts a group: the only fate
+    that is not final.
     """
 
     sample_ids: list[str]

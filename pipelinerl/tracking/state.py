@@ -76,7 +76,8 @@ class RunState:
     def fold_fate(self, record: FateRecord) -> None:
         if record.fate == "pending":
             return
-        count = len(record.sample_ids) + record.num_rollouts
+        with_samples = {sample_id.rpartition("/")[0] for sample_id in record.sample_ids}
+        count = len(record.sample_ids) + max(0, record.num_rollouts - len(with_samples))
         self._fates[record.fate, record.incarnation, record.version] += count
         self._fate_tokens += record.output_tokens
 

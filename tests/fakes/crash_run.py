@@ -194,7 +194,7 @@ class _Actor:
         started = find_started_groups(hub, name)
         for group_id, rollouts in started.open_groups.items():
             version = self.view.current_version
-            _now(self.publisher.write_fate("failed", group_id, INTERRUPTED, rollouts, version))
+            _now(self.publisher.write_fate("unused", group_id, INTERRUPTED, rollouts, version))
         self.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
         for group_id, ids in find_unsettled_groups(hub, name, self.view.steps_done).items():
             self.budget.publish(group_id, ids)
@@ -239,7 +239,7 @@ class _Actor:
         )
         for index in range(ATTEMPTS):
             self.budget.end_rollout(group_id, int(index < len(samples)))
-        _now(self.publisher.write_failures(record, failed, last))
+        _now(self.publisher.write_failures(record.id, failed, last))
         self.budget.publish(group_id, [sample.id for sample in samples])
         if samples:
             _now(self.publisher.publish_group(record, last))

@@ -71,5 +71,5 @@ def test_servers_leave_and_join_while_rollouts_run(tmp_path: Path) -> None:
             wait_until("rollouts on the server that came back", lambda: len(second.requests) > asked)
             assert run.process is not None and run.process.poll() is None, run.stderr
     failed = [fate.reason for fate in run.fates if fate.fate == "failed"]
-    assert set(failed) <= {"run_ended", "interrupted", "training_done"}, failed
+    assert not failed
     assert "Traceback" not in run.stderr

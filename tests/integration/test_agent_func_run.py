@@ -89,7 +89,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
     summary = run.summary
     assert summary["status"] == "completed" and summary["steps"] == STEPS
     assert summary["logprob_abs_diff_mean"] < 1e-3
-    assert {record["reason"] for record in run.records("fates") if record["fate"] == "failed"} <= {"training_done"}
+    assert {record["reason"] for record in run.records("fates") if record["fate"] == "failed"} == set()
     samples = [sample for batch in run.records("training_data") for sample in batch["samples"]]
     # Each rollout has a counter of its own: two steps that are not done, with reward 0, and a third that is.
     assert {sample["metadata"]["turns"] for sample in samples} == {3}

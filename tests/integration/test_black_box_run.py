@@ -75,7 +75,7 @@ def test_a_black_box_agent_trains(tmp_path: Path) -> None:
     summary = run.summary
     assert summary["status"] == "completed" and summary["steps"] == STEPS
     assert summary["logprob_abs_diff_mean"] < 1e-3
-    assert {record["reason"] for record in run.records("fates") if record["fate"] == "failed"} <= {"training_done"}
+    assert {record["reason"] for record in run.records("fates") if record["fate"] == "failed"} == set()
     samples = [sample for batch in run.records("training_data") for sample in batch["samples"]]
     # One growing sample a rollout: the second request continues the first.
     assert samples and all(sample["metadata"]["turns"] == 2 for sample in samples)

@@ -68,7 +68,7 @@ def test_a_server_joins_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             launcher.kill()
     assert run.summary["status"] == "interrupted"
     failed = {record["reason"] for record in run.records("fates") if record["fate"] == "failed"}
-    assert failed <= {"run_ended", "interrupted", "training_done"}
+    assert not failed
     audit = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir)]
     assert subprocess.run(audit, env=environment(), timeout=300, check=False).returncode == 0
     assert run.living_processes() == []

@@ -195,7 +195,7 @@ def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
         launcher.kill()
     _assert_a_clean_end(run)
     reasons = {record["reason"] for record in run.records("fates") if record["fate"] == "failed"}
-    assert reasons <= {"run_ended", "interrupted", "training_done"}, "a rollout failed because its server went away"
+    assert not reasons, "a rollout failed because its server went away"
 
 
 @pytest.mark.slow

@@ -114,14 +114,14 @@ def test_d1_l4_groups_that_were_cut_off_are_run_again_at_their_place(tmp_path: P
         actor_fate("0-1", "failed", "rollout_timeout", 4),  # came to its end, without a sample
         actor_fate("0-2", "failed", "rollout_timeout", 1),  # three attempts were running
         actor_fate("0-3", "failed", "rollout_timeout", 1),  # published without that one
-        actor_fate("0-5", "failed", "training_done", 4),
+        actor_fate("0-5", "unused", "training_done", 4),
     ]
     write(hub, "fates", "actor_0", FateRecord, *fates)
     found = find_started_groups(hub, "actor_0")
     assert found.open_groups == {"0-2": 3, "0-4": 4}
     assert (found.numbers_due, found.next_number) == ([2, 4, 5], 6)
     # The next actor writes these fates and dies at once: the same groups are due, and nothing is open.
-    again = [actor_fate(name, "failed", "interrupted", count) for name, count in found.open_groups.items()]
+    again = [actor_fate(name, "unused", "interrupted", count) for name, count in found.open_groups.items()]
     write(hub, "fates", "actor_0", FateRecord, *again)
     found = find_started_groups(hub, "actor_0")
     assert (found.open_groups, found.numbers_due, found.next_number) == ({}, [2, 4, 5], 6)

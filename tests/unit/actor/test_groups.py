@@ -108,6 +108,29 @@ async def test_d7_every_started_rollout_has_one_fate_when_training_is_done() -> 
     assert started == settled and set(started.values()) == {ATTEMPTS}
 
 
+async def test_a_group_that_training_leaves_is_unused_and_only_what_failed_in_it_failed() -> None:
+    class OneOfEach:
+        """Of three rollouts one ends, one fails, and one still runs at the end."""
+
+        async def run(self, start: StartRollout, timeout_s: float) -> Answer:
+            if start.rollout_id.endswith("r2"):
+                await asyncio.Event().wait()
+            return ended(start.rollout_id) if start.rollout_id.endswith("r0") else RolloutFailed(0, "bad", "")
+
+    runner = runner_of(OneOfEach(), Written(), attempts=3)
+    running = asyncio.create_task(runner.run())
+    await settle()
+    runner.progress.done = True
+    runner.progress.changes.notify()
+    await asyncio.wait_for(running, LIMIT_S)
+    records = [fate for fate in runner.publisher.fates.records if fate.group_id == "0-0"]  # type: ignore[attr-defined]
+    assert [(fate.fate, fate.reason, fate.num_rollouts, fate.sample_ids) for fate in records] == [
+        ("pending", "started", 3, []),
+        ("failed", "bad", 1, []),
+        ("unused", "training_done", 2, ["0-0/r0/s0"]),
+    ]
+
+
 async def test_r1_too_many_failures_end_the_run_with_their_reasons() -> None:
     runner = runner_of(InstantRollouts(lambda start: RolloutFailed(0, "bad", "no")), Written(), max_failure_rate=0.5)
     with pytest.raises(ExceptionGroup) as raised:
@@ -151,7 +174,7 @@ async def test_groups_say_how_many_passes_are_done(rollouts: Rollouts) -> None:
 
 
 async def test_no_group_starts_after_the_last_step() -> None:
-    """Its samples would fail as `training_done`: the end of training is only heard once the weights are sent."""
+    """Its samples would be unused (`training_done`): the end of training is only heard once the weights are sent."""
     rollouts = InstantRollouts()
     runner = runner_of(rollouts, Written())
     runner.progress._last_step = 3

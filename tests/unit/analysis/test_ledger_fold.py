@@ -83,8 +83,8 @@ def test_d7_the_fates_add_up_to_what_was_submitted() -> None:
     ledger = build_ledger(clean_run())
     assert ledger.faults == []
     assert ledger.submitted == 7
-    assert ledger.counts() == {"trained": 4, "filtered": 0, "stale": 1, "failed": 0, "pending": 2}
-    assert ledger.tokens() == {"trained": 40, "filtered": 0, "stale": 10, "failed": 0, "pending": 20}
+    assert ledger.counts() == {"trained": 4, "filtered": 0, "stale": 1, "failed": 0, "unused": 0, "pending": 2}
+    assert ledger.tokens() == {"trained": 40, "filtered": 0, "stale": 10, "failed": 0, "unused": 0, "pending": 20}
     assert ledger.rolled_back_samples == 2
     assert ledger.rollouts == {"started": 4, "failed": 1, "failed/rollout_timeout": 1}
 
@@ -103,10 +103,11 @@ def _rest(evidence: RunRecords) -> tuple[list[BatchHead], list[GroupHead]]:
 
 def test_finished_samples_of_a_group_that_was_given_up_are_counted() -> None:
     evidence = clean_run()
-    evidence.fates.append(fate("failed", "x", "y", reason="training_done", rollouts=4))
+    evidence.fates.append(fate("unused", "x", "y", reason="training_done", rollouts=4))
     ledger = build_ledger(evidence)
     assert ledger.faults == [] and ledger.submitted == 9
-    assert ledger.counts()["failed"] == 2 and ledger.tokens()["failed"] == 20
+    assert ledger.counts()["unused"] == 2 and ledger.tokens()["unused"] == 20
+    assert (ledger.rollouts["failed"], ledger.rollouts["unused"]) == (1, 4), "failures are failures alone"
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def evaluation(
 
 def fate(kind: Fate, count: int, version: int = 1, tokens: int = 0, rollouts: int = 0, inc: int = 0) -> FateRecord:
     return FateRecord(
-        sample_ids=[f"s{n}" for n in range(count)],
+        sample_ids=[f"g/r{n}/s0" for n in range(count)],
         fate=kind,
         reason="r",
         version=version,
@@ -91,6 +91,7 @@ def finished() -> RunState:
     state.fold_fate(fate("trained", 24, version=2, tokens=300))
     state.fold_fate(fate("filtered", 8, tokens=200))
     state.fold_fate(fate("failed", 0, rollouts=3))
+    state.fold_fate(fate("unused", 2, rollouts=5))  # 2 of the 5 rollouts had ended, with a sample each
     return state
 
 
@@ -111,7 +112,7 @@ def test_summary_of_a_finished_run(finished: RunState) -> None:
         "multi_version_samples": 7,
         "stall_fraction": pytest.approx(0.025),  # 0.5 s of updates after the first, in 20 s
         "logprob_abs_diff_mean": pytest.approx(2e-6),
-        "fates": {"trained": 40, "filtered": 8, "failed": 3},
+        "fates": {"trained": 40, "filtered": 8, "failed": 3, "unused": 5},
     }
 
 
