@@ -296,8 +296,7 @@ def rollout_record(
         min_version=ended.min_version if ended else None,
         max_version=ended.max_version if ended else None,
         failure=failed.reason if failed else "",
-        # The end of a traceback says what went wrong.
-        message=failed.message[-MAX_CHARS:] if failed else "",
+        message=failed.message[:MAX_CHARS] if failed else "",
         incarnation=incarnation,
     )
 

@@ -44,7 +44,7 @@ from pipelinerl.actor.workers import (
 )
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config, to_dictconfig
-from pipelinerl.domains.registry import RolloutFunction, load_rollout_function
+from pipelinerl.domains.registry import RolloutFunction, describe_error, load_rollout_function, place_of, where_is
 from pipelinerl.errors import (
     EXIT_USER_ERROR,
     DomainError,
@@ -221,12 +221,15 @@ class RolloutWorker:
             return Fatal(user_error=False, message=safe_text(error))
         if isinstance(error, RolloutError):
             reason, message = safe_text(error.reason), safe_text(error)
+            if not place_of(error):  # what the function returned is at fault
+                message += where_is(self._function)
         else:
             reason = encodable(f"exception_{type(error).__name__}")
-            message = encodable("".join(traceback.format_exception(error)))
+            message = encodable(describe_error(error))
             self._seen[reason] += 1
             if self._seen[reason] <= _TRACEBACKS_PER_KIND:
-                logger.warning("rollout %s failed:\n%s", start.rollout_id, message)
+                text = encodable("".join(traceback.format_exception(error)))
+                logger.warning("rollout %s failed:\n%s", start.rollout_id, text)
         return RolloutFailed(
             ticket=start.ticket,
             reason=reason,

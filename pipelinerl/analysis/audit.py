@@ -172,7 +172,7 @@ def _lines(report: AuditReport) -> Iterator[str]:
     if report.retrained_samples:
         yield f"  {report.retrained_samples} samples were trained in steps that a restart rolled back"
     if rollouts:
-        yield f"rollouts: {rollouts.get('started', 0)} started, {rollouts.get('failed', 0)} failed, {rollouts.get('unused', 0)} unused"
+        yield "rollouts: " + ", ".join(f"{rollouts.get(name, 0)} {name}" for name in ("started", "failed", "unused"))
         yield from (f"  {name}: {n}" for name, n in sorted(rollouts.items()) if "/" in name)
     yield ""
     yield f"output tokens: {report.tokens_generated} generated, goodput {report.goodput:.1%} (trained / generated)"
@@ -205,7 +205,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipelinerl audit",
         description="Prove from a run's streams that every sample ended in exactly one way: submitted = trained + "
-        "filtered + stale + failed + unused + pending. Prints goodput and compares the lengths of trained and lost samples.",
+        "filtered + stale + failed + unused + pending. Prints goodput and compares the lengths of trained and lost "
+        "samples.",
         epilog="Exit code 0: clean, 1: not clean, 2: not the directory of a run.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")

@@ -1,6 +1,8 @@
 """The command `check-domain`: check a task's functions, data sets and gold answers, and run one rollout.
 
-No model is started: the rollout runs against a server that answers as told.
+No model is started: the rollout runs against a server that answers as told. The launcher makes the same checks in a
+process of its own, without those of the gold answers: `python -m pipelinerl.analysis.check --run-config FILE` exits
+with 0 if the task is usable, else with 2, and stderr says why not.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,23 +23,31 @@ from aiohttp import web
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
-from pipelinerl.config.load import to_dictconfig
+from pipelinerl.config.load import load_config, to_dictconfig
 from pipelinerl.config.validate import missing_task
-from pipelinerl.domains.check import check_answers, checked_problems, domain_function
+from pipelinerl.domains.check import check_answers, checked_problems, count_line, domain_function
 from pipelinerl.domains.problem_sets import Problem
-from pipelinerl.domains.registry import load_rollout_function
-from pipelinerl.errors import DomainError, UserError
+from pipelinerl.domains.registry import describe_error, is_await_missing, load_rollout_function, place_of
+from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
 from pipelinerl.grading import open_verifier
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
 from pipelinerl.llm.trainable import sampling_parameters
-from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S
+from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, DRY_ROLLOUT, DRY_ROLLOUT_TIMEOUT_S
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
 _REPEAT_S = 5.0  # code that swallows the interruption meets it again
 _LAST_RESORT_S = 20.0
 _FRAMES = 6
+#: Faults of the code whatever the model says. Others may come from an answer that no model gives.
+_ALWAYS_FAULTS = (NameError, ImportError)
+#: The same, if they come before the model is asked.
+_FAULTS = (*_ALWAYS_FAULTS, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class PossibleFault(DomainError):
+    """The dry rollout failed, but rollouts with other answers, or later, may not."""
 
 
 class _TimeIsUp(BaseException):
@@ -66,7 +77,7 @@ def time_limit(seconds: float, what: str, next_step: str) -> Iterator[None]:
         yield
     except _TimeIsUp:
         where = "\n  ".join(place)
-        raise DomainError(f"{what} took more than {seconds:g} s. {next_step} It was here:\n  {where}") from None
+        raise PossibleFault(f"{what} took more than {seconds:g} s. {next_step} It was here:\n  {where}") from None
     finally:
         is_inside = False
         faulthandler.cancel_dump_traceback_later()
@@ -95,19 +106,20 @@ _FILLER = "I do not know."
 _TOKEN = "dry-rollout"
 
 
-def dry_rollout(config: RunConfig, problem: Problem) -> str:
+def dry_rollout(config: RunConfig, problem: Problem, timeout_s: float = TIMEOUT_S) -> str:
     """Run one rollout of `problem` and return one line about it.
 
     The server answers with the domain's gold answer, if it has one: the rollout must then be a success.
 
     Raises:
-        DomainError: the rollout fails, does not end, has nothing to train on, or does not succeed with the gold answer.
+        DomainError: the rollout fails, has nothing to train on, or does not succeed with the gold answer.
+        PossibleFault: the same, but it may be due to the answer or to the time it took.
     """
-    limit_s = min(TIMEOUT_S, config.actor.rollout_timeout_s)
+    limit_s = min(timeout_s, config.actor.rollout_timeout_s)
     # A function that waits is ended by the event loop; the grace is for one that holds the loop.
     with time_limit(
         limit_s + _BLOCK_GRACE_S,
-        f"actor.rollout_policy: a dry rollout of problem {problem.id!r} holds the event loop and",
+        f"{DRY_ROLLOUT} of problem {problem.id!r} holds the event loop and",
         "Other rollouts cannot run meanwhile: await what takes long, or put it into a thread or a @grader.",
     ):
         return asyncio.run(_run(config, problem, limit_s))
@@ -116,7 +128,10 @@ def dry_rollout(config: RunConfig, problem: Problem) -> str:
 async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
     function = load_rollout_function(config)
     gold_answer = domain_function(config, "gold_answer")
-    gold = gold_answer(problem.data) if gold_answer is not None else None
+    try:
+        gold = gold_answer(problem.data) if gold_answer is not None else None
+    except Exception as error:
+        raise DomainError(f"gold_answer of problem {problem.id!r} raised {describe_error(error)}") from error
     tokenizer = build_tokenizer(max_number=1)
     async with (
         _scripted_server(tokenizer.encode(gold or _FILLER, add_special_tokens=False)) as url,
@@ -131,7 +146,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
             result = check_result(answer, function)
             if not result.training_texts:
                 raise DomainError(
-                    f"actor.rollout_policy: a dry rollout of problem {problem.id!r} returned no training text, so "
+                    f"{DRY_ROLLOUT} of problem {problem.id!r} returned no training text, so "
                     "nothing could be trained: the actor fails such rollouts (no_samples). Return "
                     "training_texts=[make_training_text(llm, llm_call), ...], for wrong answers too."
                 )
@@ -142,32 +157,28 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
             raise
         except Exception as error:
             if timeout.expired():
-                raise DomainError(
-                    f"actor.rollout_policy: a dry rollout of problem {problem.id!r} did not end within {limit_s:g} s "
-                    "(actor.rollout_timeout_s; at most 120 here), although every request was answered at once. It "
-                    f"waits for something else{_place_of(error)}."
+                place = place_of(error.__cause__) if error.__cause__ is not None else ""
+                raise PossibleFault(
+                    f"{DRY_ROLLOUT} of problem {problem.id!r} did not end within {limit_s:g} s, although every request "
+                    f"was answered at once (actor.rollout_timeout_s is {config.actor.rollout_timeout_s:g}). It waits "
+                    f"for something else{f' at {place}' if place else ''}."
                 ) from error
-            raise DomainError(
-                f"actor.rollout_policy: a dry rollout of problem {problem.id!r} failed: {type(error).__name__}: {error}"
+            is_certain = gold is not None or isinstance(error, _ALWAYS_FAULTS) or is_await_missing(error)
+            is_certain = is_certain or (not llm.counters.requests and isinstance(error, _FAULTS))
+            raise (DomainError if is_certain else PossibleFault)(
+                f"{DRY_ROLLOUT} of problem {problem.id!r}, answered with {gold or _FILLER!r}, failed: "
+                f"{describe_error(error, function)}"
             ) from error
     said = "the gold answer" if gold else f"{_FILLER!r}"
     if gold and not summary.success:
         raise DomainError(
-            f"actor.rollout_policy: answered with the gold answer, the dry rollout of problem {problem.id!r} is no "
-            f"success (reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
+            f"{DRY_ROLLOUT} of problem {problem.id!r}, answered with the gold answer, is no success "
+            f" (reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
         )
     return (
         f"a dry rollout, answered with {said}: reward {summary.reward:g}, success {summary.success}, "
         f"{len(samples)} sample(s), metrics {summary.metrics}"
     )
-
-
-def _place_of(error: BaseException) -> str:
-    """Where the user's function was when it was cancelled, as ` at file:line`."""
-    cause = error.__cause__
-    frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-    # The first frame is this file's, the second the rollout function's.
-    return f" at {frames[1].filename}:{frames[1].lineno}" if len(frames) > 1 else ""
 
 
 def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
@@ -239,6 +250,32 @@ def _check(config: RunConfig) -> None:
         "A run would not start. Make it quicker.",
     ):
         problems = checked_problems(config)
-    print(f"{len(problems.train)} training problems, {len(problems.test)} test problems", flush=True)
+    print(count_line(problems), flush=True)
     print(check_answers(config, problems), flush=True)
     print(dry_rollout(config, problems.train[0]))
+
+
+def check_run(file: Path) -> int:
+    """Check the task of a resolved configuration file for the launcher, and return the exit code.
+
+    A dry rollout that fails for a reason that may not last is a line of the output: rollouts of a run may fail too.
+    """
+    try:
+        config = load_config(file)
+        problems = checked_problems(config)
+        print(count_line(problems), flush=True)
+        # The environment's servers are started with the run.
+        if not config.world.env_replicas:
+            dry_rollout(config, problems.train[0], DRY_ROLLOUT_TIMEOUT_S)
+    except PossibleFault as error:
+        print(f"\n{' '.join(str(error).split())}", flush=True)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Check the task of a run.")
+    parser.add_argument("--run-config", required=True, type=Path, help="resolved configuration (YAML)")
+    sys.exit(check_run(parser.parse_args().run_config))

@@ -3,24 +3,18 @@
 The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
 here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None` or
 `validate(problem, config)`, the score of the gold answer, which has to be 1 (None: this problem has none).
-
-    python -m pipelinerl.domains.check --run-config FILE      # exit code 0: usable; 2: stderr says why not
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.load import load_config
 from pipelinerl.domains.problem_sets import Problem, ProblemSets, load_problem_sets
-from pipelinerl.domains.registry import gold_score, load_dataset_loader, load_rollout_function
-from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
+from pipelinerl.domains.registry import describe_error, gold_score, load_dataset_loader, load_rollout_function
+from pipelinerl.errors import DomainError, UserError
 from pipelinerl.rl.user_function import check_user_functions
 from pipelinerl.sandbox.main import check_environment
 
@@ -35,7 +29,11 @@ def check_domain(config: RunConfig) -> str:
         DomainError: something cannot be used; the message says what to do.
         ConfigError: a loss or an advantage estimator of the user cannot be imported.
     """
-    problems = checked_problems(config)
+    return count_line(checked_problems(config))
+
+
+def count_line(problems: ProblemSets) -> str:
+    """One line about the problems that were found."""
     return f"{len(problems.train)} training problems, {len(problems.test)} test problems"
 
 
@@ -46,7 +44,12 @@ def checked_problems(config: RunConfig) -> ProblemSets:
     load_dataset_loader(config)
     check_config = domain_function(config, "check_config")
     if check_config is not None:
-        check_config(config)
+        try:
+            check_config(config)
+        except UserError:
+            raise
+        except Exception as error:
+            raise DomainError(f"check_config refuses the configuration: {describe_error(error)}") from error
     check_environment(config)
     check_user_functions(config.finetune.rl)
     return load_problem_sets(config)
@@ -74,7 +77,7 @@ def check_answers(config: RunConfig, problems: ProblemSets) -> str:
         try:
             score = gold_score(validate, problem.data, config)
         except Exception as error:
-            raise DomainError(f"validate raised {type(error).__name__} for problem {problem.id!r}: {error}") from error
+            raise DomainError(f"validate of problem {problem.id!r} raised {describe_error(error)}") from error
         if score is None:
             continue
         num_checked += 1
@@ -90,21 +93,3 @@ def _spread(problems: list[Problem]) -> list[Problem]:
     """Return at most `MAX_VALIDATED` problems, evenly spread."""
     step = -(-len(problems) // MAX_VALIDATED)
     return problems[:: max(step, 1)]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Check the user code named by a resolved configuration file and return the exit code."""
-    parser = argparse.ArgumentParser(description="Check the dataset loader and the rollout function of a run.")
-    parser.add_argument("--run-config", required=True, type=Path, help="resolved configuration (YAML)")
-    arguments = parser.parse_args(argv)
-
-    try:
-        sys.stdout.write(check_domain(load_config(arguments.run_config)) + "\n")
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USER_ERROR
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config import RunConfig
-from pipelinerl.domains.registry import LOADER_KEY, DatasetLoader, load_dataset_loader
+from pipelinerl.domains.registry import LOADER_KEY, DatasetLoader, describe_error, load_dataset_loader
 from pipelinerl.errors import DomainError, UserError
 
 
@@ -76,7 +76,7 @@ def _load(loader: DatasetLoader, config: RunConfig, key: str, names: list[Any]) 
     except UserError:
         raise
     except Exception as error:
-        raise DomainError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise DomainError(f"{where} raised {describe_error(error)}") from error
     if not hasattr(rows, "__iter__") or isinstance(rows, str | bytes | dict):
         raise DomainError(f"{where} returned a {type(rows).__name__}, expected a list of dicts.")
     encoder = msgspec.msgpack.Encoder(order="deterministic")

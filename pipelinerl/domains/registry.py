@@ -6,9 +6,13 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError
@@ -121,9 +125,13 @@ def _check_call(
 
 
 def _where(function: Any, key: str, path: str | None) -> str:
+    return f"{key}: {path!r}{where_is(function)}"
+
+
+def where_is(function: Any) -> str:
+    """Return ` (file:line)` of a function, or nothing."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return f"{key}: {path!r}{place}"
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
 def _top_line_of(error: BaseException) -> str:
@@ -134,10 +142,52 @@ def _top_line_of(error: BaseException) -> str:
 
 def _line_of(error: BaseException) -> str:
     """Return ` (file:line)` of the user's line that raised, or nothing."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
         return f" ({error.filename}:{error.lineno})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f" ({place})" if (place := place_of(error)) else ""
+
+
+#: Code that is not the user's own: this package, Python's library and installed packages.
+_FOREIGN = (
+    *("<", f"{Path(__file__).parents[1]}/"),
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
+
+def place_of(error: BaseException) -> str:
+    """Return `file:line` of the user's own line that led to `error`; empty: no such line did."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def describe_error(error: BaseException, function: Any = None) -> str:
+    """Say in one line what user code raised, and at which of its lines.
+
+    Args:
+        error: of user code, or of a check of what it returned.
+        function: the user's; named where no line of the user's led to the error.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - user code
+        text = "(without a text)"
+    if isinstance(error, ValidationError):
+        text = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}, got {fault['input']!r:.80}"
+            for fault in error.errors(include_url=False)
+        )
+    if is_await_missing(error):
+        text += ". Is an `await` missing there?"
+    return f"{type(error).__name__}: {text}{_line_of(error) or (where_is(function) if function is not None else '')}"
+
+
+def is_await_missing(error: BaseException) -> bool:
+    """Whether `error` is that of a coroutine that was used as if it were its result."""
+    return isinstance(error, AttributeError | TypeError) and "coroutine" in str(error)
 
 
 def gold_score(validate: Callable[..., float | None], problem: dict[str, Any], config: Any) -> float | None:

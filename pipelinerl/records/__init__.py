@@ -1,8 +1,8 @@
 """Frozen wire records and their codec. No torch, no I/O."""
 
 from pipelinerl.records.messages import (
-    EvaluationResult,
     FATES,
+    EvaluationResult,
     Fate,
     FateRecord,
     MetricRecord,
@@ -36,13 +36,13 @@ from pipelinerl.records.sample import (
 )
 
 __all__ = [
+    "FATES",
     "IGNORED_LABEL",
     "SCHEMA_VERSION",
     "BatchHead",
     "EvaluationResult",
     "EvaluationRollout",
     "EvaluationSample",
-    "FATES",
     "Fate",
     "FateRecord",
     "Group",

@@ -110,9 +110,9 @@ class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
 
     `group_id` names their group; `num_rollouts` rollouts of it are settled too, with or without samples. `failed`: a
-    rollout or a sample could not be used; `unused`: nothing was wrong, but its group was cut off, by the end of training
-    or of the process. The actor writes `pending` with the number of its rollouts when it starts a group: the only fate
-    that is not final.
+    rollout or a sample could not be used; `unused`: nothing was wrong, but its group was cut off by the end of
+    training or of the process. The actor writes `pending` with the number of its rollouts when it starts a group: the
+    only fate that is not final.
     """
 
     sample_ids: list[str]

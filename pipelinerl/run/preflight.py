@@ -36,6 +36,9 @@ from pipelinerl.world import Cluster, nvml_gpu_lister
 #: What the check of the user's code prints when it succeeds.
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
+#: How the same check begins what it says about one rollout without servers, and how long that may take.
+DRY_ROLLOUT = "actor.rollout_policy: a dry rollout"
+DRY_ROLLOUT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,7 @@ def _check_function(key: str, path: str | None, is_async: bool, start: Start) ->
 
 
 def check_domain(start: Start) -> list[str]:
-    """Import and try the user's dataset loader and rollout function in a child process, and count the problems.
+    """Load the problems and make one rollout without servers, in a child process; return their number and remarks.
 
     Raises:
         UserError: with the message of the child.
@@ -239,7 +242,7 @@ def check_domain(start: Start) -> list[str]:
         env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         env.pop(NODE_SECRET_KEY, None)  # not for the user's code
-        argv = [sys.executable, "-m", "pipelinerl.domains.check", "--run-config", str(file)]
+        argv = [sys.executable, "-m", "pipelinerl.analysis.check", "--run-config", str(file)]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         try:
             with log.file.open("wb") as stderr:
@@ -251,13 +254,17 @@ def check_domain(start: Start) -> list[str]:
             raise DomainError(f"{late}. Make the module quick to import.") from error
         if done.returncode == EXIT_USER_ERROR:
             raise UserError(user_error(log) or last_error(log))
-        if done.returncode != 0:
-            raise DomainError(f"the check of {what} failed: {last_error(log)}")
+        problem = last_error(log) if done.returncode != 0 else ""
     printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
     found = [match for line in printed if (match := _PROBLEMS_FOUND.fullmatch(line))]
+    if problem and not found:
+        raise DomainError(f"the check of {what} failed: {problem}")
     if not found:
         raise DomainError(f"the code of {what} ended the process that checked it: it calls sys.exit() or os._exit().")
-    return [found[-1][0], *(f"note: {note}" for note in epoch_notes(config, int(found[-1][1])))]
+    notes = [f"{line} Rollouts like it count as failed." for line in printed if line.startswith(DRY_ROLLOUT)]
+    if problem:  # as rollouts of a run would end their worker
+        notes.append(f"{DRY_ROLLOUT} ended its process: {problem}")
+    return [found[-1][0], *(f"note: {note}" for note in [*epoch_notes(config, int(found[-1][1])), *notes])]
 
 
 def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,21 @@ from pipelinerl.errors import DomainError, UserError
 from pipelinerl.run.preflight import Start, check_domain
 from pipelinerl.world import Cluster
 
+ASKED = """
+    call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": "?"}]), session)
+    text = make_training_text(llm, call)
+    text.reward = 0.0
+"""
+RESULT = "    return RolloutResult([text], BaseMetrics(reward=0.0, success=False))\n"
 
-def check(folder: Path, body: str, **environ: str) -> list[str]:
+
+def check(folder: Path, body: str, rollout: str = ASKED + RESULT, **environ: str) -> list[str]:
     (folder / "checked_task.py").write_text(
         f"import os, sys\ndef load_problems(names):\n    {body}\n"
-        "async def generate_rollout(cfg, llm, problem, session): ...\n"
+        "from pipelinerl.async_llm import llm_async_generate, make_training_text\n"
+        "from pipelinerl.llm import Prompt\n"
+        "from pipelinerl.rollouts import BaseMetrics, RolloutResult\n"
+        f"async def generate_rollout(cfg, llm, problem, session):\n{rollout}"
     )
     run = RunConfig(
         output_dir="x",
@@ -43,3 +54,33 @@ def test_o5_the_users_code_does_not_see_the_secret_of_the_launchers(tmp_path: Pa
     body = "raise ValueError(f\"seen: {os.environ.get('PIPELINERL_NODE_SECRET')}\")"
     with pytest.raises(UserError, match="seen: None"):
         check(tmp_path, body, PIPELINERL_NODE_SECRET="0123456789abcdef")
+
+
+ONE = "return [{'a': 1}]"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        ("    problem['b']\n" + ASKED + RESULT, r"KeyError: 'b' \(.*checked_task.py:8\)"),
+        (ASKED + "    undefined\n" + RESULT, r"NameError.* \(.*checked_task.py:12\)"),
+        (ASKED.replace("await ", "") + RESULT, r"`await` missing.* \(.*checked_task.py:10\)"),
+        (ASKED, "returned None"),
+    ],
+)
+def test_a_rollout_function_that_cannot_work_is_refused(tmp_path: Path, rollout: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(tmp_path, ONE, rollout)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "words"),
+    [
+        (ASKED + "    int(call.output.content)\n" + RESULT, r"ValueError: .* \(.*checked_task.py:12\)"),
+        ("    open('/no/such/file')\n", r"FileNotFoundError.* \(.*checked_task.py:8\)"),
+        (ASKED + "    sys.exit('no more')\n", "no more"),
+    ],
+)
+def test_a_failure_that_may_be_due_to_the_answer_is_a_note(tmp_path: Path, rollout: str, words: str) -> None:
+    found, note = check(tmp_path, ONE, rollout)
+    assert found.startswith("1 ") and note.startswith("note: ") and re.search(words, note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -94,19 +95,26 @@ def test_a_task_of_your_own_passes(tmp_path: Path, capsys: pytest.CaptureFixture
         ("5", "", "", "the gold answer of problem 'a' scores 0.0"),
         ("4", "strip(None)", "strip('4')", "is no success"),
         ("4", "RolloutResult([text],", "RolloutResult([],", "returned no training text"),
-        ("4", "    text.reward = found.score\n", "", "bad_reward"),
+        ("4", "    text.reward = found.score\n", "", r"bad_reward.*MODULE.py:24\)"),
+        ("4", "call.output.content.strip(None)", "problem['answr']", r"KeyError: 'answr' \(.*MODULE.py:26\)"),
+        ("4", "await llm_async", "llm_async", r"`await` missing there\? \(.*MODULE.py:26\)"),
+        ("4", "reward=found.score", "reward='good'", r"reward: .*got 'good' \(.*MODULE.py:29\)"),
+        ("4", "text.reward = found.score", "text.reward = 'good'", r"bad_reward.*'good'.*MODULE.py:24\)"),
+        ("4", "return '4'", "return problem['gold']", r"validate.*KeyError: 'gold' \(.*MODULE.py:11\)"),
+        ("4", "gold_answer(problem), problem", "problem['gold'], problem", r"validate.*'gold' \(.*MODULE.py:14\)"),
+        ("4", '"answer": "4"', '"answer": names[1]', r"IndexError: .* \(.*MODULE.py:8\)"),
     ],
 )
 def test_what_does_not_agree_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gold: str, old: str, new: str, words: str
 ) -> None:
-    module = f"own_task_{abs(hash((gold, old)))}"
+    module = f"own_task_{abs(hash((gold, old, new)))}"
     command = write_task(tmp_path, module, gold)
     file = tmp_path / f"{module}.py"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new) if old else file.read_text())
     assert main(command) == 2
-    assert words in capsys.readouterr().err
+    assert re.search(words.replace("MODULE", module), capsys.readouterr().err)
 
 
 BY_HAND = """
