@@ -129,6 +129,7 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
             # The launcher's own log goes to a file; the terminal belongs to the table.
             logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=run_dir.launch_log)
             save_config(config, run_dir.config_file)
+            save_config(config, run_dir.config_of_start(identity.incarnation))
             run_dir.world_file.write_text(world.to_json(), encoding="utf-8")
             commands = build_commands(world, run_dir, os.environ, composed.search_dirs)
             # A token of the user's own lets servers join that somebody else starts (`pool add`).

@@ -1,8 +1,8 @@
 """The command `replay`: train a run again from its recorded streams, without servers, and compare.
 
 Which groups form a batch depends on when they arrived, so that is taken from the record; filters, advantages and the
-packing plan are computed again. On a CPU with the plain backend and one trainer rank, weights and optimizer state come
-out bit for bit. Nothing is written into the run.
+packing plan are computed again, each with the configuration of the start that made it. On a CPU with the plain backend
+and one trainer rank, weights and optimizer state come out bit for bit. Nothing is written into the run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -47,31 +48,30 @@ from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.read import read_all
 
 
-def last_step(streams: StreamHub) -> int:
-    """The step of the newest weights."""
+def read_lineage(streams: StreamHub) -> Lineage:
+    """Which start took which step."""
     lineage = Lineage()
     for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
         lineage.add(message)
-    return lineage.last_step
+    return lineage
 
 
 class BatchReplay:
     """Rebuilds batches one after the other. `groups` are read as far as they are needed and dropped when used."""
 
-    def __init__(self, config: FinetuneConfig, groups: Iterator[Group]) -> None:
-        self._config = config
+    def __init__(self, groups: Iterator[Group]) -> None:
         self._groups = groups
         self._read: dict[str, Group] = {}
 
-    def difference(self, batch: TrainingBatch) -> str | None:
-        """What the rebuilt batch differs in from the recorded one; None if in nothing."""
+    def difference(self, batch: TrainingBatch, config: FinetuneConfig) -> str | None:
+        """What the batch, rebuilt with `config`, differs in from the recorded one; None if in nothing."""
         recorded = {sample.id: sample for sample in batch.samples}
         rebuilt: list[Sample] = []
         for group_id in batch.group_ids:
             group = self._find(group_id)
             if group is None:
                 return f"group {group_id} is not in the stream actor"
-            rebuilt += [sample for sample in self._score(group, recorded) if sample.id in recorded]
+            rebuilt += [sample for sample in _score(group, recorded, config) if sample.id in recorded]
         if [sample.id for sample in rebuilt] != list(recorded):
             return "other samples"
         for mine, theirs in zip(rebuilt, batch.samples, strict=True):
@@ -81,9 +81,9 @@ class BatchReplay:
         plan = make_plan(
             [len(sample.input_ids) for sample in rebuilt],
             len(batch.plan),
-            self._config.seq_length,
-            self._config.seq_packing,
-            self._config.train_batch_size,
+            config.seq_length,
+            config.seq_packing,
+            config.train_batch_size,
         )
         return None if plan == batch.plan else "plan"
 
@@ -95,15 +95,16 @@ class BatchReplay:
             self._read[group.id] = group
         return self._read.pop(group_id)
 
-    def _score(self, group: Group, recorded: dict[str, Sample]) -> list[Sample]:
-        # Log-probs of the reference model were added between the two streams.
-        samples = [
-            replace(sample, ref_logprobs=recorded[sample.id].ref_logprobs) if sample.id in recorded else sample
-            for sample in group.samples
-        ]
-        scorer = GroupScorer(self._config, ResumePoint())
-        ((scored, _),) = scorer.score([Entry(0, replace(group, samples=samples))])
-        return scored.record.samples
+
+def _score(group: Group, recorded: dict[str, Sample], config: FinetuneConfig) -> list[Sample]:
+    # Log-probs of the reference model were added between the two streams.
+    samples = [
+        replace(sample, ref_logprobs=recorded[sample.id].ref_logprobs) if sample.id in recorded else sample
+        for sample in group.samples
+    ]
+    scorer = GroupScorer(config, ResumePoint())
+    ((scored, _),) = scorer.score([Entry(0, replace(group, samples=samples))])
+    return scored.record.samples
 
 
 _COMPARED_NUMBERS = ("finetune/loss", "finetune/grad_norm")
@@ -117,17 +118,22 @@ class TrainingReplay:
     """
 
     def __init__(self, run: StartedRun) -> None:
-        config = run.config
+        config = run.config_of(0)
         for key, got, expected in (
             ("backend.type", config.backend.type, "plain"),
             ("world.num_finetune_ranks", run.world.num_finetune_ranks, 1),  # several sum in another order
         ):
             if got != expected:
                 raise ConfigError(key, got, str(expected), "This run cannot be replayed.")
+        self._run, self._incarnation = run, 0
         self._states = run.run_dir.finetune / "training_state"
         torch.set_num_threads(max(run.world.jobs_of("finetune")[0].cores, 1))
         torch.manual_seed(config.seed)
-        ranks = Ranks()
+        self._entropy_control: EntropyControl | None = None
+        self._start(config)
+
+    def _start(self, config: RunConfig) -> None:
+        run, ranks = self._run, Ranks()
         policy = load_policy(config, ranks.device)
         has_servers = bool(run.world.jobs_of("preprocessor_llm"))
         reference = load_reference(config, policy, ranks.device, has_servers)
@@ -136,10 +142,23 @@ class TrainingReplay:
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         schedule = schedule_of(config.finetune)
         self._steps = StepRunner(self._backend, config.finetune, ranks, schedule, pad_id, reference)
-        self._entropy_control: EntropyControl | None = None
 
-    def step(self, batch: TrainingBatch) -> dict[str, float]:
-        """Train on `batch` and return the numbers of the step."""
+    def resume(self, incarnation: int) -> None:
+        """Continue as that start of the run did, with its configuration."""
+        config = self._run.config_of(incarnation)
+        if config != self._run.config_of(self._incarnation):
+            random_state = torch.get_rng_state()
+            with tempfile.TemporaryDirectory() as folder:
+                self._backend.save(Path(folder))
+                self._start(config)
+                self._backend.load(Path(folder))
+            torch.set_rng_state(random_state)
+        self._incarnation = incarnation
+
+    def step(self, batch: TrainingBatch, incarnation: int = 0) -> dict[str, float]:
+        """Train on `batch` as that start of the run did, and return the numbers of the step."""
+        if incarnation != self._incarnation:
+            self.resume(incarnation)
         result = self._steps.run(batch, self._entropy_control)
         self._entropy_control = result.entropy_control
         times = StepTimes(0.0, 0.0, result.seconds, 0.0, result.seconds)
@@ -183,18 +202,19 @@ def replay_run(
     checked: list[int] = []
     step, found = 0, None
     with open_streams(run) as streams:
-        end = last_step(streams) if max_steps is None else min(max_steps, last_step(streams))
+        lineage = read_lineage(streams)
+        end = lineage.last_step if max_steps is None else min(max_steps, lineage.last_step)
         # Of a repeated step, the newest numbers.
         numbers = {record.step: record.values for record in read_all(streams, METRICS_TOPIC, TRAINER, MetricRecord)}
-        rebuild = BatchReplay(run.config.finetune, read_all(streams, ACTOR_TOPIC, ACTOR, Group))
+        rebuild = BatchReplay(read_all(streams, ACTOR_TOPIC, ACTOR, Group))
         for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch):
             if batch.step > end:
                 break
             step = batch.step
-            if difference := rebuild.difference(batch):
+            if difference := rebuild.difference(batch, run.config_of(batch.incarnation).finetune):
                 found = f"batch of step {step}: {difference}"
                 break
-            values = trainer.step(batch)
+            values = trainer.step(batch, lineage.incarnation_of(step))
             if on_step is not None:
                 on_step(step, values)
             recorded = numbers.get(step, {})

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config.conf_files import did_you_mean
-from pipelinerl.config.former_keys import fate_of
+from pipelinerl.config.former_keys import fate_of, synonym_of
 from pipelinerl.config.keys import Key, known_keys
 from pipelinerl.config.run import LIKE_TRAINING, RunConfig
 from pipelinerl.config.section import choice_of, section_of
@@ -44,10 +44,12 @@ def raise_faults(faults: list[ConfigError]) -> None:
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """Return the known dotted key that is most like `key`, or None.
+    """Return the known dotted key that is meant by `key` in another library, or else most like it, or None.
 
     A key at the wrong depth is found by its last part: `seq_length` -> `finetune.seq_length`.
     """
+    if (synonym := synonym_of(key)) is not None:
+        return synonym
     head, _, leaf = key.rpartition(".")
     best, best_score = None, 0.0
     for candidate in known:

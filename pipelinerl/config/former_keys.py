@@ -1,4 +1,4 @@
-"""What became of PipelineRL's keys that this schema does not have. Pure data and functions on plain mappings."""
+"""Names of keys that this schema does not have: what became of PipelineRL's, and what ours are called elsewhere."""
 
 from __future__ import annotations
 
@@ -126,6 +126,92 @@ REWRITTEN: dict[str, str] = {
     "finetune.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
     "finetune.rl.use_advantages": "finetune.rl.advantage_estimator=reinforce for plain rewards",
 }
+
+
+#: What TRL, verl and OpenRLHF call our keys, by the ends of the dotted names.
+_OTHER_NAMES = {
+    "model_path": "model_name_or_path actor_rollout_ref.model.path pretrain model_name",
+    "output_dir": "default_local_dir save_path ckpt_path",
+    "attempts": "num_generations rollout.n n_samples_per_prompt group_size",
+    "max_lag": "staleness_threshold max_staleness",
+    "schedule": "async_train",
+    "eval_every_n_versions": "eval_steps test_freq eval_interval",
+    "train_dataset_names": "dataset_name train_files dataset",
+    "test_dataset_names": "val_files eval_dataset",
+    "llm.parameters.max_tokens": (
+        "max_new_tokens max_completion_length max_response_length "
+        "generate_max_len response_length"
+    ),
+    "agent.prompt_max_len": "max_prompt_length prompt_length",
+    "finetune.learning_rate": "lr actor_learning_rate",
+    "finetune.train_batch_size": (
+        "per_device_train_batch_size micro_train_batch_size micro_batch_size "
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu"
+    ),
+    "finetune.gradient_accumulation_passes": (
+        "batch_size gradient_accumulation_steps rollout_batch_size data.train_batch_size "
+        "ppo_mini_batch_size global_batch_size"
+    ),
+    "finetune.max_train_steps": "max_steps total_training_steps num_steps total_steps",
+    "finetune.max_epochs": "num_train_epochs total_epochs num_episodes num_epochs epochs",
+    "finetune.num_warmup_steps": "warmup_steps warmup_ratio lr_warmup_ratio lr_warmup_steps lr_warmup_steps_ratio",
+    "finetune.lr_scheduler_type": "lr_scheduler warmup_style",
+    "finetune.gradient_clipping_threshold": "max_grad_norm grad_clip max_norm clip_grad",
+    "finetune.weight_decay": "l2",
+    "finetune.seq_length": "max_length max_seq_length max_seq_len max_len ppo_max_token_len_per_gpu max_tokens_per_gpu",
+    "finetune.seq_packing": "packing packing_samples use_dynamic_bsz use_remove_padding",
+    "finetune.gradient_checkpointing": "enable_gradient_checkpointing",
+    "finetune.save_checkpoint_steps": "save_steps save_freq save_interval",
+    "finetune.keep_last_checkpoints": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
+    "finetune.log_each_n_steps": "logging_steps",
+    "finetune.dtype": "bf16 fp16 torch_dtype param_dtype",
+    "finetune.attn_implementation": "flash_attn",
+    "finetune.lora.enabled": "use_peft",
+    "finetune.lora.r": "lora_r lora_rank",
+    "finetune.lora.alpha": "lora_alpha",
+    "finetune.lora.target_modules": "lora_target_modules",
+    "finetune.rl.policy_loss": "loss_mode importance_sampling_level",
+    "finetune.rl.aggregation": "loss_type loss_agg_mode",
+    "finetune.rl.advantage_estimator": "adv_estimator",
+    "finetune.rl.divide_advantage_by_std": "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
+    "finetune.rl.kl_coef": "beta kl_loss_coef use_kl_loss init_kl_coef",
+    "finetune.rl.reward_minus_kl_coef": "kl_ctrl.kl_coef use_kl_in_reward",
+    "finetune.rl.kl_estimator": "kl_loss_type",
+    "finetune.rl.epsilon_low": "epsilon eps_clip clip_ratio clip_ratio_low eps_clip_low_high cliprange clip_range",
+    "finetune.rl.epsilon_high": "eps_clip_high clip_ratio_high",
+    "finetune.rl.dual_clip": "delta clip_ratio_c",
+    "finetune.rl.entropy_bonus": "entropy_coeff entropy_coef entropy_loss_coef ent_coef",
+    "finetune.rl.gae_lambda": "lam lambd",
+    "finetune.rl.value_loss_coef": "vf_coef",
+    "finetune.rl.critic_learning_rate": "critic.optim.lr",
+    "finetune.rl.importance_correction": "vllm_importance_sampling_correction enable_vllm_is_correction rollout_is",
+    "finetune.rl.importance_high": "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
+    "finetune.rl.overlong_filtering": "mask_truncated_completions",
+    "finetune.rl.overlong_buffer_tokens": "overlong_buffer.len overlong_buffer_len",
+    "finetune.rl.filter_zero_advantage_groups": "dynamic_filtering filter_groups.enable dynamic_sampling",
+    "finetune.rl.filter_reward_low": "dynamic_filtering_reward_range",
+    "rewards.components": "reward_weights",
+    "actor.agent_func_path": "agent_func",
+    "backend.config": "zero_stage",
+    "world.num_actor_llms": "vllm_num_engines",
+    "world.placement": "vllm_mode colocate_all_models hybrid_engine",
+    "world.sleep_level": "vllm_enable_sleep vllm_enable_sleep_mode",
+    "world.offload_optimizer": "optimizer_offload adam_offload",
+    "vllm_config.vllm_kwargs.tensor-parallel-size": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "vllm_config.vllm_kwargs.gpu-memory-utilization": "vllm_gpu_memory_utilization gpu_memory_utilization",
+    "vllm_config.vllm_kwargs.max_model_len": "vllm_max_model_length max_model_len",
+    "wandb.mode": "report_to use_wandb",
+    "wandb.wandb_name": "run_name experiment_name wandb_run_name",
+    "wandb.wandb_project_name": "project_name wandb_project",
+}
+SYNONYMS: dict[str, str] = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+
+
+def synonym_of(key: str) -> str | None:
+    """Return our name of a key of TRL, verl or OpenRLHF, going by its last parts; None: they have none of that name."""
+    parts = key.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((SYNONYMS[end] for end in ends if end in SYNONYMS), None)
 
 
 def fate_of(key: str) -> str | None:

@@ -36,6 +36,10 @@ class Lineage:
         """False if a newer incarnation resumed from an earlier step."""
         return all(step < first for newer, first in self._first_step.items() if newer > incarnation)
 
+    def incarnation_of(self, step: int) -> int:
+        """The incarnation whose `step` counts; 0 if none reported it."""
+        return max((inc for inc, done in self._samples if done == step and self.survives(inc, step)), default=0)
+
     @property
     def last_step(self) -> int:
         """Number of optimizer steps that led to the weights; 0 before the first."""

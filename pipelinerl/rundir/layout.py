@@ -16,6 +16,10 @@ class RunDir:
     def config_file(self) -> Path:
         return self.root / "conf" / "exp_config.yaml"
 
+    def config_of_start(self, incarnation: int) -> Path:
+        """The configuration of one start: keys may change at a resume, and `replay` needs those of each step."""
+        return self.root / "conf" / "starts" / f"{incarnation}.yaml"
+
     @property
     def world_file(self) -> Path:
         return self.root / "conf" / "world.json"

@@ -36,6 +36,11 @@ class StartedRun:
     config: RunConfig
     world: WorldMap
 
+    def config_of(self, incarnation: int) -> RunConfig:
+        """What that start was made with; a run of an older release kept only that of its last start."""
+        file = self.run_dir.config_of_start(incarnation)
+        return load_config(file) if file.exists() else self.config
+
     @property
     def is_running(self) -> bool:
         """True while a launcher holds the directory."""

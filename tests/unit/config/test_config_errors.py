@@ -9,6 +9,8 @@ import pytest
 
 from pipelinerl.config.compose import compose
 from pipelinerl.config.faults import ConfigFaults, nearest_key
+from pipelinerl.config.former_keys import SYNONYMS, fate_of
+from pipelinerl.config.keys import is_known, known_keys
 from pipelinerl.errors import ConfigError
 
 
@@ -48,6 +50,14 @@ def test_a_missing_output_dir_says_what_to_write() -> None:
         ("finetune.rl.kl_coeff=1", "finetune.rl.kl_coef"),
         ("modelpath=1", "model_path"),
         ("vllm_config.vllm_kwarg.a=1", "vllm_config.vllm_kwargs"),
+        # What other libraries call it.
+        ("finetune.lr=1", "finetune.learning_rate"),
+        ("num_generations=1", "attempts"),
+        ("rl.beta=1", "finetune.rl.kl_coef"),
+        ("batch_size=1", "finetune.gradient_accumulation_passes"),
+        ("max_new_tokens=1", "llm.parameters.max_tokens"),
+        ("actor_rollout_ref.rollout.n=1", "attempts"),
+        ("algorithm.kl_ctrl.kl_coef=1", "finetune.rl.reward_minus_kl_coef"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(word: str, nearest: str) -> None:
@@ -156,3 +166,8 @@ def test_faults_travel_between_processes() -> None:
     faults = ConfigFaults([ConfigError("a", 1, "b", "c"), ConfigError("d", 2, "e", "f")])
     again = pickle.loads(pickle.dumps(faults))  # noqa: S301 - our own bytes
     assert str(again) == str(faults) and again.key == "a"
+
+
+def test_names_of_other_libraries_lead_to_keys_and_hide_none() -> None:
+    names = [key.name for key in known_keys()]
+    assert [name for name, key in SYNONYMS.items() if not is_known(key) or name in names or fate_of(name)] == []
