@@ -296,7 +296,8 @@ def rollout_record(
         min_version=ended.min_version if ended else None,
         max_version=ended.max_version if ended else None,
         failure=failed.reason if failed else "",
-        message=failed.message[:MAX_CHARS] if failed else "",
+        # The end says where in the user's code.
+        message=failed.message[-MAX_CHARS:] if failed else "",
         incarnation=incarnation,
     )
 

@@ -26,7 +26,7 @@ from pipelinerl.config.compose import compose
 from pipelinerl.config.load import load_config, to_dictconfig
 from pipelinerl.config.validate import missing_task
 from pipelinerl.domains.check import check_answers, checked_problems, count_line, domain_function
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.problem_sets import Problem, ProblemSets, shared_problems
 from pipelinerl.domains.registry import describe_error, is_await_missing, load_rollout_function, place_of
 from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
 from pipelinerl.grading import open_verifier
@@ -34,12 +34,14 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
 from pipelinerl.llm.trainable import sampling_parameters
-from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, DRY_ROLLOUT, DRY_ROLLOUT_TIMEOUT_S
+from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, REMARK
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
 _REPEAT_S = 5.0  # code that swallows the interruption meets it again
 _LAST_RESORT_S = 20.0
 _FRAMES = 6
+_DRY_ROLLOUT = "actor.rollout_policy: a dry rollout"
+_AT_START_S = 30.0  # for a dry rollout of the launcher's
 #: Faults of the code whatever the model says. Others may come from an answer that no model gives.
 _ALWAYS_FAULTS = (NameError, ImportError)
 #: The same, if they come before the model is asked.
@@ -119,7 +121,7 @@ def dry_rollout(config: RunConfig, problem: Problem, timeout_s: float = TIMEOUT_
     # A function that waits is ended by the event loop; the grace is for one that holds the loop.
     with time_limit(
         limit_s + _BLOCK_GRACE_S,
-        f"{DRY_ROLLOUT} of problem {problem.id!r} holds the event loop and",
+        f"{_DRY_ROLLOUT} of problem {problem.id!r} holds the event loop and",
         "Other rollouts cannot run meanwhile: await what takes long, or put it into a thread or a @grader.",
     ):
         return asyncio.run(_run(config, problem, limit_s))
@@ -146,7 +148,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
             result = check_result(answer, function)
             if not result.training_texts:
                 raise DomainError(
-                    f"{DRY_ROLLOUT} of problem {problem.id!r} returned no training text, so "
+                    f"{_DRY_ROLLOUT} of problem {problem.id!r} returned no training text, so "
                     "nothing could be trained: the actor fails such rollouts (no_samples). Return "
                     "training_texts=[make_training_text(llm, llm_call), ...], for wrong answers too."
                 )
@@ -159,20 +161,20 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
             if timeout.expired():
                 place = place_of(error.__cause__) if error.__cause__ is not None else ""
                 raise PossibleFault(
-                    f"{DRY_ROLLOUT} of problem {problem.id!r} did not end within {limit_s:g} s, although every request "
+                    f"{_DRY_ROLLOUT} of problem {problem.id!r} did not end within {limit_s:g} s, although each request "
                     f"was answered at once (actor.rollout_timeout_s is {config.actor.rollout_timeout_s:g}). It waits "
                     f"for something else{f' at {place}' if place else ''}."
                 ) from error
             is_certain = gold is not None or isinstance(error, _ALWAYS_FAULTS) or is_await_missing(error)
             is_certain = is_certain or (not llm.counters.requests and isinstance(error, _FAULTS))
             raise (DomainError if is_certain else PossibleFault)(
-                f"{DRY_ROLLOUT} of problem {problem.id!r}, answered with {gold or _FILLER!r}, failed: "
+                f"{_DRY_ROLLOUT} of problem {problem.id!r}, answered with {gold or _FILLER!r}, failed: "
                 f"{describe_error(error, function)}"
             ) from error
     said = "the gold answer" if gold else f"{_FILLER!r}"
     if gold and not summary.success:
         raise DomainError(
-            f"{DRY_ROLLOUT} of problem {problem.id!r}, answered with the gold answer, is no success "
+            f"{_DRY_ROLLOUT} of problem {problem.id!r}, answered with the gold answer, is no success "
             f" (reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
         )
     return (
@@ -251,8 +253,17 @@ def _check(config: RunConfig) -> None:
     ):
         problems = checked_problems(config)
     print(count_line(problems), flush=True)
+    if note := _note_of(problems):
+        print(f"note: {note}", flush=True)
     print(check_answers(config, problems), flush=True)
     print(dry_rollout(config, problems.train[0]))
+
+
+def _note_of(problems: ProblemSets) -> str:
+    """A remark on held-out problems that are trained on."""
+    shared, total = shared_problems(problems), len(problems.test)
+    same = f"{shared} of the {total} test problems are training problems too: evaluations measure memory as well"
+    return same if shared else ""
 
 
 def check_run(file: Path) -> int:
@@ -264,11 +275,13 @@ def check_run(file: Path) -> int:
         config = load_config(file)
         problems = checked_problems(config)
         print(count_line(problems), flush=True)
+        if note := _note_of(problems):
+            print(f"\n{REMARK}{note}", flush=True)
         # The environment's servers are started with the run.
         if not config.world.env_replicas:
-            dry_rollout(config, problems.train[0], DRY_ROLLOUT_TIMEOUT_S)
+            dry_rollout(config, problems.train[0], _AT_START_S)
     except PossibleFault as error:
-        print(f"\n{' '.join(str(error).split())}", flush=True)
+        print(f"\n{REMARK}{' '.join(str(error).split())} Rollouts like it count as failed.", flush=True)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR

@@ -81,7 +81,7 @@ class FinetuneConfig(Section):
         description="metric of evaluations (success_rate, mean_reward, or your own): keep the best model by it in "
         "finetune/best; null: none",
     )
-    keep_last_checkpoints: int | None = Field(default=None, ge=1, description="training states to keep; null: all")
+    keep_last_checkpoints: int | None = Field(default=2, ge=1, description="training states to keep; null: all")
     save_final_training_state: bool = Field(default=True, description="write a training state at the end")
     trust_remote_code: bool = Field(
         default=False, description="run code of the model's folder, in trainer, servers and actor"

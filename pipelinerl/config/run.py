@@ -42,10 +42,10 @@ class PipelineSchedule(Section):
         description="pipeline: weights reach sequences in flight; concurrent: running rollouts end before an update; "
         "conventional: alternate between generating and training",
     )
-    max_lag: int | None = Field(
-        default=None,
-        ge=0,
-        description="samples in flight beyond the batch being collected; 0: on-policy, null: unbounded",
+    max_lag: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
+        default="auto",
+        description="samples in flight beyond the batch being collected; auto: one more batch, 0: on-policy, null: "
+        "unbounded",
     )
     pop_old_data: bool = Field(
         default=True, description="with max_lag=null, new groups replace the oldest ready ones when training is slow"
@@ -148,7 +148,9 @@ class RunConfig(FlatSection):
     @property
     def max_lag(self) -> int | None:
         """None: unbounded, or the rounds of `schedule=conventional` bound the lag."""
-        return None if isinstance(self.pacing, ConventionalSchedule) else self.pacing.max_lag
+        if isinstance(self.pacing, ConventionalSchedule):
+            return None
+        return self.finetune.samples_per_step if self.pacing.max_lag == "auto" else self.pacing.max_lag
 
     @property
     def pop_old_data(self) -> bool:

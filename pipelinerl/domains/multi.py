@@ -18,6 +18,8 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 
 _KEY = "multi: dataset_loader_params.domains"
+#: The mix where none is given. In the configuration file it would be merged with the user's.
+_DOMAINS = {"counting": 1, "countdown": 1, "math": 2}
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
@@ -80,7 +82,7 @@ def load_module(module: str, name: str) -> ModuleType:
         ) from error
 
 
-def load_problems(dataset_names: Sequence[str], *, domains: Mapping[str, Any]) -> list[dict[str, Any]]:
+def load_problems(dataset_names: Sequence[str], *, domains: Mapping[str, Any] = _DOMAINS) -> list[dict[str, Any]]:
     """Return the problems of all domains for the names `train` and `test`.
 
     Args:
@@ -130,7 +132,7 @@ def gold_answer(problem: dict[str, Any]) -> str | None:
 
 def check_config(config: Any) -> None:
     """Let each domain of the mix check the configuration."""
-    for name, part in read_parts(config.dataset_loader_params.get("domains", {})).items():
+    for name, part in read_parts(config.dataset_loader_params.get("domains", _DOMAINS)).items():
         check = getattr(load_module(part.module, name), "check_config", None)
         if check is not None:
             check(config)

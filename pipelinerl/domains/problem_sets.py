@@ -110,6 +110,18 @@ def _problem(row: Any, index: int, names: list[Any], where: str, encoder: msgspe
     )
 
 
+def shared_problems(problems: ProblemSets) -> int:
+    """Return how many held-out problems are training problems too, whatever their ids and data sets are called."""
+
+    def contents(of: list[Problem]) -> list[bytes]:
+        own = ({key: value for key, value in each.data.items() if key not in ("id", "dataset")} for each in of)
+        return [hashlib.blake2b(encoder.encode(data), digest_size=16).digest() for data in own]
+
+    encoder = msgspec.msgpack.Encoder(order="deterministic")
+    seen = set(contents(problems.train))
+    return sum(content in seen for content in contents(problems.test))
+
+
 class ProblemOrder:
     """An endless sequence of problems; every pass over all of them is shuffled anew.
 

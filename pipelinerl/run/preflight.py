@@ -36,9 +36,8 @@ from pipelinerl.world import Cluster, nvml_gpu_lister
 #: What the check of the user's code prints when it succeeds.
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
-#: How the same check begins what it says about one rollout without servers, and how long that may take.
-DRY_ROLLOUT = "actor.rollout_policy: a dry rollout"
-DRY_ROLLOUT_TIMEOUT_S = 30.0
+#: How the same check begins a line for the user.
+REMARK = "remark of the check: "
 
 
 @dataclass(frozen=True)
@@ -261,9 +260,9 @@ def check_domain(start: Start) -> list[str]:
         raise DomainError(f"the check of {what} failed: {problem}")
     if not found:
         raise DomainError(f"the code of {what} ended the process that checked it: it calls sys.exit() or os._exit().")
-    notes = [f"{line} Rollouts like it count as failed." for line in printed if line.startswith(DRY_ROLLOUT)]
+    notes = [line.removeprefix(REMARK) for line in printed if line.startswith(REMARK)]
     if problem:  # as rollouts of a run would end their worker
-        notes.append(f"{DRY_ROLLOUT} ended its process: {problem}")
+        notes.append(f"actor.rollout_policy: a dry rollout ended its process: {problem}")
     return [found[-1][0], *(f"note: {note}" for note in [*epoch_notes(config, int(found[-1][1])), *notes])]
 
 

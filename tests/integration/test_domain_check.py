@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ ASKED = """
 RESULT = "    return RolloutResult([text], BaseMetrics(reward=0.0, success=False))\n"
 
 
-def check(folder: Path, body: str, rollout: str = ASKED + RESULT, **environ: str) -> list[str]:
+def check(
+    folder: Path, body: str, rollout: str = ASKED + RESULT, test: Sequence[str] = (), **environ: str
+) -> list[str]:
     (folder / "checked_task.py").write_text(
         f"import os, sys\ndef load_problems(names):\n    {body}\n"
         "from pipelinerl.async_llm import llm_async_generate, make_training_text\n"
@@ -33,6 +36,7 @@ def check(folder: Path, body: str, rollout: str = ASKED + RESULT, **environ: str
         output_dir="x",
         dataset_loader="checked_task.load_problems",
         train_dataset_names=["a"],
+        test_dataset_names=list(test),
         actor={"rollout_policy": "checked_task.generate_rollout"},  # type: ignore[arg-type]
     )
     return check_domain(Start(run, Cluster(1, 0, "h", None, ("h",), (), 1), {**os.environ, **environ}, [folder]))
@@ -84,3 +88,9 @@ def test_a_rollout_function_that_cannot_work_is_refused(tmp_path: Path, rollout:
 def test_a_failure_that_may_be_due_to_the_answer_is_a_note(tmp_path: Path, rollout: str, words: str) -> None:
     found, note = check(tmp_path, ONE, rollout)
     assert found.startswith("1 ") and note.startswith("note: ") and re.search(words, note)
+
+
+def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path) -> None:
+    body = "return [{'id': f'{names[0]}-{n}', 'dataset': names[0], 'n': n + (names[0] == 'b')} for n in range(4)]"
+    found, note = check(tmp_path, body, test=["b"])
+    assert found.startswith("4 ") and "3 of the 4 test problems" in note

@@ -119,6 +119,7 @@ def test_o2_an_exception_of_the_users_without_a_text_costs_its_rollout(
     llm: Any = SimpleNamespace(counters=SimpleNamespace(requests=2, retries=1))
     start: Any = SimpleNamespace(ticket=4, rollout_id="e/r1")
     worker = RolloutWorker.__new__(RolloutWorker)
+    worker._function = print  # type: ignore[assignment]
     assert worker._failed(start, llm, error) == RolloutFailed(4, reason, message, requests=2, retries=1)
 
 
