@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -311,7 +312,7 @@ class LayerwiseLoading:
     """vLLM's layerwise reload.
 
     By itself it accepts an incomplete set of tensors, takes half-loaded layers of a failed update for part of the next
-    one, and on CPUs leaves a packed copy of the old embedding in a tied head.
+    one, and on CPUs leaves experts unpacked and a packed copy of the old embedding in a tied head.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -320,6 +321,7 @@ class LayerwiseLoading:
 
     def begin(self) -> None:
         roll_back(self._model)
+        forget_expert_kernels(self._model)
         layerwise.initialize_layerwise_reload(self._model)
 
     def problems(self, sent: Mapping[str, Shape]) -> list[str]:
@@ -385,6 +387,20 @@ def _rows_of_checkpoint(layer: VocabParallelEmbedding) -> int:
         shard.added_vocab_end_index - shard.added_vocab_start_index
     )
     return rows * layer.embedding_dim
+
+
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Let layers of experts be prepared for their kernel again when their weights are there.
+
+    On CPUs kernels read packed weights, and vLLM packs them only for a kernel that it makes (seen with 0.32): those of
+    an update would be read as if they were packed.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def repack_output_heads(model: torch.nn.Module) -> None:

@@ -1,13 +1,13 @@
 """The tiny model's tokenizer: whole phrases and whole numbers of the guessing game as tokens, bytes for the rest.
 
 Short prompts (16 to 28 tokens) make the warm-up and training quick on a CPU. Any other text is spelled in bytes, so
-every text decodes to exactly itself.
+every text decodes to itself in Unicode's composed form (NFC).
 """
 
 import re
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from pipelinerl.domains.guessing import SYSTEM_PROMPT, WRONG_OUTPUT, feedback, format_answer, instruction
 
@@ -34,23 +34,18 @@ def build_tokenizer(max_number: int) -> PreTrainedTokenizerFast:
         vocabulary.setdefault(token, len(vocabulary))
     for byte_symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocabulary.setdefault(byte_symbol, len(vocabulary))
-    for text in [*phrases, *(str(number) for number in range(max_number + 1))]:
-        vocabulary.setdefault(_byte_symbols(text), len(vocabulary))
+    # One byte is in the vocabulary already.
+    whole = [text for text in (*phrases, *(str(number) for number in range(max_number + 1))) if len(text) > 1]
+    for text in whole:
+        vocabulary.setdefault(text, len(vocabulary))
 
-    # A piece that is in the vocabulary is one token (`ignore_merges`); there are no merges, so others are bytes.
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK_TOKEN, ignore_merges=True))
-    longest_first = sorted(phrases, key=len, reverse=True)
-    pieces = "|".join([*(re.escape(phrase) for phrase in longest_first), "[0-9]+"])
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    # Other programs read only vocabulary and added tokens of a Qwen2 model, and take its own rules for the rest: so
+    # these are its rules, without merges, and what they must not cut is an added token.
+    backend = Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=UNK_TOKEN, eos_token=END_TOKEN, pad_token=PAD_TOKEN)
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
+    backend.add_tokens([AddedToken(text, normalized=False) for text in whole])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=backend.backend_tokenizer,
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
         unk_token=UNK_TOKEN,
@@ -79,9 +74,3 @@ def _phrases() -> list[str]:
     ]
     pieces = [piece for text in texts for piece in re.split("[0-9]+", text) if piece]
     return list(dict.fromkeys(pieces))
-
-
-def _byte_symbols(text: str) -> str:
-    """Write ``text`` in the printable symbols that stand for its bytes in a byte-level vocabulary."""
-    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
-    return "".join(piece for piece, _ in pieces)

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
 #: Buffers that some checkpoints carry although they are computed from the configuration.
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")
+DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")
 _TIED_HEAD = "lm_head.weight"
 _INDEX_FILE = "model.safetensors.index.json"
 #: A longer header is not a safetensors header.
@@ -92,7 +92,7 @@ def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], 
 
     `tied`: the output head is the embedding and need not be sent.
     """
-    optional = {name for name in expected if name.endswith(_DERIVED_SUFFIXES)}
+    optional = {name for name in expected if name.endswith(DERIVED_SUFFIXES)}
     if tied:
         optional |= {_TIED_HEAD}
     problems = []

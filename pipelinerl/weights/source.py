@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from pipelinerl.weights.manifest import DERIVED_SUFFIXES
+
 Bucket = list[tuple[str, torch.Tensor]]
 
 
@@ -45,14 +47,27 @@ class WeightSource(Protocol):
         ...
 
 
+class Form(Protocol):
+    """How tensors in memory become those of a checkpoint, which may have other names and be cut otherwise."""
+
+    def metadata(self, metas: Iterable[TensorMeta]) -> list[TensorMeta]:
+        """What `buckets` makes of tensors like these."""
+        ...
+
+    def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """The tensors of a checkpoint, of one pass over all tensors in memory. Reads the pass to its end."""
+        ...
+
+
 class ModuleSource:
-    """The weights of a plain `torch.nn.Module` in Hugging Face names.
+    """The weights of a plain `torch.nn.Module` in Hugging Face names, and the buffers that its checkpoint has.
 
     Args:
         module: a model whose parameter names are those of its checkpoint.
-        dtype: dtype on the wire; None keeps each parameter's own.
-        rename: maps a parameter name to the checkpoint's; returning None leaves it out (a tied head, an adapter).
+        dtype: dtype of parameters on the wire; None keeps each one's own, as buffers always do.
+        rename: maps a name to the checkpoint's; returning None leaves it out (a tied head, an adapter).
         value_of: gives what travels for a parameter of this name (merged weights), one tensor at a time; None: itself.
+        form: turns all that into the tensors of a checkpoint; None: they are.
     """
 
     def __init__(
@@ -61,25 +76,40 @@ class ModuleSource:
         dtype: torch.dtype | None = None,
         rename: Callable[[str], str | None] | None = None,
         value_of: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+        form: Form | None = None,
     ) -> None:
-        self._dtype = dtype
         self._value_of = value_of
-        self._parameters: list[tuple[str, str, torch.Tensor]] = []
+        self._form = form
+        self._tensors: list[tuple[TensorMeta, str, torch.Tensor]] = []
         # `named_parameters` reports a shared parameter once, so a tied head does not travel twice.
-        for name, parameter in module.named_parameters():
+        for name, tensor in (*module.named_parameters(), *saved_buffers(module)):
             if (wire_name := name if rename is None else rename(name)) is not None:
-                self._parameters.append((wire_name, name, parameter))
+                wire_dtype = dtype if dtype is not None and isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+                self._tensors.append((TensorMeta(wire_name, wire_dtype, tuple(tensor.shape)), name, tensor))
 
     def metadata(self) -> list[TensorMeta]:
-        return [
-            TensorMeta(name, self._dtype or parameter.dtype, tuple(parameter.shape))
-            for name, _, parameter in self._parameters
-        ]
+        metas = [meta for meta, _, _ in self._tensors]
+        return metas if self._form is None else self._form.metadata(metas)
 
     def buckets(self) -> Iterator[Bucket]:
-        for name, own_name, parameter in self._parameters:
-            value = parameter if self._value_of is None else self._value_of(own_name, parameter)
-            yield [(name, value.detach().to(self._dtype or parameter.dtype))]
+        return self._own() if self._form is None else self._form.buckets(self._own())
+
+    def _own(self) -> Iterator[Bucket]:
+        for meta, own_name, tensor in self._tensors:
+            value = tensor if self._value_of is None else self._value_of(own_name, tensor)
+            yield [(meta.name, value.detach().to(meta.dtype))]
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of `module` that are part of its checkpoint, such as the bias by which a router balances experts.
+
+    Left out are those that loaders compute although checkpoints may have them.
+    """
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            is_saved = name.rpartition(".")[2] not in owner._non_persistent_buffers_set
+            if is_saved and not name.endswith(DERIVED_SUFFIXES):
+                yield name, buffer
 
 
 class CollectiveSource:
@@ -92,6 +122,7 @@ class CollectiveSource:
         metas: descriptions of all tensors, in the order of `gather`.
         gather: one pass of the collective; yields buckets (empty ones on ranks that only take part).
         announce: broadcasts a flag from rank 0 to all ranks and returns it.
+        form: turns what is gathered into the tensors of a checkpoint; None: they are.
     """
 
     def __init__(
@@ -99,8 +130,10 @@ class CollectiveSource:
         metas: list[TensorMeta],
         gather: Callable[[], Iterable[Bucket]],
         announce: Callable[[bool], bool],
+        form: Form | None = None,
     ) -> None:
-        self._metas = metas
+        self._form = form
+        self._metas = metas if form is None else form.metadata(metas)
         self._gather = gather
         self._announce = announce
 
@@ -109,7 +142,7 @@ class CollectiveSource:
 
     def buckets(self) -> Iterator[Bucket]:
         self._announce(True)
-        yield from self._gather()
+        yield from self._gather() if self._form is None else self._form.buckets(self._gather())
 
     def done(self) -> None:
         """Rank 0: no further pass follows in this round. Call it whatever happened to the update."""

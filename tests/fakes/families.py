@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.weights.source import saved_buffers
 
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 41, 12]
 SHAPE: dict[str, Any] = dict(
@@ -37,6 +38,34 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, layer_types=["full_attention"] * 2),
     "glm4_moe": dict(**EXPERTS, n_group=1, topk_group=1, first_k_dense_replace=1, head_dim=8),
+    # Whose checkpoints have one tensor per expert, or other names than the model in memory; with a bias of the router.
+    "olmoe": dict(EXPERTS, intermediate_size=32),
+    "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=32),
+    "deepseek_v3": dict(
+        **EXPERTS,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2),
+    "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, rotary_dim=4),
+    "gpt_neox": dict(rotary_pct=0.5),
+    "qwen3_next": dict(
+        **EXPERTS,
+        shared_expert_intermediate_size=32,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    ),
     # Decays and steps in fp32, of one dimension and of two; convolutions.
     "falcon_mamba": dict(state_size=4),
     "mamba2": dict(num_heads=8, head_dim=8, state_size=8, n_groups=2),
@@ -58,6 +87,6 @@ def random_model(family: str, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+        for tensor in (*model.parameters(), *(buffer for _, buffer in saved_buffers(model))):
+            tensor.add_(0.05 * torch.randn_like(tensor))
     return model

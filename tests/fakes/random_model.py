@@ -35,14 +35,18 @@ def random_model(tied: bool = True, seed: int = 0, head_size: int = 32) -> Qwen2
 
 def save_random_model(folder: Path, tied: bool = True, seed: int = 0, head_size: int = 32) -> Path:
     """Save model and tokenizer in Hugging Face format; returns `folder`."""
+    random_model(tied, seed, head_size).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, VOCAB_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    random_model(tied, seed, head_size).save_pretrained(folder)
     fast.save_pretrained(folder)
-    return folder
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import Layout
+from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import (
     adapter_name,
     checkpoint_name,
@@ -41,7 +42,14 @@ from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.tensor_files import STATE, load_tensors, save_tensors, saved_names
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import plan_chunks
-from pipelinerl.weights.source import Bucket, CollectiveSource, ModuleSource, TensorMeta, WeightSource
+from pipelinerl.weights.source import (
+    Bucket,
+    CollectiveSource,
+    ModuleSource,
+    TensorMeta,
+    WeightSource,
+    saved_buffers,
+)
 
 NamedParameter = tuple[str, torch.nn.Parameter]
 Rename = Callable[[str], str | None]
@@ -73,6 +81,8 @@ class Backend:
         self.module: Any
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(policy, make_adamw(policy.named_parameters(), config, fused))
+        sent = (checkpoint_name(name) for name, _ in (*policy.named_parameters(), *saved_buffers(policy)))
+        self._form = CheckpointForm(policy.language_model, [name for name in sent if name is not None])
         # After DDP, which gives all ranks the weights of the first, and after sharding.
         self._named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
         self._served = ServedValues(self._parameters_to_round(), policy.served_dtype)
@@ -119,7 +129,9 @@ class Backend:
         The value head belongs to an exported model only."""
         merged, masters = merged_value(self.policy), self._served.values_in(dtype)
         rename = export_name if with_value_head else checkpoint_name
-        return self._source(rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)))
+        return self._source(
+            rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)), self._form
+        )
 
     def export_source(self) -> WeightSource:
         """The weights of an exported model, in the dtype that products are computed in."""
@@ -132,25 +144,35 @@ class Backend:
             adapter_name, dtype, lambda name, parameter: scaled(masters(name, parameter), scales.get(id(parameter)))
         )
 
-    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
-        return ModuleSource(self.policy, dtype=dtype, rename=rename, value_of=value_of)
+    def _source(
+        self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
+    ) -> WeightSource:
+        return ModuleSource(self.policy, dtype=dtype, rename=rename, value_of=value_of, form=form)
 
     def _gathered_source(
-        self, rename: Rename, dtype: torch.dtype, gather: Callable[[Sequence[NamedParameter]], Bucket]
+        self,
+        rename: Rename,
+        dtype: torch.dtype,
+        gather: Callable[[Sequence[NamedParameter]], Bucket],
+        form: CheckpointForm | None,
     ) -> CollectiveSource:
-        """The source of a sharded model; `gather`, a collective, makes some parameters whole."""
+        """The source of a sharded model; `gather`, a collective, makes some parameters whole. Buffers always are."""
         sent = ((rename(name), parameter) for name, parameter in self.policy.named_parameters())
         parameters = {name: parameter for name, parameter in sent if name is not None}
         # DeepSpeed keeps a shard in place of the parameter, and its shape next to it.
         shapes = ((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters.items())
         metas = [TensorMeta(name, dtype, shape) for name, shape in shapes]
+        saved = ((rename(name), buffer) for name, buffer in saved_buffers(self.policy))
+        buffers = [(name, buffer.detach()) for name, buffer in saved if name is not None]
 
         def buckets() -> Iterator[Bucket]:
             for chunk in plan_chunks(metas, self.bucket_bytes):
                 bucket = gather([(meta.name, parameters[meta.name]) for meta in chunk])
                 yield bucket if self._ranks.is_first else []
+            yield buffers if self._ranks.is_first else []
 
-        return CollectiveSource(metas, buckets, lambda flag: bool(self._ranks.broadcast(int(flag))))
+        sent_metas = [*metas, *(TensorMeta(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers)]
+        return CollectiveSource(sent_metas, buckets, lambda flag: bool(self._ranks.broadcast(int(flag))), form)
 
     def save(self, folder: Path) -> None:
         """Write what is trained and the optimizer's state into `folder`, every rank its share: safetensors files of

@@ -20,6 +20,7 @@ from pipelinerl.config.conf_files import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator
+from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
@@ -88,9 +89,11 @@ class DeepSpeedBackend(Backend):
             )
         return float(norm)
 
-    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
+    def _source(
+        self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
+    ) -> WeightSource:
         if self._stage < 3:
-            return super()._source(rename, dtype, value_of)
+            return super()._source(rename, dtype, value_of, form)
         table = updates(self.policy)
 
         def gather(part: Sequence[NamedParameter]) -> Bucket:
@@ -102,7 +105,7 @@ class DeepSpeedBackend(Backend):
                 # Copied: what leaves the block is sharded again.
                 return [(name, value_of(name, parameter).detach().to(dtype, copy=True)) for name, parameter in part]
 
-        return self._gathered_source(rename, dtype, gather)
+        return self._gathered_source(rename, dtype, gather, form)
 
     def _shard_all(self) -> None:
         """Wait for the parameters that are being fetched ahead of their use, and shard all of them again (stage 3)."""

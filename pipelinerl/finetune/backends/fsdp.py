@@ -17,6 +17,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import FSDPSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator
+from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks
@@ -70,12 +71,14 @@ class FSDPBackend(Backend):
             self.module.reshard()
         return outputs
 
-    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
+    def _source(
+        self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
+    ) -> WeightSource:
         def gather(part: Sequence[NamedParameter]) -> Bucket:
             # Cast before it is gathered: half the bytes travel for bf16.
             return [(name, whole(value_of(name, parameter).detach().to(dtype))) for name, parameter in part]
 
-        return self._gathered_source(rename, dtype, gather)
+        return self._gathered_source(rename, dtype, gather, form)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,60 @@
+"""What servers and exports get are the tensors of the checkpoint on the disk, whatever a family keeps in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.families import FAMILIES, random_model
+from safetensors.torch import load_file
+
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.model import load_language_model
+from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.ranks import Ranks
+
+
+def sent(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    source = PlainBackend(PolicyModel(model), FinetuneConfig(), Ranks()).weight_source(dtype)
+    tensors = [named for bucket in source.buckets() for named in bucket]
+    declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+    assert declared == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+    assert len(dict(tensors)) == len(tensors)
+    return dict(tensors)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_w1_what_is_sent_is_the_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
+    model = random_model(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    for own in (model, load_language_model(str(tmp_path), "eager")):
+        got = sent(own)
+        assert got.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes"),
+    {
+        "qwen3_moe": {"model.layers.1.mlp.experts.3.up_proj.weight": [32, 32]},
+        "mixtral": {"model.layers.1.block_sparse_moe.experts.3.w2.weight": [32, 64]},
+        "granitemoe": {"model.layers.1.block_sparse_moe.input_linear.weight": [4, 128, 32]},
+        "deepseek_v3": {
+            "model.layers.1.mlp.experts.3.gate_proj.weight": [32, 32],
+            "model.layers.1.mlp.gate.e_score_correction_bias": [4],
+        },
+        "gpt_neox": {"embed_out.weight": [64, 32]},
+    }.items(),
+)
+def test_names_and_shapes_of_published_checkpoints(family: str, shapes: dict[str, list[int]]) -> None:
+    got = sent(random_model(family), torch.bfloat16)
+    assert {name: list(got[name].shape) for name in shapes} == shapes
+    # Buffers keep their own dtype: servers add this one to fp32 scores.
+    assert {tensor.dtype for name, tensor in got.items() if "correction_bias" not in name} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in got.items() if "correction_bias" in name} <= {torch.float32}
