@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.weights.source import Bucket, TensorMeta
 
 
@@ -47,14 +49,22 @@ class CheckpointForm:
         names: of all parameters and saved buffers of the model, without what adapters add.
 
     Raises:
-        ValueError: the checkpoint is quantized in a way that cannot be taken back.
+        ConfigError: the checkpoint is quantized, which cannot be taken back.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         self._model = model
         self._group_of: dict[str, _Group] = {}
         # In this order and each once: a transform may remember what it has seen (`GroupWeightRename`).
-        taken_back = [transform.reverse_transform() for transform in reversed(_conversions(model))]
+        try:
+            taken_back = [transform.reverse_transform() for transform in reversed(_conversions(model))]
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(
+                "model_path",
+                model.config.name_or_path,
+                f"a checkpoint whose weights can be written again ({error})",
+                "Use the model's unquantized checkpoint.",
+            ) from error
         renamings = [transform for transform in taken_back if isinstance(transform, WeightRenaming)]
         converters = [transform for transform in taken_back if isinstance(transform, WeightConverter)]
         converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -95,9 +105,10 @@ class CheckpointForm:
     def _converted(self, group: _Group, tensors: dict[str, torch.Tensor]) -> Bucket:
         if group.converter is None:
             return [(group.target, tensor) for tensor in tensors.values()]
+        converter: Any = group.converter  # its types are those of loading
         for name, pattern in group.patterns.items():
-            group.converter.add_tensor(group.target, name, pattern, tensors[name])
-        made = group.converter.convert(group.target, model=self._model, config=self._model.config)
+            converter.add_tensor(group.target, name, pattern, tensors[name])
+        made = converter.convert(group.target, model=self._model, config=self._model.config)
         return [(name, value[0] if isinstance(value, list) else value) for name, value in made.items()]
 
 
@@ -107,4 +118,6 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
     if used is not None:
         return used
     # Whether a checkpoint has such a prefix is only known once one was loaded.
-    return [each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)]
+    return [
+        each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)
+    ]

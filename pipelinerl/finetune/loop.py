@@ -37,7 +37,7 @@ from pipelinerl.finetune.ranks import Ranks, joined_ranks
 from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
 from pipelinerl.finetune.server_pool import open_pool
 from pipelinerl.finetune.step import StepResult, StepRunner
-from pipelinerl.finetune.weight_sync import WeightSync, batch_tokens, text_tokens
+from pipelinerl.finetune.weight_sync import WeightSync, batch_tokens, check_checkpoint, text_tokens
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
@@ -111,6 +111,8 @@ class Trainer:
         # Before the backend: it may shard or wrap the policy.
         reference = load_reference(config, policy, ranks.device, bool(context.world.jobs_of("preprocessor_llm")))
         self.backend = create_backend(policy, config, ranks)
+        if self.has_servers:
+            check_checkpoint(self.backend, config.model_path)
         self.checkpoints = CheckpointStore(
             context.run_dir.finetune / "training_state",
             ranks,

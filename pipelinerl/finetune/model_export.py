@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
 from pipelinerl.finetune.lora import ADAPTER, export_name, has_adapters, is_adapter_part, save_adapter
@@ -24,7 +28,10 @@ from pipelinerl.rundir.durable import finish_folder, point_link, remove_folder, 
 from pipelinerl.weights.buffers import plan_chunks
 from pipelinerl.weights.source import CollectiveSource, TensorMeta, WeightSource
 
+logger = logging.getLogger(__name__)
+
 _MAX_SHARD_BYTES = 5 * 10**9
+_TRIED_TEXT = "Guess a number between 1 and 100, don't say why.\nThe answer is <answer>57</answer>."
 
 
 class ModelExporter:
@@ -54,6 +61,7 @@ class ModelExporter:
         self._keep_steps = keep_steps
         self._max_shard_bytes = max_shard_bytes
         self._trust_remote_code = trust_remote_code
+        self._has_tried_tokenizer = False
 
     def export(self, step: int, policy: PolicyModel, source: WeightSource) -> Path:
         """Write the weights of `source` and return the folder. Raises OSError if the disk does not take them."""
@@ -105,7 +113,11 @@ class ModelExporter:
             if isinstance(source, CollectiveSource):
                 source.done()
         _write_rest(folder, policy, kept, source.metadata()[0].dtype)
-        load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code).save_pretrained(folder)
+        tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code)
+        tokenizer.save_pretrained(folder)
+        if not self._has_tried_tokenizer and (difference := tokenizer_difference(tokenizer, folder)):
+            logger.warning("%s: %s", final, difference)
+        self._has_tried_tokenizer = True
         for name, content in (files or {}).items():
             (folder / name).write_bytes(content)
         finish_folder(final)
@@ -136,6 +148,29 @@ def write_shards(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(meta.num_bytes for meta in metas)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def tokenizer_difference(tokenizer: Any, folder: Path) -> str | None:
+    """How other programs cut texts otherwise with the tokenizer in the model's `folder`; None: they do as `tokenizer`.
+
+    They load it by the model's family, and may then keep its vocabulary and replace its rules.
+    """
+    if type(tokenizer) is not PreTrainedTokenizerFast:
+        return None
+    others = AutoTokenizer.from_pretrained(folder)
+    text = _TRIED_TEXT
+    if tokenizer.chat_template:
+        # Templates may want more than one message of the user.
+        with suppress(Exception):
+            chat = [{"role": "user", "content": _TRIED_TEXT}]
+            text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+    ours, theirs = (each.encode(text, add_special_tokens=False) for each in (tokenizer, others))
+    if ours == theirs:
+        return None
+    return (
+        f"training sees {len(ours)} tokens where programs that use AutoTokenizer see others ({len(theirs)} for the "
+        "same text): load the tokenizer with transformers.PreTrainedTokenizerFast, or give such programs token ids"
+    )
 
 
 def _is_models(name: str) -> bool:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from pipelinerl.errors import WeightSyncError
+from pipelinerl.errors import ConfigError, WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.records import Sample
+from pipelinerl.weights.manifest import coverage_problems, local_folder, read_manifest
 from pipelinerl.weights.source import CollectiveSource
 from pipelinerl.weights.sync import UpdateReport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
@@ -65,6 +66,28 @@ def batch_tokens(samples: Sequence[Sample]) -> list[list[int]]:
     stride = max(1, len(samples) // _PROBE_SEQUENCES)
     chosen = [sample.input_ids[:_PROBE_TOKENS] for sample in samples[::stride]]
     return [ids for ids in chosen if len(ids) >= 2][:_PROBE_SEQUENCES]
+
+
+def check_checkpoint(backend: Backend, model_path: str) -> None:
+    """Refuse a model of whose checkpoint the trainer has other tensors: servers of it could not be updated.
+
+    Raises:
+        ConfigError: names the tensors.
+    """
+    folder = local_folder(model_path)
+    tensors = None if folder is None else read_manifest(folder)
+    policy = backend.policy
+    if tensors is None or policy.sends_adapter:
+        return
+    sent = {meta.name: meta.shape for meta in backend.weight_source(policy.served_dtype).metadata()}
+    tied = bool(getattr(policy.language_model.config.get_text_config(), "tie_word_embeddings", False))
+    if problems := coverage_problems(tensors, sent, tied):
+        raise ConfigError(
+            "model_path",
+            model_path,
+            f"a checkpoint with the tensors that {type(policy.language_model).__name__} has ({'; '.join(problems)})",
+            "Use an unquantized checkpoint of a causal language model.",
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,9 @@ A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
 #: Buffers that some checkpoints carry although they are computed from the configuration.
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")
+#: Tensors that predict several tokens at once, which neither trainers nor servers of the plain model load.
+_FURTHER_TENSORS = re.compile(r"(^|\.)mtp[._]")
+_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 _TIED_HEAD = "lm_head.weight"
 _INDEX_FILE = "model.safetensors.index.json"
 #: A longer header is not a safetensors header.
@@ -149,7 +153,9 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Shape] | None:
-    """Names and shapes of every tensor in the safetensors files of `folder`; None if it has no such file.
+    """Names and shapes of the model's tensors in the safetensors files of `folder`; None if it has no such file.
+
+    What a checkpoint has beyond the model, to predict several tokens at once, is left out.
 
     Raises:
         ValueError: the header of a file cannot be read, or the index cannot.
@@ -158,11 +164,23 @@ def read_manifest(folder: Path) -> dict[str, Shape] | None:
     if files is None:
         return None
     tensors: dict[str, Shape] = {}
+    further = _further_layers(folder)
     for file in files:
         for name, entry in _read_header(file).items():
-            if name != "__metadata__":
+            layer = _LAYER.match(name)
+            is_further = _FURTHER_TENSORS.search(name) or (layer is not None and int(layer[1]) in further)
+            if name != "__metadata__" and not is_further:
                 tensors[name] = tuple(int(size) for size in entry["shape"])
     return tensors
+
+
+def _further_layers(folder: Path) -> range:
+    """Numbers of the layers that predict further tokens (`num_nextn_predict_layers`); they follow the model's."""
+    file = folder / "config.json"
+    content = json.loads(file.read_bytes()) if file.is_file() else {}
+    config = (content.get("text_config") or content) if isinstance(content, dict) else {}
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    return range(first, first + count) if isinstance(first, int) and isinstance(count, int) else range(0)
 
 
 def tensor_files(folder: Path) -> list[Path] | None:

@@ -34,17 +34,19 @@ def test_w1_a_server_agrees_at_the_start_and_after_every_update(family: str, tmp
     model = load_language_model(str(tmp_path / "model"), "eager").eval()
     backend = PlainBackend(PolicyModel(model), FinetuneConfig(), Ranks())
     kwargs = {"max_model_len": 128}
-    with VLLMProcess(tmp_path / "model", tmp_path / "server.log", kwargs) as server:
-        with WeightPublisher(server.token, timeout_s=60) as publisher:
-            publisher.connect([ServerAddress("tiny", server.url)])
+    with (
+        VLLMProcess(tmp_path / "model", tmp_path / "server.log", kwargs) as server,
+        WeightPublisher(server.token, timeout_s=60) as publisher,
+    ):
+        publisher.connect([ServerAddress("tiny", server.url)])
 
-            def difference() -> float:
-                return publisher.probe([ProbeSequence(ids, model_logprobs(model, ids)) for ids in IDS]).max_abs_diff
+        def difference() -> float:
+            return publisher.probe([ProbeSequence(ids, model_logprobs(model, ids)) for ids in IDS]).max_abs_diff
 
+        assert difference() < TOLERANCE
+        for version in (1, 2):
+            perturb(model, seed=version)
+            # The old weights must be told apart, or the test proves nothing.
+            assert difference() > 100 * TOLERANCE
+            assert publisher.publish(version, backend.weight_source(torch.float32)).failed == {}
             assert difference() < TOLERANCE
-            for version in (1, 2):
-                perturb(model, seed=version)
-                # The old weights must be told apart, or the test proves nothing.
-                assert difference() > 100 * TOLERANCE
-                assert publisher.publish(version, backend.weight_source(torch.float32)).failed == {}
-                assert difference() < TOLERANCE

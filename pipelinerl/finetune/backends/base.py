@@ -129,9 +129,7 @@ class Backend:
         The value head belongs to an exported model only."""
         merged, masters = merged_value(self.policy), self._served.values_in(dtype)
         rename = export_name if with_value_head else checkpoint_name
-        return self._source(
-            rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)), self._form
-        )
+        return self._source(rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)), self._form)
 
     def export_source(self) -> WeightSource:
         """The weights of an exported model, in the dtype that products are computed in."""

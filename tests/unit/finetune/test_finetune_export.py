@@ -8,16 +8,18 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from pipelinerl.domains.guessing import turn_messages
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import checkpoint_name
 from pipelinerl.finetune.model import load_language_model
-from pipelinerl.finetune.model_export import ModelExporter
+from pipelinerl.finetune.model_export import ModelExporter, tokenizer_difference
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.llm.tokens import load_tokenizer
+from pipelinerl.tiny.tokenizer import build_tokenizer
 from pipelinerl.weights.buffers import plan_chunks
 from pipelinerl.weights.source import CollectiveSource, ModuleSource
 
@@ -189,3 +191,23 @@ def test_a_model_with_code_of_its_own_needs_trust(kit, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"custom code.*set finetune\.trust_remote_code=true"):
         load_language_model(str(source), "sdpa")
     assert not (tmp_path / "modules").exists()
+
+
+def test_the_tiny_model_has_the_same_tokens_everywhere(kit, tmp_path):
+    tokenizer = build_tokenizer(100)
+    tokenizer.save_pretrained(tmp_path)
+    kit.policy().language_model.config.save_pretrained(tmp_path)
+    assert tokenizer_difference(load_tokenizer(str(tmp_path)), tmp_path) is None
+    others = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(others).__name__ == "Qwen2Tokenizer"
+    for messages in (turn_messages(1, 100, guesses, 40) for guesses in ([], [50], [50, 25, 37])):
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = others.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert ids == tokenizer.encode(text, add_special_tokens=False) and len(ids) < 30
+        assert others.decode(ids) == text
+
+
+def test_a_tokenizer_that_other_programs_replace_is_told(kit, tmp_path):
+    folder = kit.tokenizer(tmp_path)
+    kit.policy().language_model.config.save_pretrained(folder)
+    assert "AutoTokenizer" in tokenizer_difference(load_tokenizer(str(folder)), folder)
