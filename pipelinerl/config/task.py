@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ class LLMParameters(Section):
     max_tokens: int = Field(default=8192, ge=1, description="longest output, in tokens")
     temperature: float = Field(default=1.0, gt=0, description="sampling temperature, also of the trainer's log-probs")
     min_tokens: int = Field(default=0, ge=0, description="shortest output, in tokens")
-    stop: list[str] = Field(default=[], description="strings that end an output")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], description="strings that end an output")
     ignore_eos: bool = Field(default=False, description="continue after the end token")
 
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server in this process: its options, and a pause that does not sleep.
+"""vLLM's OpenAI server in this process: its options, a pause that does not sleep, models with a recurrent state.
 
 Imported only once the environment is set (`main.prepare_environment`): vLLM reads some variables at import.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 
 import uvloop
+from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.model_executor.models.config import MambaModelConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -36,6 +38,7 @@ def run(argv: list[str]) -> None:
     """Serve until a signal ends this process."""
     cli_env_setup()  # type: ignore[no-untyped-call]
     pause_without_sleep()
+    serve_hybrids_whole_prompts()
     args = parser_of_vllm().parse_args(argv)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
@@ -53,3 +56,18 @@ def pause_without_sleep() -> None:
         await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     AsyncLLM.pause_generation = pause_generation  # type: ignore[assignment, method-assign]
+
+
+def serve_hybrids_whole_prompts() -> None:
+    """Turn the prefix cache off for models with a recurrent state where prompts are not cut into chunks, as on a CPU.
+
+    vLLM ends with an assertion instead: it keeps such states at the borders of chunks.
+    """
+    verify = MambaModelConfig.verify_and_update_config
+
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        if not vllm_config.scheduler_config.enable_chunked_prefill:
+            vllm_config.cache_config.enable_prefix_caching = False
+        verify(vllm_config)
+
+    MambaModelConfig.verify_and_update_config = staticmethod(verify_and_update_config)  # type: ignore[assignment]

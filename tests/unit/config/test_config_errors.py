@@ -90,6 +90,7 @@ def test_wrong_types_are_one_line_each() -> None:
         "attempts=0",
         "world.device=tpu",
         "llm.parameters.stop=abc",
+        "test_llm.parameters.stop=['']",
         "finetune.seq_packing=perhaps",
         "model_path=[a]",
         "finetune.lora=3",
@@ -103,6 +104,7 @@ def test_wrong_types_are_one_line_each() -> None:
         ("finetune.seq_length", "abc"),
         ("finetune.seq_packing", "perhaps"),
         ("llm.parameters.stop", "abc"),
+        ("test_llm.parameters.stop.0", ""),
         ("world.device", "tpu"),
         ("wandb.tags.1", [2]),
     ]
