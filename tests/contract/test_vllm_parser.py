@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.models.config import HybridAttentionMambaModelConfig, MambaModelConfig
+
 from pipelinerl.inference.arguments import VLLM_OPTIONS, ServerSettings, check_names, server_arguments
-from pipelinerl.inference.server import option_names, parser_of_vllm
+from pipelinerl.inference.server import option_names, parser_of_vllm, serve_hybrids_whole_prompts
 
 
 def options(**kwargs: object) -> list[str]:
@@ -53,3 +56,21 @@ def test_shortened_names_do_not_get_past_the_checks(
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     assert f"unrecognized arguments: --{name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("in_chunks", "keeps_cache"), [(True, True), (False, False)])
+def test_hybrid_models_are_served_where_prompts_are_whole(
+    monkeypatch: pytest.MonkeyPatch, in_chunks: bool, keeps_cache: bool
+) -> None:
+    monkeypatch.setattr(MambaModelConfig, "verify_and_update_config", MambaModelConfig.verify_and_update_config)
+    serve_hybrids_whole_prompts()
+    cache = SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="none", mamba_block_size=None, block_size=32)
+    HybridAttentionMambaModelConfig.verify_and_update_config(
+        SimpleNamespace(  # type: ignore[arg-type]
+            model_config=SimpleNamespace(architecture="Tiny", max_model_len=128),
+            cache_config=cache,
+            scheduler_config=SimpleNamespace(enable_chunked_prefill=in_chunks),
+        )
+    )
+    assert cache.enable_prefix_caching == keeps_cache
+    assert cache.mamba_block_size == (32 if keeps_cache else 128)
