@@ -25,8 +25,7 @@ from collections.abc import Iterable, Sequence
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import rounds_of, update_interval
 from pipelinerl.errors import NoRoom
-from pipelinerl.preprocess.batcher import Batcher, Groups
-from pipelinerl.preprocess.dispatch import LastStep, TrainerView
+from pipelinerl.preprocess.batcher import Batcher, Groups, LastStep, TrainerView
 from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.preprocess.reference import ReferenceServers
 from pipelinerl.preprocess.scoring import GroupScorer, ReferenceScorer, Rejection
