@@ -21,8 +21,8 @@ from time import monotonic
 from msgspec.structs import replace
 
 from pipelinerl.actor.progress import TrainingProgress
-from pipelinerl.actor.scheduler import Attempt, Scheduler
-from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
+from pipelinerl.actor.scheduler import Scheduler
+from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.problem_sets import Problem, rollout_seed
 from pipelinerl.errors import StreamError
@@ -171,22 +171,23 @@ class Evaluator:
         group_id = f"evaluation-{self.incarnation}-{due_version}{'-final' if is_final else ''}"
 
         async def run_attempt(index: int, problem: Problem) -> Answer:
-            attempt = Attempt(
+            rollout = StartRollout(
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
-                problem=problem,
+                problem=problem.data,
                 # The same seeds every time: two evaluations differ by the weights only.
                 seed=rollout_seed(self.seed, "evaluation", index),
                 evaluation=True,
                 record=index in recorded,
             )
             async with places:
-                answer = await self.scheduler.run(attempt)
+                answer = await self.scheduler.run(rollout)
             self.heartbeat.progress()
             if isinstance(answer, RolloutEnded):
                 self.progress.budget.observe_rollout(answer.summary.num_samples)
-            if attempt.record:
-                await self.recorder.record(rollout_record(attempt, answer, due_version, is_final, self.incarnation))
+            if rollout.record:
+                record = rollout_record(rollout, problem, answer, due_version, is_final, self.incarnation)
+                await self.recorder.record(record)
             return answer
 
         async with asyncio.TaskGroup() as running:
@@ -277,15 +278,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def rollout_record(
-    attempt: Attempt, answer: Answer, due_version: int, is_final: bool, incarnation: int
+    rollout: StartRollout, problem: Problem, answer: Answer, due_version: int, is_final: bool, incarnation: int
 ) -> EvaluationRollout:
-    """Return the record of `attempt`, which ended with `answer`. Long problems and error messages are cut."""
-    problem = attempt.problem
+    """Return the record of `rollout`, which ended with `answer`. Long problems and error messages are cut."""
     ended = answer if isinstance(answer, RolloutEnded) else None
     failed = answer if isinstance(answer, RolloutFailed) else None
     return EvaluationRollout(
-        id=attempt.rollout_id,
-        group_id=attempt.group_id,
+        id=rollout.rollout_id,
+        group_id=rollout.group_id,
         problem_id=problem.id,
         dataset_name=(ended.dataset_name if ended else None) or problem.dataset_name,
         problem=_problem_text(problem),

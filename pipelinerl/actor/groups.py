@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from pipelinerl.actor.progress import TrainingProgress
-from pipelinerl.actor.scheduler import Attempt, Scheduler
+from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
+from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
 from pipelinerl.errors import NoRoom
 from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample
@@ -203,10 +203,10 @@ class GroupRunner:
 
     async def _run_attempt(self, group_id: str, problem: Problem, index: int, ended: list[Answer]) -> Answer:
         answer = await self.scheduler.run(
-            Attempt(
+            StartRollout(
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
-                problem=problem,
+                problem=problem.data,
                 # By place in the order, not by incarnation: a group that runs again starts as it did.
                 seed=rollout_seed(self.seed, "train", number_of(group_id), index),
             )

@@ -16,26 +16,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 
+from msgspec.structs import replace
+
 from pipelinerl.actor.progress import Changes
 from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, StartRollout, WorkerPool
-from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.llm.client import Fault, retry_delay_s
 
 #: A rollout may be refused for this long without costing it a try: a server whose engine died refuses connections some
 #: seconds before its process ends and the launcher reports it.
 REFUSALS_FORGIVEN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One rollout to run. `record`: return the tokens even though it is an evaluation."""
-
-    rollout_id: str
-    group_id: str
-    problem: Problem
-    seed: int
-    evaluation: bool = False
-    record: bool = False
 
 
 @dataclass(eq=False)
@@ -127,17 +116,17 @@ class Scheduler:
         """Whether a training rollout that came now would start at once."""
         return not self._waiting and self._paused_for is None and self._least_busy(None) is not None
 
-    async def run(self, attempt: Attempt) -> Answer:
-        """Return how `attempt` ended. Failures are returned; only a broken run raises."""
+    async def run(self, rollout: StartRollout) -> Answer:
+        """Return how `rollout` ended. Failures are returned; only a broken run raises."""
         tries = refusals = 0
         refused_since: float | None = None
         server: ServerLoad | None = None
         while True:
-            server = await self._acquire(attempt.evaluation, avoid=server)
+            server = await self._acquire(rollout.evaluation, avoid=server)
             try:
-                answer = await self._pool.run(_start(attempt, server), self._timeout_s)
+                answer = await self._pool.run(replace(rollout, server=server.index), self._timeout_s)
             finally:
-                self._release(server, attempt.evaluation)
+                self._release(server, rollout.evaluation)
             self.retries += answer.retries
             if isinstance(answer, RolloutEnded):
                 return answer
@@ -245,16 +234,3 @@ class Scheduler:
         if self._paused_for is not None and not self._holds and not self._is_quiet:
             self._is_quiet = True
             self.quiet.put_nowait(self._paused_for)
-
-
-def _start(attempt: Attempt, server: ServerLoad) -> StartRollout:
-    return StartRollout(
-        ticket=0,
-        rollout_id=attempt.rollout_id,
-        group_id=attempt.group_id,
-        server=server.index,
-        evaluation=attempt.evaluation,
-        seed=attempt.seed,
-        problem=attempt.problem.data,
-        record=attempt.record,
-    )

@@ -57,16 +57,19 @@ class Servers(msgspec.Struct, tag="servers"):
 
 
 class StartRollout(msgspec.Struct, tag="start"):
-    """To a worker. `ticket` names this try in all answers; `record` asks for the tokens of an evaluation."""
+    """One rollout to run; to a worker. `record` asks for the tokens of an evaluation.
 
-    ticket: int
+    `server` and `ticket`, which names a try in all answers, are set for each try.
+    """
+
     rollout_id: str
     group_id: str
-    server: int
-    evaluation: bool
-    seed: int
     problem: dict[str, Any]
+    seed: int
+    evaluation: bool = False
     record: bool = False
+    server: int = 0
+    ticket: int = 0
 
 
 class CancelRollout(msgspec.Struct, tag="cancel"):

@@ -9,7 +9,6 @@ from copy import deepcopy
 from fakes.crash_run import made_up_sample
 from msgspec.structs import replace
 
-from pipelinerl.actor.scheduler import Attempt
 from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, Servers, StartRollout
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import RolloutSummary
@@ -41,8 +40,8 @@ def ended(
     return RolloutEnded(0, samples, summary, dataset_name, low, high, requests=2, retries=1)
 
 
-def attempt(index: int = 0, evaluation: bool = False) -> Attempt:
-    return Attempt(f"0-0/r{index}", "0-0", PROBLEM, seed=index, evaluation=evaluation)
+def rollout(index: int = 0, evaluation: bool = False) -> StartRollout:
+    return StartRollout(f"0-0/r{index}", "0-0", PROBLEM.data, seed=index, evaluation=evaluation)
 
 
 async def settle() -> None:

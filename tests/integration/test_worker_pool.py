@@ -30,7 +30,7 @@ BLOCKING = TASK.replace(
 
 def start(words: str) -> StartRollout:
     problem = {"dataset": "test", "turns": 1, "words": words}
-    return StartRollout(0, words, "g", 0, True, 1, problem)
+    return StartRollout(words, "g", problem, seed=1, evaluation=True)
 
 
 def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str) -> WorkerPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fakes.made_up_rollouts import HeldRollouts, attempt, settle
+from fakes.made_up_rollouts import HeldRollouts, rollout, settle
 
 from pipelinerl.actor import membership as membership_module
 from pipelinerl.actor.membership import Membership
@@ -53,7 +53,7 @@ class Scene:
         )
 
     async def start(self, count: int) -> list[asyncio.Task[Answer]]:
-        tasks = [asyncio.create_task(self.scheduler.run(attempt(index))) for index in range(count)]
+        tasks = [asyncio.create_task(self.scheduler.run(rollout(index))) for index in range(count)]
         await settle()
         return tasks
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fakes.made_up_rollouts import HeldRollouts, InstantRollouts, attempt, ended, settle
+from fakes.made_up_rollouts import HeldRollouts, InstantRollouts, ended, rollout, settle
 
 from pipelinerl.actor import scheduler as scheduler_module
 from pipelinerl.actor.progress import Changes
@@ -32,7 +32,7 @@ class Running:
         self.tasks: list[asyncio.Task[Answer]] = []
 
     async def start(self, *indices: int, evaluation: bool = False) -> None:
-        self.tasks += [asyncio.create_task(self.scheduler.run(attempt(index, evaluation))) for index in indices]
+        self.tasks += [asyncio.create_task(self.scheduler.run(rollout(index, evaluation))) for index in indices]
         await settle()
 
     @property
@@ -84,7 +84,7 @@ async def test_r3_a_transient_failure_is_tried_again_on_another_server() -> None
     answers = [RolloutFailed(0, "http_503", "", transient=True, requests=1, retries=3), ended()]
     runner = InstantRollouts(lambda start: answers.pop(0))
     scheduler = scheduler_of(runner, servers=2, max_retries=3)
-    assert isinstance(await scheduler.run(attempt()), RolloutEnded)
+    assert isinstance(await scheduler.run(rollout()), RolloutEnded)
     assert [start.server for start in runner.starts] == [0, 1]
     assert (scheduler.retries, busy(scheduler)) == (5, [0, 0])
 
@@ -92,7 +92,7 @@ async def test_r3_a_transient_failure_is_tried_again_on_another_server() -> None
 @pytest.mark.parametrize(("transient", "tries"), [(True, 3), (False, 1)])
 async def test_r3_tries_are_capped_and_lasting_failures_are_final(transient: bool, tries: int) -> None:
     runner = InstantRollouts(lambda start: RolloutFailed(0, "x", "", transient=transient))
-    assert isinstance(await scheduler_of(runner, max_retries=2).run(attempt()), RolloutFailed)
+    assert isinstance(await scheduler_of(runner, max_retries=2).run(rollout()), RolloutFailed)
     assert len(runner.starts) == tries
 
 
@@ -113,7 +113,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             now[0] += seconds
             return answers.pop(0)
 
-        return await scheduler_of(InstantRollouts(answer), max_retries=max_retries).run(attempt()), answers
+        return await scheduler_of(InstantRollouts(answer), max_retries=max_retries).run(rollout()), answers
 
     return run
 
@@ -161,7 +161,7 @@ async def test_refusals_without_a_pause_of_the_client_do_not_spin(
 
     monkeypatch.setattr(asyncio, "sleep", note)
     answers = [RolloutFailed(0, "refused", "", transient=True, retries=client_retries)] * 5 + [ended()]
-    answer = await scheduler_of(InstantRollouts(lambda start: answers.pop(0))).run(attempt())
+    answer = await scheduler_of(InstantRollouts(lambda start: answers.pop(0))).run(rollout())
     assert isinstance(answer, RolloutEnded) and sleeps == slept
 
 

@@ -92,7 +92,7 @@ def receiving(content: bytes) -> Connection[ToWorker]:
 
 
 async def test_messages_arrive_and_a_lost_end_is_an_end() -> None:
-    start = StartRollout(1, "g/r0", "g", 0, False, 2**62, {"text": "ü", "data": b"\x00", "list": [1, None, 0.5]})
+    start = StartRollout("g/r0", "g", {"text": "ü", "data": b"\x00", "list": [1, None, 0.5]}, seed=2**62, ticket=1)
     connection = receiving(encoded(start) + encoded(CancelRollout(1)) + encoded(start)[:-1])
     assert [await connection.receive() for _ in range(3)] == [start, CancelRollout(1), None]
 
