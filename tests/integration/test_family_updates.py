@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from fakes.families import random_model
 from fakes.random_model import model_logprobs, perturb, save_tokenizer
 from fakes.vllm_process import VLLMProcess
+from fakes.whole_run import make_whole_run
+from safetensors.torch import load_file
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -50,3 +53,19 @@ def test_w1_a_server_agrees_at_the_start_and_after_every_update(family: str, tmp
             assert difference() > 100 * TOLERANCE
             assert publisher.publish(version, backend.weight_source(torch.float32)).failed == {}
             assert difference() < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_a_whole_run_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    run = make_whole_run(tmp_path)
+    vocabulary = json.loads((run.model_path / "config.json").read_text())["vocab_size"]
+    model = random_model("qwen3_moe", **SHAPE, vocab_size=vocabulary, max_position_embeddings=1024, eos_token_id=2)
+    model.save_pretrained(run.model_path)
+    ended = run.run("finetune.max_train_steps=3")
+    assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{run.logs()}"
+    assert run.summary["status"] == "completed" and run.summary["weight_updates"] == 4
+    assert run.summary["logprob_abs_diff_mean"] < TOLERANCE
+    before, after = (load_file(f / "model.safetensors") for f in (run.model_path, run.output_dir / "finetune/current"))
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before if ".experts." in name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes.families import random_model
 from fakes.rank_group import run_ranks
 
 from pipelinerl.finetune.tensor_files import read_tensors
@@ -38,3 +39,15 @@ def test_ranks_compute_with_the_weights_that_they_send(tmp_path: Path, backend: 
         # Also though they started from other weights than the first rank's, which all got.
         first, second = (read_tensors(tmp_path / f"masters_{rank}.safetensors") for rank in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+def test_a_sharded_mixture_of_experts_is_sent_as_its_checkpoint(tmp_path: Path, backend: str) -> None:
+    """With a bias of the router, which is a buffer: no backend shards it."""
+    family = "deepseek_v3"
+    run_ranks(Path(__file__).with_name("expert_process.py"), [backend, family, str(tmp_path)], tmp_path)
+    random_model(family).save_pretrained(tmp_path / "model")
+    expected, sent = read_tensors(tmp_path / "model"), read_tensors(tmp_path / "sent.safetensors")
+    assert expected.keys() == sent.keys()
+    assert all(torch.equal(expected[name], sent[name]) for name in expected)

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.families import FAMILIES, random_model
+from fakes.families import FAMILIES, IDS, random_model
+from fakes.random_model import save_tokenizer
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_language_model
+from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 
@@ -37,6 +40,21 @@ def test_w1_what_is_sent_is_the_checkpoint(family: str, tied: bool, tmp_path: Pa
         assert got.keys() == expected.keys()
         for name, tensor in expected.items():
             assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_x1_an_export_reloads_with_equal_logits(family: str, tmp_path: Path) -> None:
+    model = random_model(family)
+    save_tokenizer(tmp_path / "tokenizer")
+    policy = PolicyModel(model)
+    backend = PlainBackend(policy, FinetuneConfig(), Ranks())
+    exporter = ModelExporter(tmp_path, str(tmp_path / "tokenizer"), Ranks(), max_shard_bytes=20_000)
+    folder = exporter.export(1, policy, backend.export_source())
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        ids = torch.tensor([IDS])
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize(
