@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes.made_up_rollouts import PROBLEM, InstantRollouts, ended
+from fakes.made_up_rollouts import PROBLEM, InstantRollouts, ended, settle
 from msgspec.structs import replace
 
 from pipelinerl.actor.budget import LagPolicy, SampleBudget
@@ -123,7 +124,8 @@ def test_o2_an_exception_of_the_users_without_a_text_costs_its_rollout(
     assert worker._failed(start, llm, error) == RolloutFailed(4, reason, message, requests=2, retries=1)
 
 
-async def evaluate(recorder: EvaluationRecorder, is_final: bool = False) -> tuple[InstantRollouts, list[Any]]:
+def evaluator_of(recorder: EvaluationRecorder) -> tuple[Evaluator, InstantRollouts, list[Any]]:
+    """An evaluator at version 4, its rollouts, and the list of what it writes."""
     runner, changes, written = InstantRollouts(answer_to), Changes(), list[Any]()
 
     async def write(record: Any) -> None:
@@ -145,10 +147,43 @@ async def evaluate(recorder: EvaluationRecorder, is_final: bool = False) -> tupl
         heartbeat=SimpleNamespace(progress=lambda: None),  # type: ignore[arg-type]
         schedule=EvaluationSchedule(1),
         concurrency=2,
+        holds_updates=True,
     )
+    return evaluator, runner, written
+
+
+async def evaluate(recorder: EvaluationRecorder, is_final: bool = False) -> tuple[InstantRollouts, list[Any]]:
+    evaluator, runner, written = evaluator_of(recorder)
     results = await evaluator.evaluate(4, is_final=is_final)
     assert written == results
     return runner, results
+
+
+@pytest.mark.parametrize("was_just_evaluated", [False, True])
+async def test_evaluations_next_to_training_and_the_final_one(was_just_evaluated: bool) -> None:
+    evaluator, runner, written = evaluator_of(recorder_of(0))
+    progress = evaluator.progress
+    evaluator.schedule.start_at(4)
+    running = asyncio.create_task(evaluator.run_when_due())
+    await settle()
+    assert not written
+    for version in (5, 7):
+        progress.version = version
+        progress.changes.notify()
+        await settle()
+    assert [(result.due_version, result.is_final) for result in written] == [(5, False), (7, False)]
+    progress.done = True
+    progress.changes.notify()
+    newest = await running
+    assert newest == written[1:] and len(runner.starts) == 8
+    if was_just_evaluated:
+        newest = [replace(result, min_version=7, max_version=7) for result in newest]
+    await evaluator.run_final(newest)
+    assert (written[-1].due_version, written[-1].is_final) == (7, True)
+    assert len(runner.starts) == (8 if was_just_evaluated else 12)
+    evaluator.problems = []
+    await evaluator.run_final([])
+    assert len(written) == 3
 
 
 @pytest.mark.parametrize("is_final", [False, True])
