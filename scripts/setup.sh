@@ -29,9 +29,10 @@ python=$(find_python) || fail "no Python 3.11 to 3.13 with the venv module found
   "install one (for instance the packages python3.11 and python3.11-venv) or set PIPELINERL_PYTHON=/path/to/python"
 device=$(detect_device)
 [[ $device == cpu || $device == gpu ]] || fail "PIPELINERL_DEVICE is '$device'" "set it to cpu or gpu, or leave it out"
-extras=$device
-[[ ${1:-} == test ]] && extras=$device,test
-stamp_file=.venv/.pipelinerl-stamp-$extras
+# `math` is the experiment that starts when no other is named.
+extras=$device,math
+stamp_file=.venv/.pipelinerl-stamp-$device
+[[ ${1:-} == test ]] && extras=$device,test stamp_file+=,test
 stamp="$(sha256sum < pyproject.toml | cut -c1-16) $device $("$python" -c 'import sys; print(*sys.version_info[:3], sep=".")')"
 
 if [[ $(cat "$stamp_file" 2>/dev/null) == "$stamp" || $(cat "$stamp_file,test" 2>/dev/null) == "$stamp" ]]; then
@@ -40,6 +41,9 @@ if [[ $(cat "$stamp_file" 2>/dev/null) == "$stamp" || $(cat "$stamp_file,test" 2
 fi
 
 started=$SECONDS
+if [[ $device == cpu ]] && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+  say "this machine has a GPU, but the environment is for the CPU (PIPELINERL_DEVICE=cpu); for runs on the GPU: PIPELINERL_DEVICE=gpu bash scripts/setup.sh"
+fi
 say "making .venv for $device with $python; the first time takes a few minutes and about 3 GB on a CPU machine"
 rm -f .venv/.pipelinerl-stamp*
 "$python" -m venv .venv || fail "could not make .venv" "remove the folder .venv and try again"

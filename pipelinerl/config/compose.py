@@ -57,6 +57,8 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     flags, overrides = _parse(argv)
     name = DEFAULT_CONFIG if flags.config_name is None else flags.config_name.removesuffix(".yaml")
     search_dirs = [] if flags.config_dir is None else [_folder(flags.config_dir)]
+    if (path := Path(name).expanduser()).is_absolute():
+        search_dirs, name = list(dict.fromkeys([_folder(str(path.parent)), *search_dirs])), path.name
     if flags.help is not None:
         return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()], flags.help), search_dirs=search_dirs)
     from pipelinerl.config.hydra_compose import compose_plain  # late: the help needs no Hydra

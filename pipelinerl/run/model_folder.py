@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -75,6 +76,13 @@ def check_model(config: RunConfig, may_ask_hub: bool = True) -> list[str]:
     if (reason := _missing_on_hub(config)) is not None:
         raise _refusal(model_path, f"{expected}; no such folder, and the hub says: {reason}", _MODEL_HELP)
     return []
+
+
+def count_parameters(model_path: str) -> int | None:
+    """Number of values in the weight files of a folder; None if it is no folder or holds others than safetensors."""
+    files = _found(Path(model_path).expanduser(), ("*.safetensors",))
+    shapes = [entry["shape"] for file in files for name, entry in _header(file).items() if name != "__metadata__"]
+    return sum(math.prod(shape) for shape in shapes) or None
 
 
 def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -267,6 +275,12 @@ def _truncated(file: Path) -> str | None:
             return f"its header cannot be read ({type(error).__name__}: {error})"
     expected = _LENGTH_BYTES + length + max(ends, default=0)
     return None if size == expected else f"it has {size} bytes, its header says {expected}: it is truncated"
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as content:
+        header: dict[str, Any] = json.loads(content.read(int.from_bytes(content.read(_LENGTH_BYTES), "little")))
+    return header
 
 
 def _missing_on_hub(config: RunConfig) -> str | None:

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserErr
 from pipelinerl.inference.arguments import check_names, check_options
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
-from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size
+from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size, count_parameters
 from pipelinerl.run.start import inspect
 from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, nvml_gpu_lister
@@ -36,6 +37,9 @@ from pipelinerl.world import Cluster, nvml_gpu_lister
 #: What the check of the user's code prints when it succeeds.
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
+#: A training state holds fp32 weights and the two moments of AdamW. A token that was sampled takes at most so much in
+#: both streams together: id, label and log-prob as JSON.
+_BYTES_PER_PARAMETER, _BYTES_PER_TOKEN = 12, 70
 #: How the same check begins a line for the user.
 REMARK = "remark of the check: "
 
@@ -144,7 +148,8 @@ def check_vllm(start: Start) -> list[str]:
     if start.has_servers and (spec is None or spec.origin is None):
         raise UserError(
             f"vLLM, which the servers of a run need, is not installed in the Python environment {sys.prefix}. "
-            "Install it: pip install -e '.[gpu]' where there are NVIDIA GPUs, else pip install -e '.[cpu]'."
+            "Install it: pip install -e '.[gpu]' where there are NVIDIA GPUs, else pip install --extra-index-url "
+            "https://download.pytorch.org/whl/cpu -e '.[cpu]' (or `bash scripts/setup.sh`, which does both)."
         )
     return []
 
@@ -174,6 +179,37 @@ def check_streams(start: Start) -> list[str]:
 
 def check_model_path(start: Start) -> list[str]:
     return [f"note: {note}" for note in check_model(start.config, may_ask_hub=not start.is_dry_run)]
+
+
+def check_disk(start: Start) -> list[str]:
+    """Say what the run will write, as far as the model's size is known, and what is free."""
+    config, tuned = start.config, start.config.finetune
+    parameters = count_parameters(config.model_path) if has_stage(config, "finetune") else None
+    if parameters is None:
+        return []
+    more = len([step for step in tuned.also_save_steps if step <= tuned.last_step])
+    saves = -(-tuned.last_step // tuned.save_checkpoint_steps) + more
+    # One more is written before the oldest is removed.
+    states = min(saves, (tuned.keep_last_checkpoints or saves) + more + 1)
+    models = (saves if tuned.keep_intermediate_checkpoints else min(saves, more + 2)) + 3 * bool(tuned.keep_best)
+    is_16_bit = tuned.dtype == "bf16" or (tuned.dtype == "auto" and start.cluster.gpus and config.world.device != "cpu")
+    state = 0 if tuned.lora.enabled else parameters * _BYTES_PER_PARAMETER
+    model = parameters * (2 if is_16_bit else 4)
+    tokens = tuned.last_step * tuned.samples_per_step * config.llm.parameters.max_tokens
+    folder = Path(config.output_dir).absolute()
+    free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
+    line = (
+        f"disk: training states {states} x {_size(state)}, models {models} x {_size(model)}, streams at most "
+        f"{_size(tokens * _BYTES_PER_TOKEN)} (if every answer has llm.parameters.max_tokens); {_size(free)} are free"
+    )
+    if free >= states * state + models * model:
+        return [line]
+    remedy = "finetune.keep_last_checkpoints=1, keep_intermediate_checkpoints=false or a larger save_checkpoint_steps"
+    return [line, f"note: the disk of output_dir is too small for the models: set {remedy}, or use another disk"]
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def check_servers(start: Start) -> list[str]:
@@ -340,6 +376,7 @@ CHECKS = (
     Check(check_device, every_node=True),
     Check(check_streams, every_node=True),
     Check(check_model_path, dry_run="report", every_node=True),
+    Check(check_disk, dry_run="report"),
     Check(check_servers, dry_run="refuse", every_node=True),
     Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),

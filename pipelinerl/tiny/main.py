@@ -15,7 +15,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Build a tokenizer and a model of half a million parameters that knows the guessing game's format, "
         "but plays it badly: a start for reinforcement learning on a CPU. Takes about a minute; the result is reused.",
     )
-    parser.add_argument("--output", type=Path, help="folder of the model (default: results/tiny-model/<key>)")
+    parser.add_argument("--output", type=Path, help="folder of the model (default: results/tiny-model)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and warm-up (default: 1)")
     tied = parser.add_mutually_exclusive_group()
     tied.add_argument("--tied", dest="tied", action="store_true", help="share input and output embeddings")
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     # transformers imports DeepSpeed, which warns where it finds no GPU; none is used here.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from pipelinerl.tiny.build import DEFAULT_ROOT, build_tiny_model, model_key
+    from pipelinerl.tiny.build import DEFAULT_ROOT, build_tiny_model
     from pipelinerl.tiny.warmup import WarmupSettings
 
     try:
@@ -42,9 +42,8 @@ def main(argv: list[str]) -> int:
             given = {"high": args.high, "max_turns": args.max_turns, "opening_guesses": args.opening_guesses}
             given = {name: value for name, value in given.items() if value is not None}
             warmup = dataclasses.replace(WarmupSettings(), **given)
-        key = model_key(seed=args.seed, tie_word_embeddings=args.tied, warmup=warmup)
         output_dir = build_tiny_model(
-            args.output or DEFAULT_ROOT / key,
+            args.output or DEFAULT_ROOT,
             seed=args.seed,
             tie_word_embeddings=args.tied,
             warmup=warmup,

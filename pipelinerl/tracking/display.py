@@ -22,7 +22,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.tracking.state import RunState
+from pipelinerl.tracking.state import REWARD, SUCCESS, RunState
 from pipelinerl.world import Job
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
     update = f"version {state.version}, {_update_s(state)} s" if state.version is not None else _NONE
     return [
         ("step", f"{step}   ({_duration(state.training_seconds)} of training)"),
-        ("reward, training", number("preprocessor/reward_mean", "actor/reward_mean")),
-        ("success, training", number("preprocessor/success_rate", "actor/success_rate")),
+        ("reward, training", _last(state.curve(REWARD))),
+        ("success, training", _last(state.curve(SUCCESS))),
         ("success, held out", _held_out(state)),
         ("sampling", f"{tokens} tokens/s, {rollouts} rollouts/s"),
         ("training", f"{samples} samples/s, loss {loss}, gradient norm {gradient}"),
@@ -77,10 +77,9 @@ def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
 
 
 def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) -> str:
-    """One step as one line. `record` has the trainer's numbers of that step, `state` those of the preprocessor."""
+    """The step of `record` as one line, with reward and success as in the table and the plot."""
     step, number = record.step, partial(_number, state)
-    reward = record.values.get("finetune/reward_mean", state.history.get("preprocessor/reward_mean", {}).get(step))
-    success = state.history.get("preprocessor/success_rate", {}).get(step)
+    reward, success = (state.curve(names).get(step) for names in (REWARD, SUCCESS))
     return (
         f"step {f'{step}/{max_steps}' if max_steps else step}"
         f" | reward {_NONE if reward is None else f'{reward:.3f}'}"
@@ -135,6 +134,10 @@ def quiet_line(
         text = f"{step}: {_ready(state)} of {config.finetune.samples_per_step} samples are ready, {_sampling(state)}"
     more = f", and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
     return f"{text}; {', '.join(waits[:_MAX_NAMED])}{more}" if waits else text
+
+
+def _last(curve: Mapping[int, float]) -> str:
+    return f"{curve[max(curve)]:.3f}" if curve else _NONE
 
 
 def _number(state: RunState, *names: str, form: str = ".3f") -> str:

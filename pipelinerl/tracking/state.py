@@ -22,6 +22,11 @@ from pipelinerl.records.lineage import Lineage
 
 When = Literal["before", "after"]
 
+# Reward and success of training, wherever a person sees them: over all rollouts that the batch of a step was chosen
+# from. The first name with data counts; those after it are for stages that run without a preprocessor.
+REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
+SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
+
 
 class RunState:
     """Fold of one run. `latest[name]` is the newest value, `history[name][step]` the newest of each version."""
@@ -113,6 +118,11 @@ class RunState:
     def output_tokens(self) -> float:
         """Tokens sampled for training, as far as their fate is known."""
         return max(float(self._fate_tokens), self.total("finetune/output_tokens"))
+
+    def curve(self, names: tuple[str, ...]) -> dict[int, float]:
+        """Values by step of the first of `names` with data; a batch that is ready but not trained has no step yet."""
+        found = ({s: v for s, v in sorted(self.history.get(n, {}).items()) if s <= max(self.steps, 0)} for n in names)
+        return next(filter(None, found), {})
 
     def total(self, name: str) -> float:
         """Sum of a metric over the steps that count."""

@@ -9,13 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from pipelinerl.rundir.durable import replace_file
-from pipelinerl.tracking.state import RunState
+from pipelinerl.tracking.state import REWARD, SUCCESS, RunState
 
 Status = Literal["completed", "failed", "interrupted"]
-# First name that has data wins.
-# Of the rollouts of each batch. What ended lately (`actor/...`) is biased: quick rollouts end first.
-_REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
-_SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
 _LAG = (("finetune/lag_mean_versions", "mean", "-"), ("finetune/lag_max_versions", "max", ":"))
 
 
@@ -58,7 +54,7 @@ def _rate(amount: float, seconds: float) -> float:
 
 def has_learning_curve(state: RunState) -> bool:
     """Whether there is anything to draw."""
-    names = (*_REWARD, *_SUCCESS, *(name for name, _, _ in _LAG))
+    names = (*REWARD, *SUCCESS, *(name for name, _, _ in _LAG))
     return bool(state.evaluations) or any(state.history.get(name) for name in names)
 
 
@@ -73,11 +69,9 @@ def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     curve, lag = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     figure.suptitle(title)
-    for names, label, color in ((_REWARD, "reward", "tab:blue"), (_SUCCESS, "success", "tab:green")):
-        # A batch that was ready when training ended was never trained.
-        curves = ([p for p in sorted(state.history.get(name, {}).items()) if p[0] <= state.steps] for name in names)
-        if points := next(filter(None, curves), None):
-            curve.plot(*zip(*points, strict=True), label=f"{label}, training", color=color, linewidth=1.3)
+    for names, label, color in ((REWARD, "reward", "tab:blue"), (SUCCESS, "success", "tab:green")):
+        if values := state.curve(names):
+            curve.plot(*zip(*values.items(), strict=True), label=f"{label}, training", color=color, linewidth=1.3)
     for index, (name, found) in enumerate(_held_out(state).items()):
         curve.plot(*zip(*found, strict=True), "o--", label=f"success, held out ({name})", color=f"C{index + 3}")
         for version, rate in found:

@@ -40,6 +40,22 @@ def test_config_name_in_each_spelling(flags: list[str]) -> None:
     assert (config.seed, run_config("seed=1").seed) == (42, 1)
 
 
+@pytest.mark.parametrize("suffix", ["", ".yaml"])
+def test_a_config_name_may_be_a_path(user_dir: Path, suffix: str) -> None:
+    composed = compose([f"--config-name={user_dir / 'my_task'}{suffix}", "output_dir=x"])
+    assert composed.config is not None and composed.config.custom == {"difficulty": 3}
+    assert (composed.search_dirs, composed.config_name) == ([user_dir.resolve()], "my_task")
+    with pytest.raises(ConfigError) as caught:
+        compose([f"--config-name={user_dir / 'my_taks'}{suffix}", "output_dir=x"])
+    assert caught.value.key == "--config-name" and "my_task" in caught.value.next_step
+
+
+def test_one_more_batch_is_in_flight_unless_it_is_said_otherwise() -> None:
+    assert run_config("finetune.gradient_accumulation_passes=96").max_lag == 96
+    assert run_config("max_lag=null").max_lag is None and run_config("max_lag=7").max_lag == 7
+    assert run_config("schedule=conventional").max_lag is None
+
+
 @pytest.mark.parametrize("flag", ["--config-dir", "--config-path", "-cd", "-cp"])
 def test_a_users_folder_builds_on_the_shipped_files(user_dir: Path, flag: str) -> None:
     composed = compose([flag, str(user_dir), "--config-name", "my_task", "output_dir=x", "backend.config=mine"])

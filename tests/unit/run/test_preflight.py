@@ -7,15 +7,19 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fakes.model_folder import save_model_folder
+from safetensors.torch import save_file
 
 from pipelinerl import launch
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run import preflight
+from pipelinerl.run.model_folder import count_parameters
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
 from pipelinerl.world import Cluster, usable_cores
 
@@ -239,3 +243,35 @@ def test_functions_are_found_in_the_text_of_their_file(
     (tmp_path / "folder" / "inside.py").write_text("def load(names): ...\n")
     fault = function_fault(path, is_async, [tmp_path])
     assert fault is None if said is None else said in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "gpus", "wanted"),
+    [
+        # 2 of 10 states stay and one is being written; 10 models, in fp32 without a GPU.
+        ({}, (), "training states 3 x 12.0 GB, models 10 x 4.0 GB, streams at most 5.6 GB"),
+        ({"dtype": "bf16"}, (), "training states 3 x 12.0 GB, models 10 x 2.0 GB"),
+        ({"lora": {"enabled": True}}, ("0",), "training states 3 x 0.0 MB, models 10 x 2.0 GB"),
+        ({"keep_last_checkpoints": None}, (), "training states 10 x 12.0 GB"),
+        ({"keep_intermediate_checkpoints": False, "keep_best": "success_rate"}, (), "models 5 x 4.0 GB"),
+        ({"max_train_steps": 50}, (), "training states 1 x 12.0 GB, models 1 x 4.0 GB"),
+    ],
+)
+def test_what_a_run_needs_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: dict[str, Any], gpus: tuple[str, ...], wanted: str
+) -> None:
+    monkeypatch.setattr(preflight, "count_parameters", lambda path: 1_000_000_000)
+    tuned = {"gradient_accumulation_passes": 8, **finetune}
+    llm = {"parameters": {"max_tokens": 10_000}}
+    changes = {"output_dir": str(tmp_path / "a" / "b"), "finetune": tuned, "llm": llm}
+    for free, notes in ((10**12, 0), (10**9, 1)):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        line, *found = preflight.check_disk(start(changes, gpus=gpus))
+        assert wanted in line and f"{free / 1e9:.1f} GB are free" in line and len(found) == notes
+
+
+def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.zeros(2, 2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    assert count_parameters(str(tmp_path)) == 21
+    assert count_parameters("owner/name") is None

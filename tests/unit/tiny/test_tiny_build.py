@@ -94,5 +94,9 @@ def test_the_command_prints_the_folder_or_the_one_that_it_cannot_use(
     assert f"model_path={folder}" in capsys.readouterr().out.splitlines()[-1]
     record = json.loads((folder / "tiny_model.json").read_text())
     assert record["seed"] == 3 and record["tie_word_embeddings"] is True and record["warmup"] is None
+    # Where the configurations look for it.
+    monkeypatch.chdir(tmp_path)
+    assert main(["--no-warmup"]) == 0 and (tmp_path / "results" / "tiny-model" / "tiny_model.json").is_file()
+    capsys.readouterr()
     assert main(["--output", str(tmp_path), "--no-warmup"]) == 2
     assert str(tmp_path) in capsys.readouterr().err

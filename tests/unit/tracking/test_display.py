@@ -89,9 +89,13 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     record = MetricRecord(source="finetune_0", step=2, time=71.0, values=trained)
     state.fold_metrics(record)
     line = progress_line(state, None, record)
-    assert line.startswith("step 2 | reward 0.300 | success 0.250 | grad norm 0.125 | ")
-    older = MetricRecord(source="finetune_0", step=2, time=71.0, values={})
-    assert progress_line(state, None, older).startswith("step 2 | reward 0.250 | ")
+    # Of all rollouts of the batch, also those whose samples a filter left out; the table and the plot say the same.
+    assert line.startswith("step 2 | reward 0.250 | success 0.250 | grad norm 0.125 | ")
+    rows = dict(table_rows(state, None))
+    assert (rows["reward, training"], rows["success, training"]) == ("0.750", "0.750")
+    values = {"preprocessor/reward_mean": 0.9, "preprocessor/success_rate": 0.9}
+    state.fold_metrics(MetricRecord(source="preprocessor_0", step=4, time=72.0, values=values))
+    assert dict(table_rows(state, None))["reward, training"] == "0.750", "step 4 is not trained yet"
 
 
 def test_notices_are_lines_and_stand_above_the_table() -> None:
