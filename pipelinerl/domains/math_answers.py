@@ -30,7 +30,8 @@ _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mbox)\{([^{}]*)\}")
 _LETTERS = re.compile(r"[A-Z]{2,}")
 _BASE = re.compile(r"[\dA-F.]+_\{?(\d+)\}?")
 _PERCENT = re.compile(r"\\?%$|\\(?:text|mathrm)\{(?:percent|%|\\%)\}$")
-_UNIT = re.compile(r"\d\}*\s*(?:\\(?:text|mathrm|mbox)\{\s*([a-zA-Z]+)[^{}]*\}|([a-zA-Z]+))(?:\^\{?[23]\}?)?$")
+_UNIT = re.compile(r"(?:.\\(?:text|mathrm|mbox)\{\s*([a-zA-Z]+)[^{}]*\}|\d([a-zA-Z]+))(?:\^\{?[23]\}?)?$")
+_SUM = re.compile(r"(?:[\d.+*/^(){}-]|\\(?:cdot|times|frac))+")
 #: Words for units that are different quantities; other words behind a number say what is counted.
 _UNITS = MappingProxyType(
     {
@@ -69,6 +70,9 @@ def same_answer(gold: str, stated: str) -> bool | None:
     numbers = [_as_number(text) for text in (gold, stated)]
     if numbers[0] is not None and numbers[1] is not None:
         return _same_number(numbers[0], numbers[1])
+    first, equals, last = stated.partition("=")
+    if equals and _SUM.fullmatch(first + last) and not same_answer(first, last):
+        return False  # 2+3=4 is no way to say 4
     if _differ_in_form(gold, stated):
         return False
     return _verified(gold, stated)

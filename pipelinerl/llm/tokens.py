@@ -120,7 +120,7 @@ class ChatRenderer:
         Raises:
             RolloutError: `bad_prompt`, as in `render`.
         """
-        continued = add_generation_prompt is None and _is_begun(messages[-1:])
+        continued = add_generation_prompt is None and is_begun(messages[-1:])
         opens = add_generation_prompt is not False and not continued
         turn = {"add_generation_prompt": opens, **({"continue_final_message": True} if continued else {})}
         chat = list(messages)
@@ -202,7 +202,7 @@ class ChatRenderer:
         return not self.decode([token_id]) and bool(self.decode([token_id], skip_special_tokens=False))
 
 
-def _is_begun(last: Sequence[dict[str, Any]]) -> bool:
+def is_begun(last: Sequence[dict[str, Any]]) -> bool:
     """Return whether the last message is an answer that the model is to continue."""
     return any(each.get("role") == "assistant" and each.get("content") and not each.get("tool_calls") for each in last)
 

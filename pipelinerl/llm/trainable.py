@@ -16,7 +16,7 @@ from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
 from pipelinerl.llm.client import Verdict, classify, post, reason_of, retry_delay_s
 from pipelinerl.llm.completions import Completion, read_completion
-from pipelinerl.llm.tokens import ChatRenderer, cut_at
+from pipelinerl.llm.tokens import ChatRenderer, cut_at, is_begun
 from pipelinerl.llm.tool_calls import opened_thinking, parse_tool_calls
 from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, Transcript, Turn, continuation, sampled_text
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
@@ -338,9 +338,13 @@ class Chat:
         transcript.add(call, text + sampled_text(llm.renderer, call))
         if len(transcript.turns) == 1:
             self.transcripts.append(transcript)
+        content = call.output.content or ""
+        if is_begun(self._new[-1:]):  # the answer goes on where this message ends: they are one
+            content = self._new.pop()["content"] + content
+            self.messages.pop()
         self._past = [*past, *self._new]
         self._new = []
-        self.messages.append(assistant_message(call.output.content or "", call.output.tool_calls))
+        self.messages.append(assistant_message(content, call.output.tool_calls))
         return call
 
     def reward_turn(self, reward: float) -> None:

@@ -54,7 +54,7 @@ def test_r1_the_run_goes_on_and_counts_the_reasons(with_service: bool, tmp_path:
         with run.started(), CountingTrainer(run, steps=2, on_version=set_version):
             assert run.wait(PROCESS_LIMIT_S) == 0, run.stderr
     reasons = Counter(record.reason for record in run.fates if record.fate == "failed")
-    assert set(reasons) & {"grader_raised", "grader_timeout", "grader_bad_result"}, reasons
+    assert set(reasons) & {"grader_raised", "grader_bad_result"}, reasons
     samples = [sample for group in run.groups for sample in group.samples]
     assert samples and all(sample.reward == 0.0 for sample in samples)
-    assert all(group.problem_id.lstrip("train") not in {"3", "5", "7"} or not group.samples for group in run.groups)
+    assert all(group.problem_id.lstrip("train") not in {"3", "7"} or not group.samples for group in run.groups)

@@ -55,6 +55,7 @@ AB | \text{AB}
 \text{Yes} | \text{yes}
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 \binom{5}{2} | 10
+4 | 2\cdot2=4
 """
 DIFFER = r"""
 1.6\times10^{-19} | 9.1\times10^{-31}
@@ -93,6 +94,8 @@ x+10^{-20} | x
 \pm2 | 2
 5\text{ km} | 5\text{ m}
 5\text{ hours} | 5\text{ minutes}
+8\pi\text{ cm}^2 | 8\pi\text{ m}^2
+4 | 2+3=4
 12.5\% | 1.25
 50 | 0.5
 101_2 | 101_3

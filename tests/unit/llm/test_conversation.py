@@ -128,6 +128,32 @@ async def test_t1_three_turns_with_a_tool_keep_the_sampled_ids(tokenizer: PreTra
     ]  # fmt: skip
 
 
+async def test_a_begun_answer_is_continued_and_is_one_with_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
+    with serving(tokenizer, Script(tokenizer, ["5", "7"])) as (server, llm):
+        async with open_session() as session:
+            chat = llm.chat(session)
+            await chat.ask({"role": "user", "content": "12 + 3?"}, {"role": "assistant", "content": "It is 1"})
+            await chat.ask("Sure?")
+    begun = "<|user|>12 + 3?<|end|><|assistant|>It is 1"
+    assert [llm.renderer.decode(ids, skip_special_tokens=False) for ids in sent(server)] == [
+        begun, f"{begun}5<|end|><|user|>Sure?<|end|><|assistant|>"
+    ]  # fmt: skip
+    assert [message["content"] for message in chat.messages] == ["12 + 3?", "It is 15", "Sure?", "7"]
+    assert [len(text.logprobs) for text in chat.training_texts(1.0)] == [2, 2]
+
+
+async def test_thinking_that_the_prompt_opens_is_no_statement(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    with serving(tokenizer, Script(tokenizer, [f"or {call}", f"no</think>{call}"])) as (_, llm):
+        async with open_session() as session:
+            answers = [
+                await llm.chat(session, tools=TOOLS).ask("1 + 2?", {"role": "assistant", "content": "<think>"})
+                for _ in range(2)
+            ]
+    assert [len(answer.output.tool_calls or []) for answer in answers] == [0, 1]
+    assert [answer.graded_text for answer in answers] == [f"<think>or {call}", "<think>no</think>"]
+
+
 async def test_m5_every_sampled_token_is_trained_once_in_either_form(tokenizer: PreTrainedTokenizerFast) -> None:
     for turns in (1, 2, 5):
         script = Script(tokenizer, [str(10 + turn) for turn in range(turns)])
