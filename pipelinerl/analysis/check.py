@@ -14,7 +14,7 @@ import faulthandler
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,12 +28,14 @@ from pipelinerl.config.validate import missing_task
 from pipelinerl.domains.check import check_answers, checked_problems, count_line, domain_function
 from pipelinerl.domains.problem_sets import Problem, ProblemSets, shared_problems
 from pipelinerl.domains.registry import describe_error, is_await_missing, load_rollout_function, place_of
-from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, RolloutError, UserError
 from pipelinerl.grading import open_verifier
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
+from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 from pipelinerl.llm.trainable import sampling_parameters
+from pipelinerl.run.model_folder import read_model_config
 from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, REMARK
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
@@ -184,8 +186,62 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
 
 
 def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
-    parameters = sampling_parameters(config.llm.parameters)
-    return TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN).for_rollout(seed=0)
+    parameters, renderer = sampling_parameters(config.llm.parameters), _TryingRenderer(tokenizer, config)
+    llm = TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN, _renderer=renderer)
+    return llm.for_rollout(seed=0)
+
+
+class _TryingRenderer(ChatRenderer):
+    """Renders with a small tokenizer, after that of the run's model, if it is here, has rendered the same messages.
+
+    ConfigError: the model could not read the prompt.
+    """
+
+    def __init__(self, tokenizer: Any, config: RunConfig) -> None:
+        super().__init__(tokenizer)
+        self._model_path, self._models = config.model_path, None
+        try:
+            trust = config.finetune.trust_remote_code
+            self._models = ChatRenderer(
+                load_tokenizer(config.model_path, trust_remote_code=trust, local_files_only=True)
+            )
+        except Exception:  # noqa: BLE001 - whoever needs the model says what is wrong with it
+            return
+
+    def render_text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+    ) -> str:
+        if self._models is not None and add_generation_prompt is None:
+            self._try(self._models, messages, tools)
+        return super().render_text(messages, tools, add_generation_prompt=add_generation_prompt)
+
+    def _try(
+        self, renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    ) -> None:
+        try:
+            _, ids = renderer.render(messages, tools)
+        except RolloutError as error:
+            roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
+            raise ConfigError(
+                "model_path",
+                self._model_path,
+                f"a model whose chat template takes the messages of this task (roles: {roles}); {error}",
+                "Use an instruction-tuned model with these roles, or write other messages; actor.system_prompt='' "
+                "leaves out the system message of a domain that has one.",
+            ) from error
+        rows = read_model_config(self._model_path).get("vocab_size")
+        if isinstance(rows, int) and ids and max(ids) >= rows:
+            text = renderer.decode([max(ids)], skip_special_tokens=False)
+            raise ConfigError(
+                "model_path",
+                self._model_path,
+                f"ids below {rows}, the vocab_size of its config.json; its tokenizer makes {max(ids)} of {text!r}",
+                "Copy the tokenizer that belongs to these weights, or resize the embedding of the model.",
+            )
 
 
 @contextlib.asynccontextmanager

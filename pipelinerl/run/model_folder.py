@@ -91,7 +91,7 @@ def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
     `environ`: vLLM's own switch for longer contexts counts.
     """
     key, _ = config.vllm_config.option("max-model-len")
-    asked, longest = config.vllm_config.number("max-model-len"), _context_length(_model_config(config.model_path))
+    asked, longest = config.vllm_config.number("max-model-len"), _context_length(read_model_config(config.model_path))
     is_changed = config.vllm_config.option("hf-overrides")[1] is not None or environ.get(_LONGER_IS_ALLOWED) == "1"
     if asked is not None and longest is not None and asked > longest and not is_changed:
         expected = f"at most {longest}, the context length of {config.model_path} (see its config.json)"
@@ -102,7 +102,7 @@ def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
 def check_parallel_size(config: RunConfig) -> None:
     """Refuse a tensor parallel size that does not divide the model's attention heads."""
     size = config.vllm_config.number("tensor-parallel-size") or 1
-    model = _model_config(config.model_path)
+    model = read_model_config(config.model_path)
     heads = model.get("num_attention_heads")
     if size == 1 or not isinstance(heads, int):
         return
@@ -128,7 +128,7 @@ def check_adapter(config: RunConfig, has_gpus: bool) -> None:
     if has_gpus and str(dtype).lower() in ("float32", "float"):
         expected = "a 16-bit type with finetune.lora.sync=adapter: vLLM's adapter kernels on GPUs support nothing else"
         raise ConfigError(key, dtype, expected, "Use bfloat16, or set finetune.lora.sync=merged.")
-    model, trouble = _model_config(config.model_path), ""
+    model, trouble = read_model_config(config.model_path), ""
     experts = [name for name, value in model.items() if "expert" in name and type(value) is int and value > 1]
     if "quantization_config" in model:
         trouble = "quantized: trainer and servers would dequantize it differently"
@@ -143,7 +143,7 @@ def check_adapter(config: RunConfig, has_gpus: bool) -> None:
         )
 
 
-def _model_config(model_path: str) -> dict[str, Any]:
+def read_model_config(model_path: str) -> dict[str, Any]:
     """The text model's `config.json`; empty if it is not on this machine or unreadable (whoever loads it complains)."""
     file = Path(model_path).expanduser() / "config.json"
     if not file.is_file() and _HUB_NAME.fullmatch(model_path):

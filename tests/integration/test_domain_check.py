@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError, UserError
@@ -23,7 +26,12 @@ RESULT = "    return RolloutResult([text], BaseMetrics(reward=0.0, success=False
 
 
 def check(
-    folder: Path, body: str, rollout: str = ASKED + RESULT, test: Sequence[str] = (), **environ: str
+    folder: Path,
+    body: str,
+    rollout: str = ASKED + RESULT,
+    test: Sequence[str] = (),
+    model_path: str = "no/model",
+    **environ: str,
 ) -> list[str]:
     (folder / "checked_task.py").write_text(
         f"import os, sys\ndef load_problems(names):\n    {body}\n"
@@ -34,6 +42,7 @@ def check(
     )
     run = RunConfig(
         output_dir="x",
+        model_path=model_path,
         dataset_loader="checked_task.load_problems",
         train_dataset_names=["a"],
         test_dataset_names=list(test),
@@ -94,3 +103,26 @@ def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path) -> None:
     body = "return [{'id': f'{names[0]}-{n}', 'dataset': names[0], 'n': n + (names[0] == 'b')} for n in range(4)]"
     found, note = check(tmp_path, body, test=["b"])
     assert found.startswith("4 ") and "3 of the 4 test problems" in note
+
+
+@pytest.mark.parametrize(
+    ("role", "vocab_size", "words"),
+    [("user", 7, None), ("system", 7, "roles: system.*no system"), ("user", 6, "below 6.*makes 6 of")],
+)
+def test_a_model_that_cannot_read_the_prompt_is_refused(
+    tmp_path: Path, role: str, vocab_size: int, words: str | None
+) -> None:
+    """By its chat template, or by ids beyond its embedding."""
+    vocabulary = {text: number for number, text in enumerate(["<pad>", "<unk>", "?", "a", "b", "c", "<user>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "<{{ m.role }}> {{ m.content }} {% endfor %}"
+    )
+    fast.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(f'{{"vocab_size": {vocab_size}}}')
+    rollout = ASKED.replace('"user"', f'"{role}"') + RESULT
+    with pytest.raises(UserError, match=f"model_path: (?s:.*){words}") if words else nullcontext():
+        check(tmp_path, ONE, rollout, model_path=str(tmp_path / "model"))
