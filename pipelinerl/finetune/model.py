@@ -57,14 +57,14 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[wanted]
 
 
-def load_policy(config: RunConfig, device: torch.device, model_path: str | None = None) -> PolicyModel:
-    """Load `model_path` (default: the configuration's) as a policy with fp32 parameters on `device`.
+def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
+    """Load `model_path` as a policy with fp32 parameters on `device`.
 
     Raises:
         ConfigError: there is no such model, or it cannot be trained as configured.
     """
     settings = config.finetune
-    path = model_path or config.model_path
+    path = config.model_path
     dtype = compute_dtype(config, device)
     served_length = config.vllm_config.number("max-model-len")
     register_own_attention()

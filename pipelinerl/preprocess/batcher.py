@@ -45,8 +45,6 @@ class Batcher:
         rounds: Rounds | None = None,
         step_samples: Mapping[int, int] | None = None,
     ) -> None:
-        if samples_per_step < 1:
-            raise ValueError(f"samples_per_step: got {samples_per_step}, expected at least 1")
         self._samples_per_step = samples_per_step
         # A queue smaller than one step could never fill it.
         self._capacity = None if capacity_samples is None else max(capacity_samples, samples_per_step)

@@ -131,7 +131,7 @@ def positions_of(mask: torch.Tensor) -> torch.Tensor:
     return mask.reshape(-1).nonzero(as_tuple=True)[0]
 
 
-def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False) -> MicroBatch:
+def sentinel(*, pad_id: int, step_tokens: int = 0) -> MicroBatch:
     """A micro-batch that trains nothing, for ranks that have fewer than others, so that collectives stay in step.
 
     Its loss and every gradient are exactly zero.
@@ -147,7 +147,7 @@ def sentinel(*, pad_id: int, step_tokens: int = 0, with_reference: bool = False)
         mask=torch.zeros(shape, dtype=torch.bool),
         trained=torch.zeros(0, dtype=torch.int64),
         old_logprobs=zeros,
-        ref_logprobs=zeros.clone() if with_reference else None,
+        ref_logprobs=None,
         advantages=zeros.clone(),
         weights=zeros.clone(),
         versions=torch.full(shape, NO_VERSION),

@@ -277,11 +277,10 @@ class Turns:
 
 @dataclass(frozen=True)
 class Played:
-    """Result of many games: success [games], wrong output [games], turns used [games], and every turn."""
+    """Result of many games: success [games], wrong output [games], and every turn."""
 
     success: NDArray[np.bool_]
     wrong_output: NDArray[np.bool_]
-    turns_used: Ints
     turns: list[Turns]
 
 
@@ -297,22 +296,20 @@ def play_games(
     """Play every game to its end with guesses sampled from `model` at temperature 1."""
     games = len(answers)
     success, wrong = np.zeros(games, dtype=bool), np.zeros(games, dtype=bool)
-    used = np.full(games, max_turns)
     alive, history = np.arange(games), openings
     turns: list[Turns] = []
-    for turn in range(max_turns):
+    for _ in range(max_turns):
         prompts = encoder.prompts(history, answers[alive])
         outputs, logprobs = sample_outputs(model, prompts, generator, prefix_tokens=encoder.prefix_tokens)
         turns.append(Turns(alive, prompts, outputs, logprobs))
         guesses = encoder.read(outputs)
         right, bad = guesses == answers[alive], guesses < 0
         success[alive[right]], wrong[alive[bad]] = True, True
-        used[alive[right | bad]] = turn + 1
         going = ~(right | bad)
         alive, history = alive[going], np.concatenate([history, guesses[:, None]], axis=1)[going]
         if not len(alive):
             break
-    return Played(success, wrong, used, turns)
+    return Played(success, wrong, turns)
 
 
 @torch.no_grad()

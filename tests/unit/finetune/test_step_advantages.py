@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -173,7 +174,7 @@ def test_two_ranks_normalize_over_the_tokens_of_both(kit):
     alone = finish_advantages(collated(samples, plan), samples, rl, Ranks())
     shares = [[batch] for batch in collated(samples, plan)]
     # A rank may have nothing to train but a sentinel.
-    shares[1].append(sentinel(pad_id=0, with_reference=True))
+    shares[1].append(dataclasses.replace(sentinel(pad_id=0), ref_logprobs=torch.zeros(1, 2)))
     meeting = ([None, None], threading.Barrier(2))
     found = [None, None]
 

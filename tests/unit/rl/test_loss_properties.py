@@ -7,6 +7,7 @@ extreme ratios and log-probs.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -130,7 +131,7 @@ def test_m2_a_sentinel_adds_exactly_nothing(combination):
     """Whatever the model gives for it: loss, gradient and every metric are 0."""
     for estimator in ("rloo", "gae"):
         new, entropy, values = (torch.full((1, 2), NAN, requires_grad=True) for _ in range(3))
-        batch = sentinel(pad_id=0, step_tokens=10, with_reference=True)
+        batch = dataclasses.replace(sentinel(pad_id=0, step_tokens=10), ref_logprobs=torch.zeros(1, 2))
         inputs = LossInputs.of(batch, new, entropy=entropy, values=values, trainer_version=4)
         rl = RLConfig(**combination, advantage_estimator=estimator)
         loss, metrics = compute_loss(inputs, rl, ON)
