@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,17 @@ import pytest
 import torch
 from fakes.families import FAMILIES, IDS, random_model
 from fakes.random_model import save_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.weight_sync import check_checkpoint
 
 
 def sent(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -76,3 +80,23 @@ def test_names_and_shapes_of_published_checkpoints(family: str, shapes: dict[str
     # Buffers keep their own dtype: servers add this one to fp32 scores.
     assert {tensor.dtype for name, tensor in got.items() if "correction_bias" not in name} == {torch.bfloat16}
     assert {tensor.dtype for name, tensor in got.items() if "correction_bias" in name} <= {torch.float32}
+
+
+@pytest.mark.parametrize("damage", ["none", "more", "fewer", "shape"])
+def test_a_checkpoint_with_other_tensors_is_refused(damage: str, tmp_path: Path) -> None:
+    model = random_model("glm4_moe")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    changed = {"none": {}, "more": {f"{name}_scale_inv": torch.ones(1)}, "shape": {name: torch.ones(2, 2)}}
+    tensors |= changed.get(damage, {})
+    # What predicts further tokens is no part of the model that is trained.
+    tensors |= {"mtp.norm.weight": torch.ones(1), "model.layers.2.eh_proj.weight": torch.ones(1)}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    if damage == "fewer":
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    backend = PlainBackend(PolicyModel(model), FinetuneConfig(), Ranks())
+    with nullcontext() if damage == "none" else pytest.raises(ConfigError, match=name):
+        check_checkpoint(backend, str(tmp_path))
