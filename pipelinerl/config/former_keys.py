@@ -139,8 +139,7 @@ _OTHER_NAMES = {
     "train_dataset_names": "dataset_name train_files dataset",
     "test_dataset_names": "val_files eval_dataset",
     "llm.parameters.max_tokens": (
-        "max_new_tokens max_completion_length max_response_length "
-        "generate_max_len response_length"
+        "max_new_tokens max_completion_length max_response_length generate_max_len response_length"
     ),
     "agent.prompt_max_len": "max_prompt_length prompt_length",
     "finetune.learning_rate": "lr actor_learning_rate",

@@ -20,6 +20,8 @@ MAX_ANSWER_CHARACTERS = 2000
 _IGNORED = re.compile(r"\\[,;!: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])|~")
 # White space stays between two digits: 2 3 is not 23.
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
+# What math-verify reads only with its white space: rows of a matrix, a command before a letter.
+_NEEDS_SPACE = re.compile(r"\\\\|\\[A-Za-z]+\s+[A-Za-z]")
 _THOUSANDS = re.compile(r"(?<![\d.,])([+-]?\d{1,3}(?:,\d{3})+)(?![\d,])")
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _MIXED_NUMBER = re.compile(r"(-?\d+)[ +]?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<=[ +])(\d+)/(\d+))")
@@ -61,6 +63,7 @@ def same_answer(gold: str, stated: str) -> bool | None:
 
     A missing unit, base, assignment (`x =`) or percent sign is no difference, another one is.
     """
+    as_written = gold, stated
     gold, stated = plain(gold), plain(stated)
     if gold == stated:
         return True
@@ -75,6 +78,9 @@ def same_answer(gold: str, stated: str) -> bool | None:
         return False  # 2+3=4 is no way to say 4
     if _differ_in_form(gold, stated):
         return False
+    gold, stated = (
+        raw if _NEEDS_SPACE.search(raw) else text for raw, text in zip(as_written, (gold, stated), strict=True)
+    )
     return _verified(gold, stated)
 
 

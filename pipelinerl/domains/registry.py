@@ -156,9 +156,7 @@ _FOREIGN = (
 
 def place_of(error: BaseException) -> str:
     """Return `file:line` of the user's own line that led to `error`; empty: no such line did."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

@@ -54,6 +54,10 @@ A | (A)
 AB | \text{AB}
 \text{Yes} | \text{yes}
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix} | \begin{pmatrix} -\frac13 \\ \frac23 \end{pmatrix}
+2\pi r | 2r\pi
+3\cdot x | 3x
+a \cdot b | b a
 \binom{5}{2} | 10
 4 | 2\cdot2=4
 """
