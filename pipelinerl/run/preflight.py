@@ -38,8 +38,8 @@ from pipelinerl.world import Cluster, nvml_gpu_lister
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
 #: A training state holds fp32 weights and the two moments of AdamW. A token that was sampled takes at most so much in
-#: both streams together: id, label and log-prob as JSON.
-_BYTES_PER_PARAMETER, _BYTES_PER_TOKEN = 12, 70
+#: both streams together: id, label and log-prob as JSON. The rest of a sample is ids, spans and metadata.
+_BYTES_PER_PARAMETER, _BYTES_PER_TOKEN, _BYTES_PER_SAMPLE = 12, 70, 2000
 #: How the same check begins a line for the user.
 REMARK = "remark of the check: "
 
@@ -195,12 +195,14 @@ def check_disk(start: Start) -> list[str]:
     is_16_bit = tuned.dtype == "bf16" or (tuned.dtype == "auto" and start.cluster.gpus and config.world.device != "cpu")
     state = 0 if tuned.lora.enabled else parameters * _BYTES_PER_PARAMETER
     model = parameters * (2 if is_16_bit else 4)
-    tokens = tuned.last_step * tuned.samples_per_step * config.llm.parameters.max_tokens
+    context = min(tuned.seq_length, config.vllm_config.number("max-model-len") or tuned.seq_length)
+    samples = tuned.last_step * tuned.samples_per_step
+    streams = samples * (context * _BYTES_PER_TOKEN + _BYTES_PER_SAMPLE)
     folder = Path(config.output_dir).absolute()
     free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
     line = (
         f"disk: training states {states} x {_size(state)}, models {models} x {_size(model)}, streams at most "
-        f"{_size(tokens * _BYTES_PER_TOKEN)} (if every answer has llm.parameters.max_tokens); {_size(free)} are free"
+        f"{_size(streams)} (if all samples have {context} tokens); {_size(free)} are free"
     )
     if free >= states * state + models * model:
         return [line]

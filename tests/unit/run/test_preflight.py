@@ -261,9 +261,8 @@ def test_what_a_run_needs_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: dict[str, Any], gpus: tuple[str, ...], wanted: str
 ) -> None:
     monkeypatch.setattr(preflight, "count_parameters", lambda path: 1_000_000_000)
-    tuned = {"gradient_accumulation_passes": 8, **finetune}
-    llm = {"parameters": {"max_tokens": 10_000}}
-    changes = {"output_dir": str(tmp_path / "a" / "b"), "finetune": tuned, "llm": llm}
+    tuned = {"gradient_accumulation_passes": 8, "seq_length": 10_000, **finetune}
+    changes = {"output_dir": str(tmp_path / "a" / "b"), "finetune": tuned}
     for free, notes in ((10**12, 0), (10**9, 1)):
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         line, *found = preflight.check_disk(start(changes, gpus=gpus))
