@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -177,7 +178,7 @@ class ScriptedModel:
     async def ask(self, text: str) -> Any:
         self.heard.append(text)
         self.turns.append(text)
-        return OmegaConf.create({"output": {"content": self.moves.pop(0)}})
+        return SimpleNamespace(graded_text=self.moves.pop(0))
 
     def training_texts(self, reward: float) -> list[Any]:
         return []
