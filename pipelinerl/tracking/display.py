@@ -79,7 +79,8 @@ def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
 def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) -> str:
     """The step of `record` as one line, with reward and success as in the table and the plot."""
     step, number = record.step, partial(_number, state)
-    reward, success = (state.curve(names).get(step) for names in (REWARD, SUCCESS))
+    # The trainer's metrics may come before its word that the step is done.
+    reward, success = (state.by_step(names).get(step) for names in (REWARD, SUCCESS))
     return (
         f"step {f'{step}/{max_steps}' if max_steps else step}"
         f" | reward {_NONE if reward is None else f'{reward:.3f}'}"

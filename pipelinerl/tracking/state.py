@@ -119,10 +119,13 @@ class RunState:
         """Tokens sampled for training, as far as their fate is known."""
         return max(float(self._fate_tokens), self.total("finetune/output_tokens"))
 
+    def by_step(self, names: tuple[str, ...]) -> dict[int, float]:
+        """Values by step of the first of `names` with data."""
+        return next((found for name in names if (found := self.history.get(name))), {})
+
     def curve(self, names: tuple[str, ...]) -> dict[int, float]:
-        """Values by step of the first of `names` with data; a batch that is ready but not trained has no step yet."""
-        found = ({s: v for s, v in sorted(self.history.get(n, {}).items()) if s <= max(self.steps, 0)} for n in names)
-        return next(filter(None, found), {})
+        """`by_step` up to the newest step; a batch that is ready but not trained has none yet."""
+        return {step: value for step, value in sorted(self.by_step(names).items()) if step <= max(self.steps, 0)}
 
     def total(self, name: str) -> float:
         """Sum of a metric over the steps that count."""

@@ -96,6 +96,9 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     values = {"preprocessor/reward_mean": 0.9, "preprocessor/success_rate": 0.9}
     state.fold_metrics(MetricRecord(source="preprocessor_0", step=4, time=72.0, values=values))
     assert dict(table_rows(state, None))["reward, training"] == "0.750", "step 4 is not trained yet"
+    # Its metrics may come before the trainer's word that it is.
+    line = progress_line(state, None, MetricRecord(source="finetune_0", step=4, time=73.0, values=trained))
+    assert line.startswith("step 4 | reward 0.900 | success 0.900 | ")
 
 
 def test_notices_are_lines_and_stand_above_the_table() -> None:
