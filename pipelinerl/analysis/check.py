@@ -177,7 +177,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
     if gold and not summary.success:
         raise DomainError(
             f"{_DRY_ROLLOUT} of problem {problem.id!r}, answered with the gold answer, is no success "
-            f" (reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
+            f"(reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
         )
     return (
         f"a dry rollout, answered with {said}: reward {summary.reward:g}, success {summary.success}, "

@@ -19,6 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
+from pipelinerl.weights.manifest import read_manifest
 
 #: Any of these is a tokenizer; which ones a model needs depends on its family.
 _TOKENIZER_FILES = (
@@ -79,10 +80,12 @@ def check_model(config: RunConfig, may_ask_hub: bool = True) -> list[str]:
 
 
 def count_parameters(model_path: str) -> int | None:
-    """Number of values in the weight files of a folder; None if it is no folder or holds others than safetensors."""
-    files = _found(Path(model_path).expanduser(), ("*.safetensors",))
-    shapes = [entry["shape"] for file in files for name, entry in _header(file).items() if name != "__metadata__"]
-    return sum(math.prod(shape) for shape in shapes) or None
+    """Number of values in a model folder's tensors; None if that is not known without loading them."""
+    try:
+        tensors = read_manifest(Path(model_path).expanduser())
+    except (OSError, ValueError, KeyError, TypeError):  # `check_model` says what is wrong
+        return None
+    return None if tensors is None else sum(map(math.prod, tensors.values()))
 
 
 def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -275,12 +278,6 @@ def _truncated(file: Path) -> str | None:
             return f"its header cannot be read ({type(error).__name__}: {error})"
     expected = _LENGTH_BYTES + length + max(ends, default=0)
     return None if size == expected else f"it has {size} bytes, its header says {expected}: it is truncated"
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as content:
-        header: dict[str, Any] = json.loads(content.read(int.from_bytes(content.read(_LENGTH_BYTES), "little")))
-    return header
 
 
 def _missing_on_hub(config: RunConfig) -> str | None:

@@ -148,8 +148,8 @@ def check_vllm(start: Start) -> list[str]:
     if start.has_servers and (spec is None or spec.origin is None):
         raise UserError(
             f"vLLM, which the servers of a run need, is not installed in the Python environment {sys.prefix}. "
-            "Install it: pip install -e '.[gpu]' where there are NVIDIA GPUs, else pip install --extra-index-url "
-            "https://download.pytorch.org/whl/cpu -e '.[cpu]' (or `bash scripts/setup.sh`, which does both)."
+            "Install it: pip install -e '.[gpu]' where there are NVIDIA GPUs, else `bash scripts/setup.sh`, which "
+            "also finds the CPU build of torch."
         )
     return []
 

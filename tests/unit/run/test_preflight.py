@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from contextlib import nullcontext
@@ -273,4 +274,12 @@ def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(5)}, tmp_path / "model-1.safetensors")
     save_file({"c": torch.zeros(2, 2, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
     assert count_parameters(str(tmp_path)) == 21
+    # A second copy of the weights, which the index does not name, is no part of the model.
+    (tmp_path / "consolidated.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes())
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert count_parameters(str(tmp_path)) == 21
+    for damage in (b"", b"torn", (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'):
+        (tmp_path / "model-1.safetensors").write_bytes(damage)
+        assert count_parameters(str(tmp_path)) is None
     assert count_parameters("owner/name") is None
