@@ -25,6 +25,8 @@ from pipelinerl.streams.shards import (
     commit,
     list_shards,
     lock_stream,
+    lost_shard,
+    note_newest,
     partition_dir,
     repair_shard,
     shard_of,
@@ -38,6 +40,9 @@ T = TypeVar("T")
 # Both are small for the sake of the processor's caches: decoded large records would be pushed out before they are used.
 CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 1 << 16
+#: How often a writer looks whether its shard is still there.
+LOOK_S = 1.0
+_RESTORE = "Restore the file, or start a new run in another output_dir"
 
 
 class FileBackend:
@@ -92,7 +97,7 @@ class FileWriter(Generic[T]):
         keep_tokens: False removes the tokens from shards that no resume needs, whenever a shard is started.
 
     Raises:
-        StreamError: the stream has a writer already, or the folder cannot be written.
+        StreamError: the stream has a writer already, its newest shard is gone, or the folder cannot be written.
     """
 
     def __init__(
@@ -105,7 +110,8 @@ class FileWriter(Generic[T]):
         self._stripper: threading.Thread | None = None
         self._mutex = threading.Lock()
         self._fd = -1
-        self._next = self._size = 0
+        self._shard = self._next = self._size = 0
+        self._looked_at = 0.0
         # A shard could not be started: the next write tries again, even if its record fits into the one before.
         self._is_shard_due = False
         self._broken: str | None = None
@@ -116,6 +122,9 @@ class FileWriter(Generic[T]):
         except OSError as error:
             self.close()
             raise self._error(f"cannot be opened for writing: {error}") from error
+        except StreamError:
+            self.close()
+            raise
 
     @property
     def next_offset(self) -> int:
@@ -126,7 +135,8 @@ class FileWriter(Generic[T]):
         """Append one record and return its offset.
 
         Raises:
-            StreamError: the record cannot be encoded (the stream stays usable), or the disk refused it.
+            StreamError: the record cannot be encoded (the stream stays usable), the disk refused it, or the shard was
+                deleted meanwhile.
         """
         line = self._codec.encode(record) + b"\n"
         with self._mutex:
@@ -163,9 +173,10 @@ class FileWriter(Generic[T]):
         if self._stripper is not None:
             self._stripper.join()
         with self._mutex:
-            if self._broken is None:
-                self._broken = "is closed"
             try:
+                if self._broken is None:
+                    self._broken = "is closed"
+                    self._look(self._looked_at + LOOK_S)
                 self._syncer.close()
             except OSError as error:
                 raise self._error(f"cannot be flushed: {error}") from error
@@ -176,16 +187,18 @@ class FileWriter(Generic[T]):
                 self._lock.release()
 
     def _open_last_shard(self) -> None:
+        if (lost := lost_shard(self._directory)) is not None:
+            raise self._error(f"its newest file, {shard_path(self._directory, lost).name}, is gone. {_RESTORE}")
         shards = list_shards(self._directory)
         first = shards[-1] if shards else 0
         path = shard_path(self._directory, first)
         records, self._size = repair_shard(path) if shards else (0, 0)
         self._next = first + records
-        self._open(path)
+        self._open(first)
 
     def _start_shard(self) -> None:
         self._is_shard_due = True
-        self._open(shard_path(self._directory, self._next))
+        self._open(self._next)
         self._size, self._is_shard_due = 0, False
         if not self._keep_tokens and (self._stripper is None or not self._stripper.is_alive()):
             self._stripper = threading.Thread(
@@ -193,17 +206,18 @@ class FileWriter(Generic[T]):
             )
             self._stripper.start()
 
-    def _open(self, path: Path) -> None:
-        """Continue in the shard at `path`; after an error the current one stays in use."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    def _open(self, first: int) -> None:
+        """Continue in the shard of offset `first`; after an error the current one stays in use."""
+        fd = os.open(shard_path(self._directory, first), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             if self._syncer.policy != "never":
                 sync_path(self._directory)
+            note_newest(self._directory, first)
             self._syncer.replace(fd)
         except OSError:
             os.close(fd)
             raise
-        old, self._fd = self._fd, fd
+        old, self._fd, self._shard = self._fd, fd, first
         if old >= 0:
             os.close(old)
 
@@ -223,6 +237,16 @@ class FileWriter(Generic[T]):
 
     def _check_usable(self) -> None:
         if self._broken is not None:
+            raise self._error(self._broken)
+        self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        """Once in a while: a deleted file accepts records that nobody will find."""
+        if now < self._looked_at + LOOK_S or self._fd < 0:
+            return
+        self._looked_at = now
+        if not os.access(path := shard_path(self._directory, self._shard), os.F_OK):
+            self._broken = f"{path.name} was deleted while it was written. Its records are lost: start a new run"
             raise self._error(self._broken)
 
     def _error(self, reason: str) -> StreamError:
@@ -362,6 +386,9 @@ class FileReader(Generic[T]):
 
     def _check_gap(self) -> None:
         """A shard that starts after the next record means that the records in between are gone, if none shows up."""
+        if (lost := lost_shard(self._directory)) is not None and not self._fill():
+            name = shard_path(self._directory, lost).name
+            raise self._error(self.offset, f"the newest file, {name}, is gone. {_RESTORE}")
         later = [first for first in list_shards(self._directory) if first > self._next]
         if later and self._fd >= 0 and not self._fill():
             raise self._error(self._next, f"the record is missing, but the shard of offset {later[0]} exists")

@@ -1,7 +1,8 @@
 """What lies in the folder of a stream: shards of lines, their repair, and the removal of old tokens.
 
 `streams/<topic>/<instance>/<partition>/<first offset>.jsonl`: a shard is named after its first record, so the offset of
-every record follows from its shard and line number.
+every record follows from its shard and line number. The file `newest` names the last shard that was started, so that
+one that was deleted is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pipelinerl.streams.base import StreamSpec
 
 logger = logging.getLogger(__name__)
 
-COMMITTED, STRIPPED = "committed", "stripped"
+COMMITTED, STRIPPED, NEWEST = "committed", "stripped", "newest"
 # Required fields of a sample, so a reader of whole records gets an error instead of an empty sample.
 TOKEN_FIELDS = frozenset({"input_ids", "labels", "logprobs", "ref_logprobs"})
 _SHARD_NAME = re.compile(r"\d{20}\.jsonl")
@@ -70,6 +71,17 @@ def shard_of(shards: list[int], offset: int) -> int | None:
     """Return the first offset of the shard that holds (or will hold) `offset`; None if it lies before all shards."""
     index = bisect_right(shards, offset)
     return shards[index - 1] if index else None
+
+
+def note_newest(directory: Path, first_offset: int) -> None:
+    """Note that this shard was started. Call it once the shard is there."""
+    replace_file(directory / NEWEST, str(first_offset).encode("ascii"))
+
+
+def lost_shard(directory: Path) -> int | None:
+    """Return the first offset of the newest shard if that shard is gone; None if nothing is known to be missing."""
+    newest = _read_number(directory / NEWEST, -1)
+    return newest if newest >= 0 and not shard_path(directory, newest).exists() else None
 
 
 def repair_shard(path: Path) -> tuple[int, int]:
@@ -144,7 +156,7 @@ def _without_tokens(value: Any) -> Any:
     return value
 
 
-def _read_number(path: Path) -> int:
+def _read_number(path: Path, default: int = 0) -> int:
     with contextlib.suppress(FileNotFoundError, ValueError):
         return int(path.read_text(encoding="ascii"))
-    return 0
+    return default

@@ -148,6 +148,38 @@ def test_a_missing_shard_is_reported(tmp_path: Path) -> None:
         reader.read(0.5)
 
 
+@pytest.mark.parametrize("lost", [(4,), (2, 4), (0, 2, 4)])
+def test_a_newest_shard_that_is_gone_is_missed_by_readers_and_the_next_writer(
+    tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    write(tmp_path, 6, shard_bytes=2 * len(LINE))
+    for first in lost:
+        shard(tmp_path, first).unlink()
+    reader = open_reader(tmp_path)
+    if lost[0]:
+        assert read_steps(reader) == list(range(lost[0]))
+    with pytest.raises(StreamError, match=f"{4:020d}.jsonl, is gone"):
+        reader.read(0)
+    with pytest.raises(StreamError, match=f"{4:020d}.jsonl, is gone"):
+        open_writer(tmp_path)
+    assert list_shards(tmp_path) == [first for first in (0, 2, 4) if first not in lost]
+
+
+@pytest.mark.parametrize("call", ["write", "flush", "close"])
+def test_a_shard_that_is_deleted_while_it_is_written_ends_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(files, "LOOK_S", 0.0)
+    writer = open_writer(tmp_path)
+    writer.write(record(0))
+    shard(tmp_path).unlink()
+    with pytest.raises(StreamError, match="was deleted while it was written"):
+        writer.write(record(1)) if call == "write" else getattr(writer, call)()
+    writer.close()
+    with pytest.raises(StreamError, match="is gone"):
+        open_writer(tmp_path)
+
+
 def test_an_offset_before_the_oldest_shard_is_reported(tmp_path: Path) -> None:
     write(tmp_path, 6, shard_bytes=2 * len(LINE))
     shard(tmp_path, 0).unlink()
