@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -52,6 +53,17 @@ _FREE_OPTIONS = ("fully-sharded-loras",)
 _EMBEDDINGS = (
     *("embed_tokens", "embed_positions", "embed_in", "embed_out", "word_embeddings", "position_embeddings"),
     *("lm_head", "wte", "wpe"),
+)
+
+# Variables of vLLM that say how a server computes, logs and caches on this machine: they are the operator's. The first
+# part is what Kubernetes sets for a service, whatever its name.
+_OPERATORS = re.compile(
+    r"VLLM_(?!\w*(?:SERVICE|PORT)(?:_|$))"
+    r"(?:(?:BUILD|COMPILE|CONFIGURE|CPU|CUDA|DEBUG|DEEP|DISABLE|ENABLE|FLASHINFER|LOG|LOGGING|MARLIN|MOE|NCCL|ROCM|SKIP"
+    r"|TRITON|USAGE|USE|WORKER|XPU)_\w+|ALLOW_LONG_MAX_MODEL_LEN|ASSETS_CACHE|ATTENTION_BACKEND|BATCH_INVARIANT|CACHE_ROOT"
+    r"|CONFIG_ROOT|CUDART_SO_PATH|DO_NOT_TRACK|ENGINE_READY_TIMEOUT_S|EXECUTE_MODEL_TIMEOUT_SECONDS"
+    r"|FLOAT32_MATMUL_PRECISION|IMAGE_TAG|KV_CACHE_LAYOUT|MAIN_CUDA_VERSION|MLA_DISABLE|NO_USAGE_STATS|PLUGINS"
+    r"|RPC_BASE_PATH|SERVER_DEV_MODE|TARGET_DEVICE|TRACE_FUNCTION|TUNED_CONFIG_FOLDER)"
 )
 
 #: Options of older vLLM versions that have no counterpart any more, with the reason why dropping them is right.
@@ -188,6 +200,12 @@ def check_names(options: Iterable[str]) -> None:
         near = get_close_matches(option, sorted(VLLM_OPTIONS), n=1)
         hint = f"Did you mean {near[0]}?" if near else "Remove it."
         raise _error(name, name, "an option of vLLM's server (`vllm serve --help=all`)", hint)
+
+
+def foreign_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables of vLLM that a server of ours must not see: where it listens, who may call it and which model it serves
+    is the run's decision. A Kubernetes service called `vllm` puts VLLM_PORT into every container of its namespace."""
+    return sorted(name for name in environ if name.startswith("VLLM_") and not _OPERATORS.fullmatch(name))
 
 
 def _installed_version() -> str | None:

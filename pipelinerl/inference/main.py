@@ -23,6 +23,7 @@ from pipelinerl.inference.arguments import (
     AdapterRoom,
     ServerSettings,
     check_options,
+    foreign_variables,
     layers_of,
     server_arguments,
 )
@@ -79,7 +80,12 @@ def adapter_room(lora: LoraConfig) -> AdapterRoom | None:
 
 
 def prepare_environment(environ: MutableMapping[str, str], settings: ServerSettings, cpu_kv_cache_gib: float) -> None:
-    """Set the variables that vLLM and our scheduler read. Those that a user may want to choose keep their value."""
+    """Set the variables that vLLM and our scheduler read. Those that a user may want to choose keep their value; vLLM's
+    others are dropped."""
+    if foreign := foreign_variables(environ):
+        logger.warning("dropped from the environment: %s", ", ".join(foreign))
+    for name in foreign:
+        del environ[name]
     # Opens the control routes (pause, weight transfer); our token guards them.
     environ["VLLM_SERVER_DEV_MODE"] = "1"
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")

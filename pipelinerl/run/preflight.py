@@ -26,7 +26,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.config.stages import has_stage
 from pipelinerl.config.validate import missing_task
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
-from pipelinerl.inference.arguments import check_names, check_options
+from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size, count_parameters
@@ -215,12 +215,16 @@ def _size(count: float) -> str:
 
 
 def check_servers(start: Start) -> list[str]:
-    """Refuse server options that vLLM would refuse itself, half a minute after its start."""
-    if start.has_servers:  # a stage without servers may have the configuration of the run that it reads
-        check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
-        check_parallel_size(start.config)
-        check_context(start.config, start.environ)
-    return []
+    """Refuse server options that vLLM would refuse itself, half a minute after its start. Name the variables that the
+    servers will not get."""
+    if not start.has_servers:  # such a stage may have the configuration of the run that it reads
+        return []
+    check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
+    check_parallel_size(start.config)
+    check_context(start.config, start.environ)
+    foreign = ", ".join(foreign_variables(start.environ))
+    note = f"note: the servers do not get {foreign}: the run decides on their addresses, access and models"
+    return [note] if foreign else []
 
 
 def check_adapter_servers(start: Start) -> list[str]:

@@ -87,6 +87,22 @@ def test_environment_opens_control_routes_and_respects_the_users_choices() -> No
     assert environ["TORCH_COMPILE_DISABLE"] == "1"
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_x5_servers_get_a_chosen_environment(on_cpu: bool) -> None:
+    """What a Kubernetes service of that name sets, and what would move, open or change a server."""
+    operators = {
+        **{"PATH": "/bin", "VLLM_CACHE_ROOT": "/c", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "0"},
+        **{"VLLM_USE_FLASHINFER_SAMPLER": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0"},
+        **{"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_RPC_BASE_PATH": "/r", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+    }
+    service = {"VLLM_PORT": "tcp://10.0.0.3:8000", "VLLM_SERVICE_HOST": "10.0.0.3", "VLLM_CPU_SERVICE_PORT_HTTP": "80"}
+    service |= {"VLLM_PORT_8000_TCP_ADDR": "10.0.0.3", "VLLM_USE_PORT": "tcp://10.0.0.3:80"}
+    others = {"VLLM_API_KEY": "abc", "VLLM_HOST_IP": "10.0.0.9", "VLLM_DP_SIZE": "2", "VLLM_MODEL_REDIRECT_PATH": "/m"}
+    environ = operators | service | others
+    prepare_environment(environ, ServerSettings("/m", "127.0.0.1", 1, on_cpu), cpu_kv_cache_gib=1)
+    assert environ == operators | {"VLLM_SERVER_DEV_MODE": "1"}
+
+
 @pytest.mark.parametrize(
     ("on_cpu", "dtype", "kwargs", "given", "expected"),
     [

@@ -119,6 +119,13 @@ def test_options_that_servers_would_refuse_are_refused_where_there_are_servers(m
     assert caught.value.got == "FULL"
 
 
+def test_x5_variables_that_servers_do_not_get_are_named_once() -> None:
+    environ = {"VLLM_PORT": "tcp://10.0.0.3:8000", "VLLM_API_KEY": "abc", "VLLM_CACHE_ROOT": "/c"}
+    [note] = preflight.check_servers(start({}, **environ))
+    assert "VLLM_API_KEY, VLLM_PORT:" in note and "abc" not in note
+    assert preflight.check_servers(start({}, VLLM_CACHE_ROOT="/c")) == []
+
+
 @pytest.mark.parametrize("what_is_there", ["nothing", "a folder", "the package"])
 def test_a_tracker_that_is_not_installed(what_is_there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with event files that is called like the package is not the package."""
