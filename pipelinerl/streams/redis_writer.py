@@ -43,6 +43,7 @@ TAIL_S = 5.0
 TAIL_BYTES = 64 * 2**20
 AOF_TIMEOUT_MS = 5_000
 
+_RESTORE = "Restore the server's append-only file, or start a new run in another output_dir"
 _CONFLICT, _FULL = -1, -2
 _NO_LIMIT = 2**53
 # ARGV: number of the record, field, bytes, limit, overhead. A log of one entry accepts one more of any size.
@@ -138,12 +139,15 @@ class RedisWriter(Generic[T]):
         try:
             self._append, self._trim = client.register_script(_APPEND), client.register_script(_TRIM)
             self._next = int(client.get(keys.written) or 0)
+            last: Any = client.xrevrange(keys.log, count=1)
+            if (found := offset_of(last[0][0]) + 1 if last else 0) != self._next:
+                raise self._error(f"the server counts {self._next} records, but its log ends after {found}. {_RESTORE}")
             if list_shards(archive):
                 self._archive = self._open_archive()
                 if (archived := self._archive.next_offset) > self._next:
                     raise self._error(
                         f"the server has {self._next} records, but {archived} have been there: those after the archive "
-                        "are lost. Restore the server's append-only file, or start a new run"
+                        f"are lost. {_RESTORE}"
                     )
         except RedisError as error:
             self.close()

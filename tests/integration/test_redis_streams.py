@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from pipelinerl.config.resources import RedisStreams
-from pipelinerl.errors import ConfigError, StreamError
+from pipelinerl.errors import ConfigError, StreamError, UserError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
@@ -158,6 +158,57 @@ def test_a_server_that_is_gone_is_a_stream_error(tmp_path: Path) -> None:
         writer.write(record(0))
     with pytest.raises(StreamError, match="does not answer"):
         reader.read(1)
+
+
+def _flip(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 1
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda file: _flip(file, 3), lambda file: _flip(file, -20), lambda file: os.truncate(file, 40), Path.unlink],
+    ids=["length", "value", "cut", "gone"],
+)
+def test_d6_records_that_were_damaged_between_two_starts_are_refused(tmp_path: Path, damage: object) -> None:
+    for count in (0, 4):
+        with RedisServer(tmp_path / "redis", CONFIG) as server:
+            writer = open_writer(server, tmp_path)
+            assert writer.next_offset == count
+            for n in range(4):
+                writer.write(record(n))
+            writer.close()
+    (file,) = (tmp_path / "redis" / "appendonlydir").glob("*.incr.aof")
+    damage(file)  # type: ignore[operator]
+    for _ in range(2):
+        with pytest.raises(UserError, match=file.name):
+            RedisServer(tmp_path / "redis", CONFIG)
+
+
+def test_d6_the_torn_end_of_a_killed_server_is_cut_off_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(tmp_path / "redis", CONFIG) as server:
+        writer = open_writer(server, tmp_path)
+        for n in range(4):
+            writer.write(record(n))
+        writer.close()
+    (tmp_path / "redis" / "checksums.json").unlink()  # as if the server had no time to end
+    (file,) = (tmp_path / "redis" / "appendonlydir").glob("*.incr.aof")
+    os.truncate(file, file.stat().st_size - 10)
+    with RedisServer(tmp_path / "redis", CONFIG) as server:
+        assert open_writer(server, tmp_path).next_offset == 3
+    assert file.name in caplog.text
+
+
+def test_d6_a_count_that_does_not_fit_the_log_is_refused(server: RedisServer, tmp_path: Path) -> None:
+    writer = open_writer(server, tmp_path)
+    writer.write(record(0))
+    writer.close()
+    connect(server.url).set(KEYS.written, 7)
+    with pytest.raises(StreamError, match="counts 7 records, but its log ends after 1"):
+        open_writer(server, tmp_path)
 
 
 def hub(environ_url: str, tmp_path: Path, **config: object) -> StreamHub:
