@@ -4,8 +4,9 @@ Only handles travel, over a loopback connection; the workers copy the buffers on
 IPC handle, on a CPU (for tests) a mapped file. Handles are plain JSON: vLLM's own engine pickles them.
 
 One JSON object a line. A worker shows the secret that it got over the server's authenticated control route, or is
-turned away. It copies each buffer before it answers, because loading keeps tensors longer than the trainer keeps the
-buffer. Every operation has a timeout; when one end closes, the other end's operation fails at once.
+turned away; a caller who says nothing holds nobody up. It copies each buffer before it answers, because loading keeps
+tensors longer than the trainer keeps the buffer. Every operation has a timeout; when one end closes, the other end's
+operation fails at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from pipelinerl.weights.transport import SenderOptions, listen
 
 Handle = dict[str, Any]
 
+#: From a worker's connection to the secret.
+HANDSHAKE_S = 10.0
 _MAX_LINE_BYTES = 65536
 _LOOPBACK = "127.0.0.1"
 _BYTES_FIELDS = ("memory", "ref_counter", "event")
@@ -68,20 +72,19 @@ class HandleSender:
         listener = self._listener
         if listener is None:
             raise RuntimeError("ipc sender: prepare() comes before join()")
+        joined: SimpleQueue[_Lines | None] = SimpleQueue()
+        threading.Thread(target=_accept, args=(listener, self._secret, joined), name="ipc-accept", daemon=True).start()
         deadline = time.monotonic() + self._timeout_s
         while len(self._workers) < self._num_workers:
-            try:
-                listener.settimeout(max(0.001, deadline - time.monotonic()))
-                connection, _ = listener.accept()
-            except OSError as error:
+            lines = None
+            with contextlib.suppress(Empty):
+                lines = joined.get(timeout=max(0.0, deadline - time.monotonic()))
+            if lines is None:
                 numbers = f"{len(self._workers)} of {self._num_workers}"
-                raise RuntimeError(f"ipc sender: {numbers} workers connected: {error}") from error
-            lines = _Lines(connection, self._timeout_s)
-            if _shows(lines, self._secret):
-                lines.send({"welcome": True})
-                self._workers.append(lines)
-            else:
-                lines.close()
+                raise RuntimeError(f"ipc sender: {numbers} workers connected before it was closed or the time was over")
+            lines.set_timeout(self._timeout_s)
+            lines.send({"welcome": True})
+            self._workers.append(lines)
 
     def send(self, buffer: torch.Tensor) -> None:
         if self._listener is None:
@@ -111,7 +114,7 @@ class HandleSender:
     def close(self) -> None:
         listener, self._listener = self._listener, None
         if listener is not None:
-            # Wakes a thread that waits in `accept`.
+            # Ends the thread that waits in `accept`.
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -153,9 +156,13 @@ class _Lines:
     """JSON lines over one socket."""
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        connection.settimeout(timeout_s)
         self._socket = connection
         self._file = connection.makefile("rb")
+        self.set_timeout(timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long each operation may take."""
+        self._socket.settimeout(timeout_s)
 
     def send(self, message: dict[str, Any]) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
@@ -180,12 +187,30 @@ class _Lines:
         self._socket.close()
 
 
+def _accept(listener: socket.socket, secret: str, joined: SimpleQueue[_Lines | None]) -> None:
+    """Put the callers that show the secret into `joined`, and None once the listener is closed."""
+
+    def greet(connection: socket.socket) -> None:
+        lines = _Lines(connection, HANDSHAKE_S)
+        if _shows(lines, secret):
+            joined.put(lines)
+        else:
+            lines.close()
+
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=greet, args=(connection,), name="ipc-greet", daemon=True).start()
+    joined.put(None)
+
+
 def _shows(lines: _Lines, secret: str) -> bool:
     try:
         shown = lines.receive().get("secret")
+        # Also a lone surrogate, which JSON may hold and UTF-8 may not, is a ValueError.
+        return isinstance(shown, str) and hmac.compare_digest(shown.encode(), secret.encode())
     except (RuntimeError, ValueError):
         return False
-    return isinstance(shown, str) and hmac.compare_digest(shown.encode(), secret.encode())
 
 
 def export_buffer(buffer: torch.Tensor, folder: Path) -> Handle:

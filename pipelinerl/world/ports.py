@@ -1,24 +1,23 @@
 """Free TCP ports for the plan of a run, such that two runs on one machine never get the same.
 
-A port counts as free if it can be bound now and no other launcher has reserved it. The reservation is a locked file,
-held for the life of the launcher: servers bind their ports only half a minute after the plan was made. A preferred
-port that is taken is replaced by another one, unless the user chose it: then it is refused.
+A port counts as free if it can be bound now and no other launcher has reserved it. The reservation is an abstract Unix
+socket, held for the life of the launcher: servers bind their ports only half a minute after the plan was made. It is as
+wide as the ports themselves, a network namespace, and leaves no file. A preferred port that is taken is replaced by
+another one, unless the user chose it: then it is refused.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import socket
-import tempfile
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WorldConfig
 from pipelinerl.errors import ConfigError
 
+#: Name of a reservation, before the number of the port.
+RESERVED = "\0pipelinerl-port-"
 _SCAN = 200
 _PORT_KEYS = ("actor_group_port", "environment_start_port", "llm_start_port")
 
@@ -51,7 +50,7 @@ class FreePorts:
         config: of the run; a port that differs from its default was chosen by the user.
         rank: of this node. Ports of other nodes cannot be probed.
         busy_elsewhere: ports that other nodes cannot bind, by rank.
-        reserve: whether other launchers of this user must not get the same ports; not in a dry run.
+        reserve: whether other launchers must not get the same ports; not in a dry run.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class FreePorts:
         self._busy_elsewhere = busy_elsewhere or {}
         self._reserves = reserve
         self._taken: set[tuple[int, int]] = set()
-        self._locks: list[int] = []
+        self._reserved: list[socket.socket] = []
 
     def take(self, node_rank: int, preferred: int, key: str) -> int:
         """A port that is free on that node: `preferred`, or another one. `key` is where the user sets it.
@@ -95,9 +94,8 @@ class FreePorts:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # The empty lock files stay: removing one could split a lock in two.
-        while self._locks:
-            os.close(self._locks.pop())
+        while self._reserved:
+            self._reserved.pop().close()
 
     def _is_free(self, node_rank: int, port: int) -> bool:
         if node_rank != self._rank:
@@ -105,13 +103,11 @@ class FreePorts:
         return can_bind(port) and (not self._reserves or self._reserve(port))
 
     def _reserve(self, port: int) -> bool:
-        folder = Path(tempfile.gettempdir()) / f"pipelinerl-ports-{os.getuid()}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        reservation = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
+            reservation.bind(f"{RESERVED}{port}")
+        except OSError:
+            reservation.close()
             return False
-        self._locks.append(lock)
+        self._reserved.append(reservation)
         return True

@@ -119,17 +119,39 @@ def test_what_a_worker_could_not_read_is_quoted(monkeypatch: pytest.MonkeyPatch)
     sender.close()
 
 
-def test_a_caller_without_the_secret_is_turned_away_and_keeps_no_worker_out() -> None:
+def test_a_caller_without_the_secret_is_turned_away() -> None:
     sender = HandleSender(options("ipc"))
     details = sender.prepare(1)
     joined = in_background(sender.join)
-    for shown in (b'{"secret": "guess"}\n', b"not json\n", b"[1]\n"):
+    for shown in (
+        b'{"secret": "guess"}\n',
+        b"not json\n",
+        b"[1]\n",
+        b'{"secret": "\\ud800"}\n',
+        b'{"secret": "\xff"}\n',
+    ):
         with socket.create_connection(("127.0.0.1", details["port"]), LIMIT_S) as stranger:
             stranger.sendall(shown)
             assert stranger.recv(100) == b""
     HandleReceiver(details["port"], details["secret"], LIMIT_S, CPU)
     joined()
     sender.close()
+
+
+@pytest.mark.parametrize(("name", "key"), [("gloo", "master_port"), ("ipc", "port")])
+@pytest.mark.parametrize("said", [b"", b'{"se', b"\x00\xff" * 500])
+def test_callers_who_say_nothing_or_nonsense_keep_no_worker_out(name: str, key: str, said: bytes) -> None:
+    sender = open_sender(options(name))
+    details = sender.prepare(1)
+    strangers = [socket.create_connection(("127.0.0.1", details[key]), LIMIT_S) for _ in range(8)]
+    for stranger in strangers:
+        stranger.sendall(said)
+    joined = in_background(sender.join)
+    open_receiver(details, 0, CPU).close()
+    joined()
+    sender.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_closing_ends_a_wait_for_workers() -> None:

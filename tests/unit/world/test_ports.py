@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import socket
-import tempfile
-from pathlib import Path
+import uuid
 from typing import Any
 
 import pytest
@@ -20,10 +19,10 @@ CHOSEN = RunConfig.model_validate({"output_dir": "x", "world": {"llm_start_port"
 
 
 @pytest.fixture(autouse=True)
-def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def busy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Ports that cannot be bound on this machine; reservations are those of this test."""
     ports: set[int] = set()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ports_module, "RESERVED", f"\0{uuid.uuid4().hex}-")
     monkeypatch.setattr(ports_module, "can_bind", lambda port: port not in ports)
     return ports
 
