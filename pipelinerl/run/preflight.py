@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -31,6 +30,7 @@ from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size, count_parameters
 from pipelinerl.run.start import inspect
+from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, nvml_gpu_lister
 
@@ -276,9 +276,9 @@ def check_domain(start: Start) -> list[str]:
     if not has_stage(config, "actor"):
         return []
     what = f"dataset_loader {config.dataset_loader} and actor.rollout_policy {config.actor.rollout_policy}"
-    with tempfile.TemporaryDirectory(prefix="pipelinerl-check-") as folder:
-        file = save_config(config, Path(folder) / "exp_config.yaml")
-        log = LogPart(Path(folder) / "stderr.log")
+    with ScratchFolder("check") as folder:
+        file = save_config(config, folder / "exp_config.yaml")
+        log = LogPart(folder / "stderr.log")
         paths = [*map(str, start.search_dirs), start.environ.get("PYTHONPATH", "")]
         env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

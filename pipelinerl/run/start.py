@@ -13,7 +13,6 @@ import os
 import secrets
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,7 +28,7 @@ from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.role import DEATH_FD_KEY, JOB_KEY, NODE_SECRET_KEY, TOKEN_KEY
 from pipelinerl.run.processes import Event
-from pipelinerl.rundir.durable import FileLock, is_locked
+from pipelinerl.rundir.durable import FileLock, ScratchFolder, is_locked
 from pipelinerl.rundir.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
@@ -105,7 +104,7 @@ class Decision:
     moved_to: Path | None = None
 
 
-def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
+def inspect(config: RunConfig, run_id: str | None = None, is_locked_by_us: bool = False) -> Decision:
     """Decide without writing anything.
 
     A run that ended early is continued from its newest checkpoint, or from the start if it has none yet; a complete one
@@ -115,6 +114,7 @@ def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
     Args:
         config: of this start.
         run_id: of a new run; None: the name of the directory and a random number.
+        is_locked_by_us: this launcher holds the directory.
 
     Raises:
         ConfigError: the directory cannot be used: another launcher runs in it, it holds another run or a finished one,
@@ -129,7 +129,7 @@ def inspect(config: RunConfig, run_id: str | None = None) -> Decision:
         marks = (run_dir.identity_file, run_dir.config_file, run_dir.streams, run_dir.finetune, run_dir.summary_file)
         if not any(mark.exists() for mark in marks):
             return Decision("new", run_dir, fresh)
-        if is_locked(run_dir.lock_file):
+        if not is_locked_by_us and is_locked(run_dir.lock_file):
             raise _in_use(run_dir)
         if config.force_restart:
             return Decision("move_aside", run_dir, fresh)
@@ -165,18 +165,17 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[Decision]:
     Raises:
         ConfigError: as `inspect`; or the system refuses it, or another launcher was quicker.
     """
-    decision = inspect(config, run_id)
-    run_dir, lock = decision.run_dir, None
+    run_dir, lock = inspect(config, run_id).run_dir, None
     try:
         with _usable(run_dir.root):
+            lock = _lock(run_dir)
+            # Before it was locked, another launcher may have come, and gone again.
+            decision = inspect(config, run_id, is_locked_by_us=True)
             if decision.kind == "move_aside":
                 moved_to = run_dir.root.rename(_free_name(run_dir.root))
                 decision = replace(decision, moved_to=moved_to)
-            run_dir.lock_file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                lock = FileLock(run_dir.lock_file)
-            except BlockingIOError as error:
-                raise _in_use(run_dir) from error
+                lock.release()
+                lock = _lock(run_dir)
             write_identity(run_dir.identity_file, decision.identity)
             # It tells how the previous start ended, not how the run stands from now on.
             run_dir.summary_file.unlink(missing_ok=True)
@@ -184,6 +183,14 @@ def enter(config: RunConfig, run_id: str | None = None) -> Iterator[Decision]:
     finally:
         if lock is not None:
             lock.release()
+
+
+def _lock(run_dir: RunDir) -> FileLock:
+    run_dir.lock_file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(run_dir.lock_file)
+    except BlockingIOError as error:
+        raise _in_use(run_dir) from error
 
 
 @contextmanager
@@ -380,14 +387,14 @@ def child_environment(command: Command, environ: Mapping[str, str], token: str, 
 @contextmanager
 def server_sockets(environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """`environ` with a folder for the sockets inside vLLM servers, removed in the end: nobody else removes those of a
-    server that was killed.
+    server that was killed. The folder of a launcher that was killed is removed by the next one.
 
     Unchanged if the user named a folder, or if none can be made whose path is short enough.
     """
     made = None
     if not environ.get(SOCKET_FOLDER_KEY):
         with suppress(OSError):
-            made = tempfile.TemporaryDirectory(prefix="pipelinerl-", ignore_cleanup_errors=True)
+            made = ScratchFolder("sockets")
     with made or nullcontext() as folder:
-        is_short = folder is not None and len(folder.encode()) + _SOCKET_NAME <= _LONGEST_SOCKET
-        yield {**environ, SOCKET_FOLDER_KEY: folder} if folder and is_short else environ
+        is_short = folder is not None and len(str(folder).encode()) + _SOCKET_NAME <= _LONGEST_SOCKET
+        yield {**environ, SOCKET_FOLDER_KEY: str(folder)} if is_short else environ

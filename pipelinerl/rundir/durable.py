@@ -1,4 +1,5 @@
-"""Writes that survive a crash: replaced files, folders that are complete or absent, fsync policies, locks.
+"""Writes that survive a crash: replaced files, folders that are complete or absent, fsync policies, locks, and folders
+that do not outlive their process.
 
 A folder is written next to its final place as `.partial-<name>`, synced, then renamed. A crash at any byte leaves the
 old state and at most a partial folder, which the next write removes. No torch.
@@ -10,6 +11,7 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 import zlib
@@ -161,6 +163,49 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+class ScratchFolder:
+    """A context manager: `path`, a folder in the temporary folder for this user alone, removed when it is left. What
+    processes that were killed left of the same kind is removed first: the kernel has dropped their locks.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, kind: str) -> None:
+        prefix = f"pipelinerl-{kind}-"
+        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            _remove_unlocked(folder)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix))
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if self.path.exists():  # else another process removed it before it was locked
+                return
+            os.close(self._fd)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exc_info: object) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._fd)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return  # somebody else's, or gone
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass  # in use
+    finally:
+        os.close(fd)
 
 
 class Syncer:

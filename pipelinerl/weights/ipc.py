@@ -1,7 +1,7 @@
 """Weight transfer to a server that shares the trainer's device, where NCCL cannot be used.
 
 Only handles travel, over a loopback connection; the workers copy the buffers on the device. On a GPU a handle is a CUDA
-IPC handle, on a CPU (for tests) a mapped file. Handles are plain JSON: vLLM's own engine pickles them.
+IPC handle, on a CPU (for tests) a file in memory. Handles are plain JSON: vLLM's own engine pickles them.
 
 One JSON object a line. A worker shows the secret that it got over the server's authenticated control route, or is
 turned away; a caller who says nothing holds nobody up. It copies each buffer before it answers, because loading keeps
@@ -15,13 +15,12 @@ import base64
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -57,9 +56,6 @@ class HandleSender:
         self._num_workers = 0
         self._listener: socket.socket | None = None
         self._workers: list[_Lines] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="pipelinerl-weights-")
-        # Held while a buffer lies in the folder, which is removed only afterwards.
-        self._sending = threading.RLock()
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
         self._num_workers = num_workers
@@ -95,12 +91,11 @@ class HandleSender:
                 torch.cuda.set_device(self._options.device_index)
             # Frees the memory of buffers that all readers gave back.
             torch.cuda.ipc_collect()
-        with self._sending:
-            handle = export_buffer(buffer, Path(self._folder.name))
-            try:
-                self._offer(handle)
-            finally:
-                release_buffer(handle)
+        handle = export_buffer(buffer)
+        try:
+            self._offer(handle)
+        finally:
+            release_buffer(handle)
 
     def _offer(self, handle: Handle) -> None:
         """Have every worker copy the buffer. RuntimeError quotes a worker that could not."""
@@ -120,8 +115,6 @@ class HandleSender:
             listener.close()
         for worker in self._workers:
             worker.close()
-        with self._sending:
-            self._folder.cleanup()
 
 
 class HandleReceiver:
@@ -213,27 +206,30 @@ def _shows(lines: _Lines, secret: str) -> bool:
         return False
 
 
-def export_buffer(buffer: torch.Tensor, folder: Path) -> Handle:
+def export_buffer(buffer: torch.Tensor) -> Handle:
     """Describe `buffer` (contiguous, uint8), which must stay as it is until every reader is done.
 
-    What wrote it must be complete, or on the current stream.
-
-    Args:
-        folder: where a buffer of the CPU is written; readable by this user only.
+    What wrote it must be complete, or on the current stream. A buffer of the CPU is copied into memory that this user's
+    processes can map, and that ends with this process.
     """
     if buffer.is_cuda:
         return _export_cuda(buffer)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.truncate(max(1, buffer.numel()))
-    mapped = torch.from_file(file.name, shared=True, size=buffer.numel(), dtype=torch.uint8)
-    mapped.copy_(buffer)
-    return {"kind": "file", "path": file.name, "num_bytes": buffer.numel()}
+    fd = os.memfd_create("pipelinerl-weights")
+    os.truncate(fd, max(1, buffer.numel()))
+    handle = {"kind": "file", "pid": os.getpid(), "fd": fd, "num_bytes": buffer.numel()}
+    _mapped(handle).copy_(buffer)
+    return handle
 
 
 def release_buffer(handle: Handle) -> None:
-    """Remove what `export_buffer` left on the disk. Every reader is done."""
+    """Free what `export_buffer` made. Every reader is done."""
     if handle["kind"] == "file":
-        Path(handle["path"]).unlink(missing_ok=True)
+        os.close(handle["fd"])
+
+
+def _mapped(handle: Handle) -> torch.Tensor:
+    path, size = f"/proc/{int(handle['pid'])}/fd/{int(handle['fd'])}", int(handle["num_bytes"])
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 def copy_of_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
@@ -245,8 +241,7 @@ def copy_of_buffer(handle: Handle, device: torch.device) -> torch.Tensor:
     """
     kind = handle.get("kind")
     if kind == "file" and device.type == "cpu":
-        shared = torch.from_file(handle["path"], shared=True, size=int(handle["num_bytes"]), dtype=torch.uint8)
-        return shared.clone()
+        return _mapped(handle).clone()
     if kind == "cuda" and device.type == "cuda":
         uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
         own = torch.cuda.current_device() if device.index is None else device.index

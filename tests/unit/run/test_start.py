@@ -21,6 +21,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.run import start as start_module
 from pipelinerl.run.start import SOCKET_FOLDER_KEY, build_command, child_environment, enter, inspect, server_sockets
+from pipelinerl.rundir.durable import FileLock, ScratchFolder
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import TRAINER_TOPIC
@@ -225,6 +226,46 @@ def test_force_restart_moves_the_old_run_aside(tmp_path: Path) -> None:
         assert read_identity(entered.run_dir.identity_file).run_id == "run-b"
 
 
+@pytest.mark.parametrize("kind", ["new", "continue", "move_aside"])
+def test_d3_a_directory_that_another_launcher_takes_meanwhile_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    root = tmp_path / "r"
+    if kind != "new":
+        start(root)
+    running: list[Any] = []
+
+    def lock_slowly(run_dir: RunDir) -> FileLock:
+        if not running:
+            monkeypatch.setattr(start_module, "_lock", lock)
+            other = enter(config(root), "run-b")
+            running.extend((other, other.__enter__(), contents(tmp_path)))
+        return lock(run_dir)
+
+    lock = start_module._lock
+    monkeypatch.setattr(start_module, "_lock", lock_slowly)
+    with pytest.raises(ConfigError, match="no other launcher"), enter(config(root, force_restart=kind == "move_aside")):
+        pass
+    other, entered, before = running
+    assert contents(tmp_path) == before and read_identity(entered.run_dir.identity_file) == entered.identity
+    other.__exit__(None, None, None)
+
+
+def test_d3_a_run_that_came_and_went_before_the_lock_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock_slowly(run_dir: RunDir) -> FileLock:
+        with monkeypatch.context() as quick:
+            quick.setattr(start_module, "_lock", lock)
+            start(tmp_path)
+        return lock(run_dir)
+
+    lock = start_module._lock
+    monkeypatch.setattr(start_module, "_lock", lock_slowly)
+    with enter(config(tmp_path), "run-b") as entered:
+        assert (entered.kind, entered.identity) == ("continue", RunIdentity(run_id="run-a", incarnation=1))
+
+
 @pytest.mark.parametrize("folder", ["f", "f/below", "n" * 300, "/proc/no/run", "/sys/run"])
 def test_a_directory_that_the_system_refuses(tmp_path: Path, folder: str) -> None:
     (tmp_path / "f").write_text("")
@@ -334,6 +375,20 @@ def test_sockets_of_servers_go_with_the_run() -> None:
         left_behind.bind(str(folder / str(uuid.uuid4())))
         assert environ["A"] == "1" and folder.stat().st_mode & 0o077 == 0
     assert not folder.exists()
+
+
+def test_l9_folders_of_killed_launchers_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    left, link = tmp_path / "pipelinerl-sockets-left", tmp_path / "pipelinerl-sockets-link"
+    left.mkdir()
+    (left / "socket").touch()
+    link.symlink_to(tmp_path / "mine")
+    with ScratchFolder("sockets") as first, ScratchFolder("sockets") as second, ScratchFolder("check") as third:
+        assert first != second and set(tmp_path.iterdir()) == {tmp_path / "mine", link, first, second, third}
+    assert set(tmp_path.iterdir()) == {tmp_path / "mine", link}
 
 
 @pytest.mark.parametrize("case", ["user's own", "too long", "no temporary folder"])
