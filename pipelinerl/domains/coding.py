@@ -28,7 +28,7 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tool_calls import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
-from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, run_program, works_as_root
+from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, check_sandbox, run_program
 from pipelinerl.sandbox.protocol import Grade, grader
 
 
@@ -183,7 +183,7 @@ def check_config(config: Any) -> None:
         _check_server(endpoint, "sandbox_endpoint" if config.sandbox_endpoint else ENDPOINT_KEY)
         return
     try:
-        works_as_root()
+        check_sandbox()
     except SandboxUnavailableError as error:
         raise ConfigError(
             "sandbox_endpoint", None, "a server, or a machine that can isolate programs", str(error)

@@ -1,4 +1,4 @@
-"""Runs a Python program with no network, no files of this machine, and limits on time, memory, output and processes.
+"""Runs a Python program as a single process with no network, no files of this machine, and limits on all it does.
 
 Needs Linux namespaces: where they cannot be had, `SandboxUnavailableError` says so and nothing is run.
 """
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,14 +24,14 @@ Ending = Literal["finished", "crashed", "time_limit", "output_limit"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of a program: `cpu_s` of processor time, `wall_s` in all, memory, output and files."""
+    """Limits of one run of a program: `cpu_s` of processor time, `wall_s` in all, memory, output, files and threads."""
 
     cpu_s: int = 4
     wall_s: float = 6.0
     memory_bytes: int = 512 << 20
     output_bytes: int = 1 << 20
     file_bytes: int = 16 << 20
-    processes: int = 64
+    threads: int = 64
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,13 @@ class SandboxUnavailableError(Exception):
 
 
 _JAIL = Path(__file__).with_name("jail.py")
-_NAMESPACES = ("--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child")
 _CHUNK = 1 << 16
 _EXIT_XCPU = 128 + signal.SIGXCPU
 _SHOWN_CHARACTERS = 400
 _HELP = (
-    "Programs of a model are run only where they can be isolated: on Linux, as root or with unprivileged user "
-    "namespaces, with unshare (util-linux) and an unmasked /proc. Set sandbox_endpoint (or SANDBOX_ENDPOINT) to a "
-    "SandboxFusion server instead."
+    "Programs of a model are run only where they can be isolated: on Linux (x86_64 or aarch64), as root that may make "
+    "namespaces and change the user, or as another user with user namespaces. Set sandbox_endpoint (or "
+    "SANDBOX_ENDPOINT) to a SandboxFusion server instead."
 )
 
 
@@ -66,55 +64,41 @@ def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Run:
     Raises:
         SandboxUnavailableError: it cannot be isolated here.
     """
-    return _run(source, stdin, limits, as_root=works_as_root())
+    check_sandbox()
+    return _run(source, stdin, limits)
 
 
 @functools.cache
-def works_as_root() -> bool:
-    """Return whether to isolate with the rights of root; else with a user namespace. Tried once in each process.
+def check_sandbox() -> None:
+    """Run a first program, once in each process.
 
     Raises:
-        SandboxUnavailableError: neither works.
+        SandboxUnavailableError: programs cannot be isolated here.
     """
-    if sys.platform != "linux" or shutil.which("unshare") is None:
-        raise SandboxUnavailableError(f"this is not Linux, or unshare is missing. {_HELP}")
-    reasons = []
-    for as_root in (True, False) if os.geteuid() == 0 else (False,):
-        try:
-            run = _run("print(6 * 7)", "", Limits(wall_s=30, cpu_s=20), as_root=as_root)
-        except SandboxUnavailableError as error:
-            reasons.append(str(error))
-            continue
-        if run.ending == "finished" and run.stdout == "42\n":
-            return as_root
-        reasons.append(f"a first program ended with {run}")
-    raise SandboxUnavailableError(f"{'; '.join(reasons)}. {_HELP}")
+    if sys.platform != "linux":
+        raise SandboxUnavailableError(f"this is not Linux. {_HELP}")
+    try:
+        run = _run("print(6 * 7)", "", Limits(wall_s=30, cpu_s=20))
+    except SandboxUnavailableError as error:
+        raise SandboxUnavailableError(f"{error}. {_HELP}") from error
+    if run.ending != "finished" or run.stdout != "42\n":
+        raise SandboxUnavailableError(f"a first program ended with {run}. {_HELP}")
 
 
-def _run(source: str, stdin: str, limits: Limits, *, as_root: bool) -> Run:
+def _run(source: str, stdin: str, limits: Limits) -> Run:
     ready_read, ready_write = os.pipe()
-    with (
-        open(ready_read, "rb") as ready,
-        tempfile.TemporaryDirectory(prefix="pipelinerl-sandbox-") as root,
-        _file_with(source) as program,
-        _file_with(stdin) as given,
-    ):
-        os.chmod(root, 0o755)
-        argv = [
-            *("unshare", *_NAMESPACES, *(() if as_root else ("--user", "--map-root-user"))),
-            *(os.path.realpath(sys.executable), "-I", "-S", "-B", str(_JAIL), root),
-            *(os.path.realpath(sys.executable), sys.base_prefix, str(int(as_root))),
-            *(str(program.fileno()), str(ready_write), str(limits.cpu_s), str(limits.memory_bytes)),
-            *(str(limits.file_bytes), str(limits.processes)),
-        ]
+    with open(ready_read, "rb") as ready, _file_with(source) as program, _file_with(stdin) as given:
+        python = os.path.realpath(sys.executable)
+        numbers = (os.getpid(), program.fileno(), ready_write)
+        bounds = (limits.cpu_s, limits.memory_bytes, limits.file_bytes, limits.threads)
         try:
             child = subprocess.Popen(
-                argv,
+                [python, "-I", "-S", "-B", str(_JAIL), python, sys.base_prefix, *map(str, (*numbers, *bounds))],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(program.fileno(), ready_write),
-                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LC_ALL": "C.UTF-8"},
+                env={"LC_ALL": "C.UTF-8"},
             )
         finally:
             os.close(ready_write)
@@ -127,11 +111,12 @@ def _run(source: str, stdin: str, limits: Limits, *, as_root: bool) -> Run:
 
 @contextlib.contextmanager
 def _file_with(text: str) -> Iterator[IO[bytes]]:
-    """An unnamed file that holds `text`, at its start."""
+    """An unnamed file that holds `text`, for reading only: a program could write to its descriptor."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode("utf-8", "replace"))
-        file.seek(0)
-        yield file
+        file.flush()
+        with open(f"/proc/self/fd/{file.fileno()}", "rb") as reader:
+            yield reader
 
 
 def _collect(child: subprocess.Popen[bytes], limits: Limits) -> tuple[Ending, str, str]:
