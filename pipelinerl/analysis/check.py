@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from pipelinerl.agents.user_threads import start_thread
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.load import load_config, to_dictconfig
@@ -44,6 +45,7 @@ _LAST_RESORT_S = 20.0
 _FRAMES = 6
 _DRY_ROLLOUT = "actor.rollout_policy: a dry rollout"
 _AT_START_S = 30.0  # for a dry rollout of the launcher's
+TEMPLATE_LIMIT_S = 10.0  # for one prompt; a usual one takes a few milliseconds
 #: Faults of the code whatever the model says. Others may come from an answer that no model gives.
 _ALWAYS_FAULTS = (NameError, ImportError)
 #: The same, if they come before the model is asked.
@@ -208,6 +210,11 @@ class _TryingRenderer(ChatRenderer):
         except Exception:  # noqa: BLE001 - whoever needs the model says what is wrong with it
             return
 
+    def try_template(self) -> None:
+        """Render a short chat; only a template that does not end is a fault: the task may have no use for it."""
+        with contextlib.suppress(RolloutError):
+            self._limited([{"role": "user", "content": "?"}], None)
+
     def render_text(
         self,
         messages: Sequence[dict[str, Any]],
@@ -215,15 +222,27 @@ class _TryingRenderer(ChatRenderer):
         *,
         add_generation_prompt: bool | None = None,
     ) -> str:
-        if self._models is not None and add_generation_prompt is None:
-            self._try(self._models, messages, tools)
+        if add_generation_prompt is None:
+            self._try(messages, tools)
         return super().render_text(messages, tools, add_generation_prompt=add_generation_prompt)
 
-    def _try(
-        self, renderer: ChatRenderer, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
-    ) -> None:
+    def _limited(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        if (renderer := self._models) is None:
+            return []
         try:
-            _, ids = renderer.render(messages, tools)
+            # In a thread, because a template is a program: one that loops forever cannot be ended.
+            return start_thread(lambda: renderer.render(messages, tools)).result(TEMPLATE_LIMIT_S)[1]
+        except TimeoutError as error:
+            raise ConfigError(
+                "model_path",
+                self._model_path,
+                f"a model whose chat template renders a prompt within {TEMPLATE_LIMIT_S:g} s; it may loop forever",
+                "Correct the template in chat_template.jinja or tokenizer_config.json of the model folder.",
+            ) from error
+
+    def _try(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> None:
+        try:
+            ids = self._limited(messages, tools)
         except RolloutError as error:
             roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
             raise ConfigError(
@@ -235,7 +254,7 @@ class _TryingRenderer(ChatRenderer):
             ) from error
         rows = read_model_config(self._model_path).get("vocab_size")
         if isinstance(rows, int) and ids and max(ids) >= rows:
-            text = renderer.decode([max(ids)], skip_special_tokens=False)
+            text = self._models.decode([max(ids)], skip_special_tokens=False) if self._models else ""
             raise ConfigError(
                 "model_path",
                 self._model_path,
@@ -333,8 +352,9 @@ def check_run(file: Path) -> int:
         print(count_line(problems), flush=True)
         if note := _note_of(problems):
             print(f"\n{REMARK}{note}", flush=True)
-        # The environment's servers are started with the run.
-        if not config.world.env_replicas:
+        if config.world.env_replicas:  # the environment's servers are started with the run
+            _TryingRenderer(build_tokenizer(max_number=1), config).try_template()
+        else:
             dry_rollout(config, problems.train[0], _AT_START_S)
     except PossibleFault as error:
         print(f"\n{REMARK}{' '.join(str(error).split())} Rollouts like it count as failed.", flush=True)

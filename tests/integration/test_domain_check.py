@@ -107,18 +107,25 @@ def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("role", "vocab_size", "words"),
-    [("user", 7, None), ("system", 7, "roles: system.*no system"), ("user", 6, "below 6.*makes 6 of")],
+    [
+        ("user", 7, None),
+        ("system", 7, "roles: system.*no system"),
+        ("user", 6, "below 6.*makes 6 of"),
+        ("tool", 7, "chat template renders a prompt within"),
+    ],
 )
 def test_a_model_that_cannot_read_the_prompt_is_refused(
     tmp_path: Path, role: str, vocab_size: int, words: str | None
 ) -> None:
-    """By its chat template, or by ids beyond its embedding."""
+    """By its chat template, which may also loop forever, or by ids beyond its embedding."""
     vocabulary = {text: number for number, text in enumerate(["<pad>", "<unk>", "?", "a", "b", "c", "<user>"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
     fast.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% if m.role == 'tool' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endif %}"
         "<{{ m.role }}> {{ m.content }} {% endfor %}"
     )
     fast.save_pretrained(tmp_path / "model")
