@@ -57,12 +57,9 @@ def main() -> None:
         print(json.dumps({"refused": str(error)}), flush=True)
         return
     targets = make_targets()
-    print(json.dumps({"key": targets["key"]}), flush=True)
-    try:
-        for line in sys.stdin:
-            print(json.dumps(answer(line, targets)), flush=True)
-    finally:
-        os.unlink(str(targets["file"]))
+    print(json.dumps({"file": targets["file"]}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(line, targets)), flush=True)
 
 
 keep: list[object] = []
