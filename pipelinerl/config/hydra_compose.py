@@ -25,6 +25,9 @@ from pipelinerl.config.faults import COMMAND_LINE, unknown_key
 from pipelinerl.config.keys import chooser_of, is_known, schema_defaults
 from pipelinerl.errors import ConfigError
 
+#: A mapping of names to weights: Hydra would merge one of the user's with that of a shipped file.
+_WHOLE = "rewards.components"
+
 
 @dataclass(frozen=True)
 class PlainConfig:
@@ -64,14 +67,48 @@ def compose_plain(name: str, user_dirs: Sequence[Path] = (), words: Sequence[str
         config = OmegaConf.merge(OmegaConf.create(schema_defaults()), composed)
         data = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
         assert isinstance(data, dict)
+        plain = {str(key): value for key, value in data.items()}
+        _keep_whole(plain, config_file, overrides, user_dirs)
         return PlainConfig(
-            data={str(key): value for key, value in data.items()},
+            data=plain,
             override_keys=frozenset(override.key_or_group for override in overrides),
             config_file=config_file,
             notes=_hydra_notes(overrides, config_file),
         )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # bytes that are no text, too
         raise _translate(error, config_file, search_dirs) from error
+
+
+def _keep_whole(
+    data: dict[str, Any], config_file: Path, overrides: Sequence[Override], user_dirs: Sequence[Path]
+) -> None:
+    """Of a mapping of the user's, leave no more than it says; single keys are added to what is there."""
+    kept = _own_names(config_file, user_dirs, set())
+    for override in overrides:
+        if override.key_or_group == _WHOLE and isinstance(weights := override.value(), dict):
+            kept = {str(name) for name in weights}
+        elif override.key_or_group.startswith(f"{_WHOLE}.") and kept is not None:
+            kept.add(override.key_or_group.removeprefix(f"{_WHOLE}."))
+    weights = data.get("rewards", {}).get("components")
+    if kept is not None and isinstance(weights, dict):
+        data["rewards"]["components"] = {name: weight for name, weight in weights.items() if name in kept}
+
+
+def _own_names(file: Path, user_dirs: Sequence[Path], seen: set[Path]) -> set[str] | None:
+    """The names of the mapping in a file of the user's, or else in the last one that it includes and that has any."""
+    if file in seen or not any(file.is_relative_to(folder) for folder in user_dirs):
+        return None
+    seen.add(file)
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    if isinstance(weights := (content.get("rewards") or {}).get("components"), dict):
+        return {str(name) for name in weights}
+    included = [entry for entry in content.get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
+    files = [next(iter(_found(name, user_dirs)), file) for name in reversed(included)]
+    return next((names for each in files if (names := _own_names(each, user_dirs, seen)) is not None), None)
+
+
+def _found(name: str, folders: Sequence[Path]) -> list[Path]:
+    return [path for folder in folders if (path := folder / f"{name.removesuffix('.yaml')}.yaml").is_file()]
 
 
 def _hydra_notes(overrides: Sequence[Override], config_file: Path) -> tuple[str, ...]:

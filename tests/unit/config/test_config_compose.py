@@ -74,6 +74,34 @@ def test_a_shipped_configuration_with_a_users_group_file(user_dir: Path) -> None
     assert any("--config-name" in note for note in compose(argv).notes)
 
 
+@pytest.mark.parametrize(
+    ("in_file", "words", "expected"),
+    [
+        (None, [], {"outcome": 1}),
+        (None, ["rewards.components={format: 2}"], {"format": 2}),
+        (None, ["rewards.components.format=2"], {"outcome": 1, "format": 2}),
+        (None, ["rewards=difficulty_length"], {"outcome": 1, "difficulty_length": 0.5}),
+        (None, ["rewards=difficulty_length", "rewards.components={format: 2}"], {"format": 2}),
+        ("{format: 2}", [], {"format": 2}),
+        ("{format: 2}", ["rewards.components.success=3"], {"format": 2, "success": 3}),
+        (
+            "{format: 2}",
+            ["rewards.components={success: 3}", "rewards.components.format=1"],
+            {"success": 3, "format": 1},
+        ),
+    ],
+)
+def test_a_users_mapping_of_weights_is_the_whole_mapping(
+    user_dir: Path, in_file: str | None, words: list[str], expected: dict[str, float]
+) -> None:
+    if in_file is not None:
+        with (user_dir / "my_task.yaml").open("a") as file:
+            file.write(f"rewards:\n  components: {in_file}\n")
+    (user_dir / "longer.yaml").write_text("defaults: [my_task, _self_]\nseed: 3\n")
+    for name in ("my_task", "longer"):
+        assert run_config("-cd", str(user_dir), "-cn", name, *words).rewards.components == expected
+
+
 def test_overrides_in_each_form() -> None:
     config = run_config(
         "seed=7",
