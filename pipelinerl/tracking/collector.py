@@ -104,7 +104,7 @@ class Collector:
         self._run_dir = run_dir
         self._max_steps = config.finetune.known_steps
         self._title = run_dir.root.name
-        self._state = RunState()
+        self._state = RunState(incarnation)
         self._lock = threading.RLock()
         self._sink_lock = threading.Lock()
         since = time.time()

@@ -125,9 +125,9 @@ def quiet_line(
     for name, beat in beats.items():
         if beat is not None and beat.waiting_since is not None and now - beat.waiting_since >= _LONG_WAIT_S:
             waits.append(f"{name} waits for {beat.waiting_for} ({now - beat.waiting_since:.0f} s)")
-    if state.training_done:
+    if state.phase == "done":
         text = "training is done, the last evaluation is running"
-    elif state.version is None:
+    elif state.phase == "starting":
         text = f"starting, {now - since:.0f} s so far"
     else:
         known = config.finetune.known_steps

@@ -21,6 +21,7 @@ from pipelinerl.records import (
 from pipelinerl.records.lineage import Lineage
 
 When = Literal["before", "after"]
+Phase = Literal["starting", "training", "done"]
 
 # Reward and success of training, wherever a person sees them: over all rollouts that the batch of a step was chosen
 # from. The first name with data counts; those after it are for stages that run without a preprocessor.
@@ -29,9 +30,13 @@ SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
 
 
 class RunState:
-    """Fold of one run. `latest[name]` is the newest value, `history[name][step]` the newest of each version."""
+    """Fold of one run. `latest[name]` is the newest value, `history[name][step]` the newest of each version.
 
-    def __init__(self) -> None:
+    `phase` is that of the start `incarnation`: it trains once the servers have their first weights.
+    """
+
+    def __init__(self, incarnation: int = 0) -> None:
+        self._incarnation = incarnation
         self.latest: dict[str, float] = {}
         self.history: dict[str, dict[int, float]] = {}
         self.evaluations: list[EvaluationResult] = []
@@ -40,7 +45,7 @@ class RunState:
         self.weight_updates = 0
         self.last_update_seconds: dict[str, float] = {}
         self.probe_diffs: list[float] = []
-        self.training_done = False
+        self.phase: Phase = "starting"
         self.first_time: float | None = None
         self.last_time: float | None = None
         self._fates: Counter[tuple[str, int, int]] = Counter()
@@ -72,7 +77,11 @@ class RunState:
                 self._begin[incarnation] = message.time
         if isinstance(message, StepDone | TrainingDone):
             self._end[incarnation] = max(message.time, self._end.get(incarnation, message.time))
-        self.training_done = self.training_done or isinstance(message, TrainingDone)
+        if incarnation == self._incarnation:
+            if isinstance(message, TrainingDone):
+                self.phase = "done"
+            elif isinstance(message, WeightUpdateSuccess) and self.phase == "starting":
+                self.phase = "training"
 
     def fold_evaluation(self, result: EvaluationResult) -> None:
         self._saw(result.time)

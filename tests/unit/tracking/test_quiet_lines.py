@@ -51,6 +51,18 @@ def evaluated() -> RunState:
     return state
 
 
+def test_a_continued_run_is_not_what_its_last_start_was() -> None:
+    state = RunState(incarnation=1)
+    told = []
+    for start in (0, 1):
+        told.append(line(state, {}))
+        state.fold_trainer(WeightUpdateSuccess(version=0, time=40.0, seconds={}, num_servers=1, incarnation=start))
+        told.append(line(state, {}))
+        state.fold_trainer(TrainingDone(version=2, time=130.0, samples_processed=40, incarnation=start))
+    told.append(line(state, {}))
+    assert [text.split()[0].strip(",") for text in told] == ["starting", "starting", "starting", "step", "training"]
+
+
 def test_it_names_the_step_the_samples_and_who_waits() -> None:
     beats = {"actor_llm_0": beat(), "preprocessor_0": None, "actor_0": beat("x", since=121.0), "finetune_0": beat("y")}
     text = line(RunState(), beats)
