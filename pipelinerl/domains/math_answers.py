@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from decimal import Decimal
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,8 @@ _MIXED_NUMBER = re.compile(r"(-?\d+)[ +]?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<=[ +])(\
 _NUMBER = re.compile(
     r"([+-]?(?:\d+\.?\d*|\.\d+))(?:(?:[eE]|\\(?:times|cdot)10\^)(?:\{([+-]?\d{1,4})\}|([+-]?\d{1,4})))?"
 )
+_REPEATING = re.compile(r"([+-]?)(\d{0,50})\.(\d{0,50})(?:\((\d{1,50})\)|\\(?:overline|bar|dot)\{?(\d{1,50})\}?)")
+_EMPTY_SET = re.compile(r"\\varnothing(?![a-zA-Z])|\\empty(?![a-zA-Z])|\u2205")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mbox)\{([^{}]*)\}")
 _LETTERS = re.compile(r"[A-Z]{2,}")
 _BASE = re.compile(r"[\dA-F.]+_\{?(\d+)\}?")
@@ -85,17 +88,29 @@ def same_answer(gold: str, stated: str) -> bool | None:
 
 
 def plain(text: str) -> str:
-    """Return LaTeX without what does not change its meaning: space, delimiters, commas in numbers."""
+    """Return LaTeX without what does not change its meaning: space, delimiters, commas in numbers. A repeating decimal
+    becomes a fraction."""
     text = _IGNORED.sub("", text[: 2 * MAX_ANSWER_CHARACTERS].strip().strip("$"))
     text = _SPACE.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
     text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text)
     if _SPACED_THOUSANDS.fullmatch(text):
         return text.replace(" ", "")
+    if repeating := _REPEATING.fullmatch(text):
+        return _fraction(repeating)
+    text = _EMPTY_SET.sub(r"\\emptyset", text)
     mixed = _MIXED_NUMBER.fullmatch(text)
     if mixed:
         whole, over, under = mixed[1], mixed[2] or mixed[4], mixed[3] or mixed[5]
         return f"{whole}\\frac{{{over}}}{{{under}}}"
     return text
+
+
+def _fraction(repeating: re.Match[str]) -> str:
+    sign, whole, before, cycle = *repeating.group(1, 2, 3), repeating[4] or repeating[5]
+    shift = 10 ** len(before)
+    value = Fraction(int((whole + before) or 0), shift) + Fraction(int(cycle), (10 ** len(cycle) - 1) * shift)
+    over, under = f"{sign.replace('+', '')}{value.numerator}", value.denominator
+    return over if under == 1 else f"\\frac{{{over}}}{{{under}}}"
 
 
 def _as_number(text: str) -> Decimal | None:

@@ -60,6 +60,15 @@ AB | \text{AB}
 a \cdot b | b a
 \binom{5}{2} | 10
 4 | 2\cdot2=4
+\emptyset | \varnothing
+\emptyset | ∅
+\varnothing | \{\}
+1/3 | 0.(3)
+-\frac13 | -0.\overline{3}
+0.1\overline{6} | \frac16
+\frac{1}{7} | 0.\overline{142857}
+2.\dot{3} | 7/3
+1 | 0.(9)
 """
 DIFFER = r"""
 1.6\times10^{-19} | 9.1\times10^{-31}
@@ -113,6 +122,11 @@ x^2+1 | x^2+2
 1+2i | 1-2i
 \infty | -\infty
 \log_2 8 | \log_2 9
+\emptyset | 0
+\emptyset | \{0\}
+0.\overline{3} | 0.3
+0.1(6) | 0.(16)
+1/3 | -0.(3)
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\1\end{pmatrix}
 """
 
