@@ -35,8 +35,8 @@ async def verify(
 
     Args:
         function: marked with `@grader`, at the top of a module, or its dotted path. It returns a `Grade` or a number,
-            of which 1 is right. An answer that takes all of the deadline or the memory limit scores 0.
-        timeout_s: deadline of this one grading; None: `verifier.timeout_s`.
+            of which 1 is right. An answer that takes all of its processor time or memory scores 0.
+        timeout_s: processor time for this one grading (None: `verifier.timeout_s`); it may take four times as long.
 
     Raises:
         RolloutError: the function raised, returned no number, or waited until its deadline. Let it pass: the rollout

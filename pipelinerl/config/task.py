@@ -140,7 +140,7 @@ class VerifierConfig(Section):
     """Grader processes: of one verifier service, or of one rollout worker where there is no service."""
 
     processes: int = Field(default=2, ge=1, description="grader processes")
-    timeout_s: float = Field(default=10, gt=0, description="deadline for grading one answer")
+    timeout_s: float = Field(default=10, gt=0, description="processor time for grading one answer")
     memory_mib: int = Field(default=2048, ge=256, description="address space of a grader process")
     queue_timeout_s: float = Field(default=300, gt=0, description="longest wait for a verifier service, queue included")
     max_queue: int = Field(default=8192, ge=1, description="answers waiting in a service; more are sent again later")

@@ -36,7 +36,7 @@ async def answer_once(
     Args:
         system_prompt: words of the domain; `actor.system_prompt` wins. `actor.task_template`, if set, is put around
             the task in place of `{task}`, and around those of `actor.examples`, which come before it.
-        timeout_s: deadline of the grader, if it is another one than `verifier.timeout_s`.
+        timeout_s: processor time for the grader, if it is not `verifier.timeout_s`.
     """
     started = time.monotonic()
     call = await llm_async_generate(llm, Prompt(messages=chat(cfg, task, system_prompt), tools=tools), session)

@@ -1,8 +1,8 @@
 """One sandboxed process: grades answers or plays games for `sandbox.pool`, one request at a time.
 
 It runs in a single thread, so a deadline can interrupt code that spins in Python; code that blocks in an extension is
-killed by the pool a moment later. A grader or game that raises or exceeds its deadline costs that rollout only. The
-process ends when its socket or its parent is gone.
+killed a moment later, by the kernel at its limit of processor time or by the pool. A grader or game that raises or
+exceeds its deadline costs that rollout only. The process ends when its socket or its parent is gone.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +25,7 @@ import msgspec
 
 from pipelinerl.errors import DomainError, RetryableRolloutError
 from pipelinerl.sandbox.protocol import (
+    OVER_LIMIT_GRADE,
     ActInGame,
     CloseGame,
     Done,
@@ -33,7 +36,6 @@ from pipelinerl.sandbox.protocol import (
     Load,
     OpenGame,
     Reply,
-    Request,
     SandboxKind,
     TextGame,
     TimedRequest,
@@ -48,6 +50,7 @@ from pipelinerl.sandbox.protocol import (
 LENGTH_BYTES = 4
 _PR_SET_PDEATHSIG = 1
 _REPEAT_S = 0.05  # code that swallows the interruption gets it again
+_KILL_GRACE_S = 1.0
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _FORBIDDEN = (
     "subprocess.",
@@ -67,6 +70,10 @@ _MESSAGE_CHARACTERS = 2000
 
 class DeadlineReached(BaseException):
     """Raised inside foreign code. Not an `Exception`, so that `except Exception` does not stop it."""
+
+
+class WorkedTooLong(DeadlineReached):
+    """The deadline in processor time."""
 
 
 class Confinement:
@@ -97,20 +104,21 @@ class SandboxedProcess:
         with connection.makefile("rwb") as stream:
             while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
                 timed = decode(stream.read(int.from_bytes(header, "big")))
-                stream.write(frame(encode(self._answer(timed.request, timed.timeout_s))))
+                stream.write(frame(encode(self._answer(timed))))
                 stream.flush()
 
-    def _answer(self, request: Request, timeout_s: float) -> Reply:
+    def _answer(self, timed: TimedRequest) -> Reply:
+        request = timed.request
         if isinstance(request, Load):
             return self._load(request)
         if isinstance(request, GradeRequest):
-            return self._guarded("grader", request.grader, timeout_s, lambda: self._grade(request))
+            return self._guarded(timed, "grader", request.grader, lambda: self._grade(request))
         if isinstance(request, CloseGame):
             game = self._games.pop(request.number, None)
             if game is not None:
-                self._guarded("environment", "closing a game", timeout_s, lambda: _close(game))
+                self._guarded(timed, "environment", "closing a game", lambda: _close(game))
             return Done()
-        answer = self._guarded("environment", f"game {request.number}", timeout_s, lambda: self._play(request))
+        answer = self._guarded(timed, "environment", f"game {request.number}", lambda: self._play(request))
         if isinstance(answer, Failed):
             self._games.pop(request.number, None)
         return answer
@@ -125,20 +133,24 @@ class SandboxedProcess:
             return Failed(f"{request.kind}_missing", str(error))
         return Done()
 
-    def _guarded(self, kind: SandboxKind, what: str, timeout_s: float, run: Callable[[], Reply]) -> Reply:
+    def _guarded(self, timed: TimedRequest, kind: SandboxKind, what: str, run: Callable[[], Reply]) -> Reply:
         try:  # the interruption repeats, so it may also arrive while an exception is handled
-            return self._run(kind, what, timeout_s, run)
+            return self._run(timed, kind, what, run)
+        except WorkedTooLong:
+            return OVER_LIMIT_GRADE
         except DeadlineReached:
-            return Failed(f"{kind}_timeout", f"{what} took more than {timeout_s:g} s")
+            return Failed(f"{kind}_timeout", f"{what} took more than {timed.timeout_s:g} s")
 
-    def _run(self, kind: SandboxKind, what: str, timeout_s: float, run: Callable[[], Reply]) -> Reply:
+    def _run(self, timed: TimedRequest, kind: SandboxKind, what: str, run: Callable[[], Reply]) -> Reply:
         try:
-            with _deadline(timeout_s):
+            with _deadline(timed):
                 return run()
         except RetryableRolloutError as error:
             message = clean_text(str(error).removeprefix(f"{error.reason}: "))
             return Failed(error.reason, message[-_MESSAGE_CHARACTERS:], transient=True)
         except MemoryError:
+            if kind == "grader":
+                return OVER_LIMIT_GRADE
             return Failed(f"{kind}_memory", f"{what} needed more memory than it may have")
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything; it fails this rollout only
             lines = traceback.format_exception(error, limit=-_TRACE_LINES)
@@ -172,17 +184,27 @@ def _close(game: TextGame) -> Done:
 
 
 @contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Raise `DeadlineReached` in the code inside after `seconds`."""
-    signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
+def _deadline(timed: TimedRequest) -> Iterator[None]:
+    """Raise `DeadlineReached` in the code inside after `timeout_s`, and `WorkedTooLong` after `cpu_s` of work.
+
+    A process that works on nevertheless is killed with SIGXCPU.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    signal.setitimer(signal.ITIMER_REAL, timed.timeout_s, _REPEAT_S)
+    if timed.cpu_s is not None:
+        signal.setitimer(signal.ITIMER_PROF, timed.cpu_s, _REPEAT_S)
+        last_s = math.ceil(time.process_time() + timed.cpu_s + _KILL_GRACE_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (last_s if hard == resource.RLIM_INFINITY else min(last_s, hard), hard))
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
 
 
 def _interrupt(signum: int, stack: object) -> None:
-    raise DeadlineReached
+    raise WorkedTooLong if signum == signal.SIGPROF else DeadlineReached
 
 
 def _end_with_parent(parent: int) -> None:
@@ -202,7 +224,8 @@ def main() -> int:
         _end_with_parent(arguments.parent)
     resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, _interrupt)
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, _interrupt)
     with socket.socket(fileno=arguments.fd) as connection:
         SandboxedProcess().serve(connection)
     return 0

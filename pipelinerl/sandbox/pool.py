@@ -20,11 +20,11 @@ from time import monotonic
 from typing import Self
 
 import msgspec
-import psutil
 
 from pipelinerl.sandbox.child import LENGTH_BYTES, frame
 from pipelinerl.sandbox.protocol import (
     OVER_LIMIT,
+    OVER_LIMIT_GRADE,
     ActInGame,
     CloseGame,
     Done,
@@ -49,8 +49,8 @@ _KILL_GRACE_S = 0.5
 _OPENING_ATTEMPTS = 3
 _MAX_REPLY_BYTES = 256 << 20
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "CREDENTIAL", "REDIS_URL", "DEATH_FD")
-# A grader that was at work for less of its time than this has waited, or hardly got a processor.
-_BUSY_SHARE = 0.1
+# A grader's deadline is in processor time; with waiting it may take this many times as long.
+_PATIENCE = 4.0
 # Failures that leave the process as it was.
 _HARMLESS = ("grader_raised", "grader_bad_result")
 _decode = msgspec.msgpack.Decoder(Reply).decode
@@ -66,14 +66,6 @@ class SandboxChild:
     loaded: set[str] = field(default_factory=set)
     num_graded: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def cpu_s(self) -> float:
-        """Return the processor time of the process so far; 0 if it is gone."""
-        try:
-            times = psutil.Process(self.process.pid).cpu_times()
-        except psutil.Error:
-            return 0.0
-        return float(times.user + times.system)
 
     async def end(self) -> None:
         """Kill the process and all that it started, and wait until it is gone."""
@@ -144,24 +136,27 @@ class SandboxPool:
 
     async def _exchange(self, child: SandboxChild, request: Request, timeout_s: float, what: str) -> Reply:
         """Send one request and return its reply. A child that does not give one in time is ended."""
+        timed = TimedRequest(request, timeout_s)
+        if isinstance(request, GradeRequest):
+            timed = TimedRequest(request, _PATIENCE * timeout_s, cpu_s=timeout_s)
         try:
-            payload = msgspec.msgpack.encode(TimedRequest(request, timeout_s))
+            payload = msgspec.msgpack.encode(timed)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             return Failed(f"{self._kind}_bad_request", f"{what} cannot be sent to its process: {error}")
-        began_cpu_s = child.cpu_s()
         failure: Reply
         try:
-            async with asyncio.timeout(timeout_s + _KILL_GRACE_S):
+            async with asyncio.timeout(timed.timeout_s + _KILL_GRACE_S):
                 child.writer.write(frame(payload))
                 length = int.from_bytes(await child.reader.readexactly(LENGTH_BYTES), "big")
                 if length <= _MAX_REPLY_BYTES:
-                    reply = _decode(await child.reader.readexactly(length))
-                    return self._at_limit(request, reply, (child.cpu_s() - began_cpu_s) / timeout_s)
+                    return _decode(await child.reader.readexactly(length))
             failure = Failed(f"{self._kind}_bad_result", f"{what}: an answer of {length} bytes")
         except TimeoutError:
-            failure = Failed(f"{self._kind}_timeout", f"{what} took more than {timeout_s:g} s and was killed")
-            failure = self._at_limit(request, failure, (child.cpu_s() - began_cpu_s) / timeout_s)
+            failure = Failed(f"{self._kind}_timeout", f"{what} took more than {timed.timeout_s:g} s and was killed")
         except (asyncio.IncompleteReadError, ConnectionError):
+            await self._end(child)
+            if child.process.returncode == -signal.SIGXCPU:
+                return OVER_LIMIT_GRADE
             failure = Failed(f"{self._kind}_died", f"{what}: its process ended")
         except asyncio.CancelledError:
             # The answer that is under way belongs to nobody: the process cannot be used again.
@@ -171,10 +166,6 @@ class SandboxPool:
             failure = Failed(f"{self._kind}_bad_result", f"{what}: not an answer: {error}")
         await self._end(child)
         return failure
-
-    def _at_limit(self, request: Request, reply: Reply, busy_share: float) -> Reply:
-        """Return what `reply` means if it says that a limit was met after so much work; else `reply` itself."""
-        return reply
 
     def _failure(self, reply: Reply) -> Failed:
         return reply if isinstance(reply, Failed) else Failed(f"{self._kind}_bad_result", "an answer out of turn")
@@ -190,7 +181,7 @@ class GraderPool(SandboxPool):
 
     Args:
         size: processes, and so answers that are graded at the same time; further ones queue.
-        timeout_s: deadline of one grading, where the request has none.
+        timeout_s: processor time of one grading, where the request has none.
         memory_bytes: address space of a process.
         max_uses: gradings after which a process is replaced, so that leaks of a library are bounded.
 
@@ -234,14 +225,6 @@ class GraderPool(SandboxPool):
             else:
                 await self._end(child)
         return answer
-
-    def _at_limit(self, request: Request, reply: Reply, busy_share: float) -> Reply:
-        """An answer that needs more time or memory than it may have scores 0; a grader that only waited has failed."""
-        if isinstance(request, GradeRequest) and isinstance(reply, Failed):
-            is_late = reply.reason == "grader_timeout" and busy_share >= _BUSY_SHARE
-            if is_late or reply.reason == "grader_memory":
-                return Grade(0.0, "unparsable", {OVER_LIMIT: 1.0})
-        return reply
 
     async def _take(self, grader: str) -> SandboxChild:
         """Return an idle process, if possible one that has the grader, or a new one."""

@@ -16,7 +16,7 @@ import msgspec
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 
 SERVICE_PATH = "/ask"
-#: In the details of a grade: the answer could not be graded within the limits of time and memory.
+#: In the details of a grade, and a metric.
 OVER_LIMIT = "over_limit"
 _QUOTED_CHARACTERS = 300
 
@@ -43,6 +43,10 @@ class Grade(msgspec.Struct, frozen=True, tag="grade"):
     details: dict[str, float] = {}
 
 
+#: The grade of an answer that could not be graded within the limits of processor time and memory.
+OVER_LIMIT_GRADE = Grade(0.0, "unparsable", {OVER_LIMIT: 1.0})
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """No grade, or no step of a game, through no fault of the answer. The rollout has failed and is never scored 0.
 
@@ -57,7 +61,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class GradeRequest(msgspec.Struct, tag="request"):
-    """Grade `text` with the function at the dotted path `grader`; `timeout_s` is its deadline (None: the default)."""
+    """Grade `text` with the function at the dotted path `grader`, in `timeout_s` of processor time (None: default)."""
 
     grader: str
     text: str
@@ -119,10 +123,11 @@ GradeAnswer = Grade | Failed
 
 
 class TimedRequest(msgspec.Struct):
-    """A request to a sandboxed process and the seconds that it may take."""
+    """A request to a sandboxed process, the seconds that it may take, and how many of them it may work."""
 
     request: Request
     timeout_s: float
+    cpu_s: float | None = None
 
 
 class TextGame(Protocol):

@@ -69,6 +69,12 @@ def sleeps(text: str, problem: dict[str, Any]) -> float:
 
 
 @grader
+def waits_a_moment(text: str, problem: dict[str, Any]) -> float:
+    time.sleep(2)
+    return 1.0
+
+
+@grader
 def allocates(text: str, problem: dict[str, Any]) -> float:
     return float(len([bytearray(1 << 26) for _ in range(1000)]))
 
