@@ -7,7 +7,7 @@ A model family whose samples change beside others is found by trying it (`packin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -166,18 +166,35 @@ def load_language_model(
             f"(architectures: {', '.join(model_config.architectures or ['unknown'])})",
             "Use a model of text alone, for instance the language model of this family.",
         )
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=model_config,
         dtype=torch.float32,
         attn_implementation=attention,
         trust_remote_code=trust_remote_code,
+        output_loading_info=True,
     )
+    model: PreTrainedModel = loaded[0]
+    leave_computed_buffers(model, loaded[1]["missing_keys"])
     remove_dropout(model)
     fix_frequencies(model, served_length)
     use_own_experts(model)
     model.train()
     return model
+
+
+def leave_computed_buffers(model: torch.nn.Module, missing: Collection[str]) -> None:
+    """Take buffers that the checkpoint lacks for no part of it: servers compute them too, and do not know them by name.
+
+    Args:
+        missing: names that the checkpoint lacks. Parameters among them stay, and are refused when names are compared.
+    """
+    computed = sorted(name for name, _ in model.named_buffers() if name in missing)
+    for name in computed:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
+    if computed:
+        logger.warning("not in the checkpoint, so neither sent nor saved: %s", ", ".join(computed))
 
 
 def remove_dropout(model: torch.nn.Module) -> None:

@@ -82,6 +82,25 @@ def test_names_and_shapes_of_published_checkpoints(family: str, shapes: dict[str
     assert {tensor.dtype for name, tensor in got.items() if "correction_bias" in name} <= {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("lost", "is_refused"), [("mlp.gate.e_score_correction_bias", False), ("mlp.gate.weight", True)]
+)
+def test_a_buffer_that_the_checkpoint_lacks_is_not_sent_and_a_parameter_is_missed(
+    lost: str, is_refused: bool, tmp_path: Path
+) -> None:
+    random_model("glm4_moe").save_pretrained(tmp_path)
+    name = f"model.layers.1.{lost}"
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_language_model(str(tmp_path), "eager")
+    backend = PlainBackend(PolicyModel(model), FinetuneConfig(), Ranks())
+    with pytest.raises(ConfigError, match=name) if is_refused else nullcontext():
+        check_checkpoint(backend, str(tmp_path))
+    if not is_refused:
+        assert {meta.name for meta in backend.weight_source(torch.float32).metadata()} == tensors.keys()
+
+
 @pytest.mark.parametrize("damage", ["none", "more", "fewer", "shape"])
 def test_a_checkpoint_with_other_tensors_is_refused(damage: str, tmp_path: Path) -> None:
     model = random_model("glm4_moe")
