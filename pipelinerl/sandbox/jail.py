@@ -124,7 +124,7 @@ def build_root(python_prefix: str, size_bytes: int) -> None:
     """Make a file system of the system's libraries, Python, and an empty /tmp, and move into it. It has no /proc."""
     os.umask(0o022)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    folders = [*SYSTEM_FOLDERS, *([] if python_prefix.startswith("/usr") else [python_prefix])]
+    folders = [*SYSTEM_FOLDERS, *([] if f"{python_prefix}/".startswith("/usr/") else [python_prefix])]
     with open("/proc/self/mountinfo", errors="surrogateescape") as mounts:
         options = f"size={size_bytes},nr_inodes={INODES},mode=0755"
         mount("tmpfs", ROOT, b"tmpfs", MS_NOSUID | MS_NODEV, options.encode())
@@ -167,7 +167,9 @@ def set_limits(cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> 
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(kind, (value, value))
+        _, hard = resource.getrlimit(kind)
+        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (lowest, lowest))
 
 
 def become(user: int, kernel_user: int) -> None:
