@@ -24,10 +24,13 @@ Ending = Literal["finished", "crashed", "time_limit", "output_limit"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of a program: `cpu_s` of processor time, `wall_s` in all, memory, output, files and threads."""
+    """Limits of one run of a program: `cpu_s` of processor time, `wall_s` in all, memory, output, files and threads.
+
+    `wall_s` ends programs that sleep. It is long, so that a busy machine does not fail programs that work.
+    """
 
     cpu_s: int = 4
-    wall_s: float = 6.0
+    wall_s: float = 16.0
     memory_bytes: int = 512 << 20
     output_bytes: int = 1 << 20
     file_bytes: int = 16 << 20
