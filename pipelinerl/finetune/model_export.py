@@ -30,7 +30,8 @@ from pipelinerl.weights.source import CollectiveSource, TensorMeta, WeightSource
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARD_BYTES = 5 * 10**9
+#: About how much one tensor file holds, and how much of the model waits in memory.
+MAX_SHARD_BYTES = 5 * 10**9
 _TRIED_TEXT = "Guess a number between 1 and 100, don't say why.\nThe answer is <answer>57</answer>."
 
 
@@ -40,7 +41,6 @@ class ModelExporter:
     Args:
         tokenizer_path: model folder or name whose tokenizer goes along.
         keep_intermediate: keep older exports; else only the newest and those of `keep_steps` stay.
-        max_shard_bytes: about how much one tensor file holds, and how much of the model waits in memory.
         trust_remote_code: run code of the tokenizer's folder. Code of a model or tokenizer goes along.
     """
 
@@ -51,7 +51,6 @@ class ModelExporter:
         ranks: Ranks,
         keep_intermediate: bool = True,
         keep_steps: frozenset[int] = frozenset(),
-        max_shard_bytes: int = _MAX_SHARD_BYTES,
         trust_remote_code: bool = False,
     ) -> None:
         self._root = root
@@ -59,7 +58,6 @@ class ModelExporter:
         self._ranks = ranks
         self._keep_intermediate = keep_intermediate
         self._keep_steps = keep_steps
-        self._max_shard_bytes = max_shard_bytes
         self._trust_remote_code = trust_remote_code
         self._has_tried_tokenizer = False
 
@@ -105,7 +103,7 @@ class ModelExporter:
         tensors = model_tensors()
         try:
             folder = start_folder(final)
-            write_shards(folder, [m for m in source.metadata() if _is_models(m.name)], tensors, self._max_shard_bytes)
+            write_shards(folder, [m for m in source.metadata() if _is_models(m.name)], tensors, MAX_SHARD_BYTES)
         finally:
             # A pass is a collective: it is read to its end also if the disk is full.
             for _ in tensors:

@@ -25,6 +25,7 @@ RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
 # Tokens that are kept before they are summed: four numbers each, about 20 MB.
+#: Tokens that are kept before they are summed up.
 MAX_WAITING_TOKENS = 1 << 20
 _SCALARS = (
     *("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise"),
@@ -135,12 +136,10 @@ class DiagnosticsSum:
 
     Args:
         clamp: upper bound of the importance weight.
-        max_waiting_tokens: tokens that are kept before they are summed up.
     """
 
-    def __init__(self, clamp: float, max_waiting_tokens: int = MAX_WAITING_TOKENS) -> None:
+    def __init__(self, clamp: float) -> None:
         self._clamp = clamp
-        self._max_waiting_tokens = max_waiting_tokens
         self._waiting: list[tuple[torch.Tensor, ...]] = []
         self._waiting_tokens = 0
         self._total: StepDiagnostics | None = None
@@ -154,7 +153,7 @@ class DiagnosticsSum:
         on_policy = (oldest == inputs.trainer_version) & (versions == inputs.trainer_version)
         self._waiting.append((new, old, inputs.trainer_version - versions, on_policy))
         self._waiting_tokens += len(new)
-        if self._waiting_tokens >= self._max_waiting_tokens:
+        if self._waiting_tokens >= MAX_WAITING_TOKENS:
             self._sum_up()
 
     def total(self) -> StepDiagnostics:

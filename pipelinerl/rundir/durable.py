@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PARTIAL_PREFIX = ".partial-"
 FsyncPolicy = Literal["never", "interval", "always"]
-DEFAULT_INTERVAL_S = 1.0
+INTERVAL_S = 1.0
 _BLOCK_BYTES = 1 << 20
 
 
@@ -215,9 +215,8 @@ class Syncer:
     Call `wrote`, `sync` and `replace` under the writer's lock; an error in the thread is raised by the next of them.
     """
 
-    def __init__(self, policy: FsyncPolicy, interval_s: float = DEFAULT_INTERVAL_S) -> None:
+    def __init__(self, policy: FsyncPolicy) -> None:
         self.policy = policy
-        self._interval_s = interval_s
         self._condition = threading.Condition()
         self._fd = -1
         self._dirty = False
@@ -274,7 +273,7 @@ class Syncer:
         with self._condition:
             while not self._closed:
                 self._condition.wait_for(lambda: self._dirty or self._closed)
-                rest = last_sync + self._interval_s - time.monotonic()
+                rest = last_sync + INTERVAL_S - time.monotonic()
                 if rest > 0:
                     self._condition.wait_for(lambda: self._closed, timeout=rest)
                 if self._dirty and not self._closed:

@@ -45,6 +45,8 @@ from pipelinerl.sandbox.protocol import (
 )
 
 LOAD_TIMEOUT_S = 120.0
+#: Gradings after which a process is replaced, so that leaks of a library are bounded.
+MAX_USES = 5000
 _KILL_GRACE_S = 0.5
 _OPENING_ATTEMPTS = 3
 _MAX_REPLY_BYTES = 256 << 20
@@ -183,16 +185,14 @@ class GraderPool(SandboxPool):
         size: processes, and so answers that are graded at the same time; further ones queue.
         timeout_s: processor time of one grading, where the request has none.
         memory_bytes: address space of a process.
-        max_uses: gradings after which a process is replaced, so that leaks of a library are bounded.
 
     Attributes:
         waiting: requests that are graded or queued.
     """
 
-    def __init__(self, size: int, timeout_s: float, memory_bytes: int, max_uses: int = 5000) -> None:
+    def __init__(self, size: int, timeout_s: float, memory_bytes: int) -> None:
         super().__init__("grader", size, timeout_s, memory_bytes)
         self._places = asyncio.Semaphore(size)
-        self._max_uses = max_uses
         self._idle: list[SandboxChild] = []
         self.waiting = 0
 
@@ -220,7 +220,7 @@ class GraderPool(SandboxPool):
                 is_usable = answer.transient or answer.reason in _HARMLESS
         finally:
             child.num_graded += 1
-            if is_usable and child.num_graded < self._max_uses:
+            if is_usable and child.num_graded < MAX_USES:
                 self._idle.append(child)
             else:
                 await self._end(child)

@@ -41,6 +41,7 @@ from pipelinerl.sandbox.protocol import (
 _ATTEMPTS = 5
 _FIRST_DELAY_S = 0.25
 _LONGEST_DELAY_S = 4.0
+#: How long a service may be away while it is restarted, before the rollout fails.
 RETURN_TIMEOUT_S = 120.0
 _GAME_TIMEOUT_S = 600.0
 _QUOTED_BYTES = 300
@@ -56,7 +57,6 @@ class Services:
         token: the run's secret.
         session: for requests to them.
         timeout_s: longest wait for one answer, queueing included.
-        return_timeout_s: how long a service may be away before the rollout fails.
 
     Attributes:
         load: requests, or games, of this worker at each service.
@@ -69,9 +69,8 @@ class Services:
         token: str,
         session: aiohttp.ClientSession | None,
         timeout_s: float,
-        return_timeout_s: float,
     ) -> None:
-        self._kind, self._session, self._return_timeout_s = kind, session, return_timeout_s
+        self._kind, self._session = kind, session
         self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.load = {url.rstrip("/"): 0 for url in urls}
@@ -86,7 +85,7 @@ class Services:
             RolloutError: a service refused the request.
         """
         avoid = ""
-        give_up_at = monotonic() + self._return_timeout_s
+        give_up_at = monotonic() + RETURN_TIMEOUT_S
         for attempt in itertools.count(1):
             url = min(self.load, key=lambda each: (each == avoid, self.load[each]))
             self.load[url] += 1
@@ -180,24 +179,19 @@ def local_pool(config: VerifierConfig) -> GraderPool:
 
 
 @contextlib.asynccontextmanager
-async def open_verifier(
-    config: VerifierConfig, urls: Sequence[str], token: str = "", return_timeout_s: float = RETURN_TIMEOUT_S
-) -> AsyncIterator[Verifier]:
+async def open_verifier(config: VerifierConfig, urls: Sequence[str], token: str = "") -> AsyncIterator[Verifier]:
     """Make a verifier current for this task and the tasks that it starts.
 
     Args:
         config: number of grader processes and their limits.
         urls: verifier services; none: grader processes of this process, started at the first use.
         token: secret of the services.
-        return_timeout_s: how long a service may be away while it is restarted.
     """
     async with contextlib.AsyncExitStack() as stack:
         verifier: Verifier
         if urls:
             session = await stack.enter_async_context(open_session())
-            verifier = RemoteVerifier(
-                Services("verifier", urls, token, session, config.queue_timeout_s, return_timeout_s)
-            )
+            verifier = RemoteVerifier(Services("verifier", urls, token, session, config.queue_timeout_s))
         else:
             verifier = await stack.enter_async_context(local_pool(config))
         previous = _verifier.set(verifier)
@@ -276,16 +270,14 @@ _environments: ContextVar[Environments | None] = ContextVar("pipelinerl_environm
 
 def current_environments() -> Environments:
     """Return the environment services of the running rollout; there may be none."""
-    return _environments.get() or Environments(Services("environment", [], "", None, 0, 0), None)
+    return _environments.get() or Environments(Services("environment", [], "", None, 0), None)
 
 
 @contextlib.asynccontextmanager
-async def open_environments(
-    urls: Sequence[str], token: str = "", return_timeout_s: float = RETURN_TIMEOUT_S
-) -> AsyncIterator[Environments]:
+async def open_environments(urls: Sequence[str], token: str = "") -> AsyncIterator[Environments]:
     """Make services current for this task and the tasks that it starts."""
     async with open_session() as session:
-        services = Services("environment", urls, token, session, _GAME_TIMEOUT_S, return_timeout_s)
+        services = Services("environment", urls, token, session, _GAME_TIMEOUT_S)
         environments = Environments(services, session)
         previous = _environments.set(environments)
         try:

@@ -150,9 +150,8 @@ class BackgroundSink:
         name: str,
         factory: Callable[[], Sink],
         queue_records: int = QUEUE_RECORDS,
-        close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
-        self._name, self._factory, self._close_timeout_s = name, factory, close_timeout_s
+        self._name, self._factory = name, factory
         self._condition = threading.Condition()
         self._queue: deque[MetricRecord] = deque(maxlen=queue_records)
         self._summary: Mapping[str, Any] | None = None
@@ -169,9 +168,9 @@ class BackgroundSink:
         with self._condition:
             self._summary = summary
             self._condition.notify()
-        self._thread.join(self._close_timeout_s)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("%s did not finish within %.0f s and is left alone", self._name, self._close_timeout_s)
+            logger.warning("%s did not finish within %.0f s and is left alone", self._name, CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         sink = SafeSink(self._name, self._factory)

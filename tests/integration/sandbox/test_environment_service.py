@@ -242,7 +242,8 @@ async def test_another_service_is_taken_when_one_is_gone(monkeypatch: pytest.Mon
             game = await environments.open_game(ECHO, {"moves": 3})
             assert await game.act("a") == GameStep("a 1", 0.0, False)
             await game.close()
-        async with open_environments([dead], TOKEN, return_timeout_s=0) as environments:
+        monkeypatch.setattr("pipelinerl.sandbox.services.RETURN_TIMEOUT_S", 0.0)
+        async with open_environments([dead], TOKEN) as environments:
             with pytest.raises(RetryableRolloutError, match="environment_unreachable"):
                 await environments.open_game(ECHO, {"moves": 3})
 

@@ -170,8 +170,9 @@ async def test_a_problem_that_cannot_be_sent_is_a_failure(pool: GraderPool) -> N
 
 
 async def test_a_process_is_replaced_after_its_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.sandbox.pool.MAX_USES", 2)
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
-    async with GraderPool(size=1, timeout_s=LIMIT_S, memory_bytes=MEMORY, max_uses=2) as pool:
+    async with GraderPool(size=1, timeout_s=LIMIT_S, memory_bytes=MEMORY) as pool:
         pids = set()
         for _ in range(4):
             await grade(pool, "exact", "4")

@@ -93,13 +93,14 @@ async def test_a_reason_that_may_pass_comes_through_the_service() -> None:
             await verify(needs_a_service, "", {})
 
 
-async def test_a_busy_or_absent_service_is_tried_again_elsewhere() -> None:
+async def test_a_busy_or_absent_service_is_tried_again_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         async with service() as url, open_verifier(VerifierConfig(), [dead, url], TOKEN):
             assert (await verify(exact, "4", {"answer": "4"})).score == 1.0
-        async with open_verifier(VerifierConfig(), [dead], TOKEN, return_timeout_s=0):
+        monkeypatch.setattr("pipelinerl.sandbox.services.RETURN_TIMEOUT_S", 0.0)
+        async with open_verifier(VerifierConfig(), [dead], TOKEN):
             with pytest.raises(RetryableRolloutError, match="verifier_unreachable"):
                 await verify(exact, "4", {"answer": "4"})
 
@@ -116,7 +117,7 @@ async def test_a_restarting_service_is_waited_for_and_a_busy_one_only_so_often(m
                 return answer
             raise RetryableRolloutError("verifier_unreachable", "away") from answer
 
-    verifier = RemoteVerifier(Scripted("verifier", ["http://x"], TOKEN, None, 60.0, 60.0))
+    verifier = RemoteVerifier(Scripted("verifier", ["http://x"], TOKEN, None, 60.0))
     request = GradeRequest("fakes.graders.exact", "", {})
     answers += [ConnectionRefusedError("away")] * 9 + [right]
     assert await verifier.grade(request) == right and answers == []

@@ -47,12 +47,13 @@ def test_w1_what_is_sent_is_the_checkpoint(family: str, tied: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_x1_an_export_reloads_with_equal_logits(family: str, tmp_path: Path) -> None:
+def test_x1_an_export_reloads_with_equal_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelinerl.finetune.model_export.MAX_SHARD_BYTES", 20_000)
     model = random_model(family)
     save_tokenizer(tmp_path / "tokenizer")
     policy = PolicyModel(model)
     backend = PlainBackend(policy, FinetuneConfig(), Ranks())
-    exporter = ModelExporter(tmp_path, str(tmp_path / "tokenizer"), Ranks(), max_shard_bytes=20_000)
+    exporter = ModelExporter(tmp_path, str(tmp_path / "tokenizer"), Ranks())
     folder = exporter.export(1, policy, backend.export_source())
     assert len(list(folder.glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

@@ -45,8 +45,9 @@ class Gathered:
 
 
 @pytest.fixture
-def exporter(kit, tmp_path):
-    return ModelExporter(tmp_path / "out", str(kit.tokenizer(tmp_path / "tokenizer")), Ranks(), max_shard_bytes=20_000)
+def exporter(kit, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelinerl.finetune.model_export.MAX_SHARD_BYTES", 20_000)
+    return ModelExporter(tmp_path / "out", str(kit.tokenizer(tmp_path / "tokenizer")), Ranks())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -38,14 +38,15 @@ def test_the_check_sees_what_waits():
 @pytest.mark.parametrize(
     "rl", [{}, {"importance_correction": "mask"}, {"importance_level": "sequence", "importance_correction": "truncate"}]
 )
-def test_forward_loss_backward_and_diagnostics(kit, policy_loss, rl):
+def test_forward_loss_backward_and_diagnostics(kit, monkeypatch, policy_loss, rl):
+    monkeypatch.setattr("pipelinerl.rl.diagnostics.MAX_WAITING_TOKENS", 50)
     config = kit.config(rl={"policy_loss": policy_loss, "entropy_bonus": 0.1, **rl})
     policy = kit.policy(attention="pipelinerl_segments", with_entropy=True)
     ranks = Ranks()
     runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
     batch = kit.batch(kit.samples(12, masked_every=5))
     coefficients = coefficients_at(config.rl, 1, config.max_train_steps)
-    diagnostics = DiagnosticsSum(config.rl.weight_bound, max_waiting_tokens=50)
+    diagnostics = DiagnosticsSum(config.rl.weight_bound)
     micro_batches = runner.micro_batches(batch)
     layouts = [policy.layout_of(micro_batch) for micro_batch in micro_batches]
     with NoWaiting():

@@ -76,12 +76,13 @@ def test_micro_batches_add_up_and_sentinels_add_nothing():
 
 
 @pytest.mark.parametrize("max_waiting_tokens", [1, 3, 100])
-def test_a_step_is_the_same_whenever_its_tokens_are_summed_up(max_waiting_tokens):
+def test_a_step_is_the_same_whenever_its_tokens_are_summed_up(monkeypatch, max_waiting_tokens):
+    monkeypatch.setattr("pipelinerl.rl.diagnostics.MAX_WAITING_TOKENS", max_waiting_tokens)
     parts = [inputs_for([0.1]), inputs_for([-0.2, 1.9], trainer_version=9), inputs_for([0.4])]
     one_by_one = diagnostics_of(parts[0])
     for part in parts[1:]:
         one_by_one = one_by_one + diagnostics_of(part)
-    tokens = DiagnosticsSum(5.0, max_waiting_tokens)
+    tokens = DiagnosticsSum(5.0)
     for part in parts:
         tokens.add(part)
     found = tokens.total()

@@ -152,9 +152,12 @@ def test_a_background_sink_drops_the_oldest_and_never_blocks() -> None:
     assert inner.steps[-3:] == [97, 98, 99] and len(inner.steps) <= 5
 
 
-def test_a_background_sink_that_hangs_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_background_sink_that_hangs_is_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelinerl.tracking.sinks.CLOSE_TIMEOUT_S", 0.1)
     gate = threading.Event()
-    sink = BackgroundSink("W&B", lambda: ListSink(gate=gate), close_timeout_s=0.1)
+    sink = BackgroundSink("W&B", lambda: ListSink(gate=gate))
     sink.log(record(0))
     with caplog.at_level(logging.WARNING):
         sink.finish({})
