@@ -148,7 +148,7 @@ def _line_of(error: BaseException) -> str:
 
 
 #: Code that is not the user's own: this package, Python's library and installed packages.
-_FOREIGN = (
+FOREIGN = (
     *("<", f"{Path(__file__).parents[1]}/"),
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
@@ -156,7 +156,7 @@ _FOREIGN = (
 
 def place_of(error: BaseException) -> str:
     """Return `file:line` of the user's own line that led to `error`; empty: no such line did."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_FOREIGN)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(FOREIGN)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 

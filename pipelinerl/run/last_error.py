@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from pipelinerl.domains.registry import FOREIGN
+
 _TAIL_BYTES = 2 * 2**20
 _TRACEBACK = "Traceback (most recent call last):"
 # Prefixes of a line: the process that wrote it, and the head of an error record (vLLM repeats it on every line).
@@ -23,6 +25,9 @@ _QUIET = re.compile(
 )
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failed)\b.*")
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)(?:,? in |$)')
+# A dump of stacks by faulthandler, innermost frame first.
+_DUMP, _DUMP_FRAME = "(most recent call first):", re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$')
+_MAX_FRAMES = 5
 _DEATH = re.compile(r".*\bdied unexpectedly\b.*")
 # The interpreter's and the C++ runtime's last words before a signal.
 _CRASH = re.compile(r"^(?:Fatal Python error: |terminate called )")
@@ -84,6 +89,25 @@ def crash_note(*parts: LogPart) -> str | None:
             elif _DEATH.match(line):
                 notes.append(line)
     return notes[-1][-_MAX_CHARS:] if notes else None
+
+
+def stack_note(part: LogPart) -> str:
+    """Where a process was that dumped its stacks: the user's own line, if there is one, and the innermost frames of the
+    running thread."""
+    threads: list[list[str]] = []
+    running = 0
+    for line in _tail(part):
+        if line.endswith(_DUMP):
+            running = len(threads) if line.startswith("Current thread ") else running
+            threads.append([])
+        elif threads and (frame := _DUMP_FRAME.match(line)):
+            threads[-1].append(f"{frame.group(1)}:{frame.group(2)} in {frame.group(3)}")
+    if not any(threads):
+        return f"It left no stacks: {last_error(part)}"
+    threads.insert(0, threads.pop(running))
+    own = next((frame for frames in threads for frame in frames if not frame.startswith(FOREIGN)), None)
+    note = "\n".join(["Where it was at the end:", *threads[0][:_MAX_FRAMES]])
+    return f"Your code was at {own}\n{note}" if own is not None else note
 
 
 def user_error(part: LogPart) -> str | None:

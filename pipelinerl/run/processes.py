@@ -114,7 +114,8 @@ def signals_as_events(events: SimpleQueue[Event]) -> Iterator[list[int]]:
 @dataclass
 class Child:
     """A running child. `pid` is also the id of its process group and session; `stdout` and `stderr` are its part of the
-    job's logs (an earlier process of the same job wrote the part before). `is_signalled`: the launcher signalled it."""
+    job's logs (an earlier process of the same job wrote the part before). `started_at`: on the monotonic clock.
+    `is_signalled`: the launcher signalled it."""
 
     name: str
     pid: int
@@ -180,7 +181,7 @@ def spawn(
             start_new_session=True,
             pass_fds=tuple(inherited_fds),
         )
-    child = Child(name, process.pid, stdout, stderr, time.time())
+    child = Child(name, process.pid, stdout, stderr, time.monotonic())
 
     def wait() -> None:
         child.returncode = process.wait()
@@ -241,6 +242,14 @@ def end_rest_of_job(pid: int, name: str) -> None:
     for process in rest:  # orphans are children of the launcher by now
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process.pid, os.WNOHANG)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used, all its threads together; 0 if it is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    return 0.0
 
 
 def wait_gone(pids: Iterable[int], timeout_s: float) -> list[int]:

@@ -7,6 +7,7 @@ No process is started or ended here; the supervisor does what is decided.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -132,7 +133,7 @@ class RestartBudget:
 
     def used(self, now: float) -> int:
         """Restarts that count at `now` (seconds)."""
-        self._times = [time for time in self._times if now - time < self.window_s]
+        self._times = [each for each in self._times if now - each < self.window_s]
         return len(self._times)
 
     def take(self, now: float) -> float | None:
@@ -147,7 +148,7 @@ class RestartBudget:
 @dataclass
 class Server:
     """One server. `is_ours`: this launcher started its process. `joined`: it came in mid run. `due`: when it is to be
-    started (ours) or tried (others) again. Times are epoch seconds."""
+    started (ours) or tried (others) again. Times are seconds of the monotonic clock."""
 
     name: str
     url: str
@@ -173,7 +174,7 @@ class ServerKeeper:
 
     Args:
         session: of the run, as this node sees it.
-        now: epoch seconds, as in all methods.
+        now: seconds of the monotonic clock, as in all methods.
         changes: the stream `pool`; None on nodes above 0.
 
     Attributes:
@@ -253,7 +254,7 @@ class ServerKeeper:
         if not self._retry(server, trouble, now):
             logger.error("%s %s%s: it leaves", name, trouble, _cap_text(server))
             server.state = "removed"
-            self._announce(server, "removed", trouble, now)
+            self._announce(server, "removed", trouble)
         self._write_state()
 
     def add(self, url: str, now: float) -> Server:
@@ -278,7 +279,7 @@ class ServerKeeper:
             # Its process ends, so what runs there cannot finish.
             self._down(found, "it was removed", now)
         found.state, found.due, found.trouble = "removed", None, "it was removed"
-        self._announce(found, "removed", found.trouble, now)
+        self._announce(found, "removed", found.trouble)
         self._write_state()
         return found
 
@@ -292,10 +293,10 @@ class ServerKeeper:
 
     def dues_s(self, now: float) -> list[float]:
         """Seconds until something has to be done, for everything that is planned."""
-        times = [server.due for server in self.servers.values()]
+        dues = [server.due for server in self.servers.values()]
         if self._unserved_since is not None:
-            times.append(self._unserved_since + self._unserved_grace_s())
-        return [max(0.0, time - now) for time in times if time is not None]
+            dues.append(self._unserved_since + self._unserved_grace_s())
+        return [max(0.0, due - now) for due in dues if due is not None]
 
     def started(self, name: str, now: float) -> None:
         """The process of a server was started again."""
@@ -363,15 +364,15 @@ class ServerKeeper:
 
     def _up(self, server: Server, now: float) -> None:
         server.state, server.since, server.due = "starting", now, None
-        self._announce(server, "up", "", now)
+        self._announce(server, "up", "")
         self._write_state()
 
     def _down(self, server: Server, reason: str, now: float) -> None:
         if server.state != "down":
             server.state, server.since = "down", now
-            self._announce(server, "down", reason, now)
+            self._announce(server, "down", reason)
 
-    def _announce(self, server: Server, event: Literal["up", "down", "removed"], reason: str, now: float) -> None:
+    def _announce(self, server: Server, event: Literal["up", "down", "removed"], reason: str) -> None:
         if self._changes is None or not server.is_policy:
             return
         self._changes.write(
@@ -380,7 +381,7 @@ class ServerKeeper:
                 url=server.url,
                 event=event,
                 generation=server.generation,
-                time=now,
+                time=time.time(),
                 reason=reason,
                 group_port=server.group_port,
                 incarnation=self._session.identity.incarnation,

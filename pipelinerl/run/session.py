@@ -94,7 +94,7 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
         trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if has_stage(session.config, "finetune") else None
         jobs = [command.job for command in session.commands]
         policy = ExitPolicy(jobs, trainer, session.identity.incarnation, ends_run=is_leader)
-        return Supervisor(session, policy, ServerKeeper(session, time.time(), changes), peers, death_read).run()
+        return Supervisor(session, policy, ServerKeeper(session, time.monotonic(), changes), peers, death_read).run()
 
 
 def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:

@@ -106,19 +106,19 @@ def _job_status(run_dir: RunDir, name: str, now: float) -> JobStatus:
     beat = read_heartbeat(run_dir.heartbeat_file(name))
     if beat is None:
         return JobStatus(name=name)
+    age_s = max(0.0, now - beat.time)
     status = JobStatus(
         name=name,
         pid=beat.pid,
         is_alive=_is_alive(beat, run_dir.root, name),
         progress=beat.progress,
-        progress_age_s=now - beat.progress_time,
-        heartbeat_age_s=now - beat.time,
+        progress_age_s=beat.idle_s + age_s,
+        heartbeat_age_s=age_s,
     )
-    if beat.waiting_since is None or not status.is_alive:
+    if beat.waited_s is None or not status.is_alive:
         return status
-    waiting_s = now - beat.waiting_since
     return msgspec.structs.replace(
-        status, waiting_for=beat.waiting_for, waiting_s=waiting_s, deadline_s=beat.deadline_s
+        status, waiting_for=beat.waiting_for, waiting_s=beat.waited_s + age_s, deadline_s=beat.deadline_s
     )
 
 

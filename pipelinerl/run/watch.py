@@ -11,13 +11,15 @@ import logging
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from queue import Empty
 
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
-from pipelinerl.run.last_error import LogPart, last_error, user_error
+from pipelinerl.run.last_error import LogPart, last_error, stack_note, user_error
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.pool_command import PoolReply, PoolRequest, take_requests
+from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S
 from pipelinerl.run.processes import (
     Child,
     ChildExited,
@@ -28,6 +30,7 @@ from pipelinerl.run.processes import (
     Outcome,
     PoolAnswered,
     StreamFailed,
+    cpu_seconds,
     describe_exit,
     end_all,
     end_rest_of_job,
@@ -53,33 +56,63 @@ START_GRACE_S = 60.0
 # From here on in the order of blame, the cause may be another death.
 _UNCLEAR = 2
 _STACK_DUMP_S = 3.0
+# A process that uses more of one core works; over what time that is measured.
+_BUSY_SHARE, _BUSY_S = 0.05, 1.0
 # Shorter waits are no news in the reason of a run that was stopped.
 _LONG_WAIT_S = 30.0
 
 
-def why_stuck(
-    config: SuperviseConfig, pid: int, started_at: float, beat: HeartbeatState | None, now: float
-) -> str | None:
-    """Why a job counts as stuck, completing `<job> ...`; None if it is fine. All times in epoch seconds.
+class Sign:
+    """What the launcher saw of one process, on its own clock (monotonic seconds): a set clock changes nothing.
 
-    It is stuck if it stopped beating, waits for something longer than the deadline that it set itself, or counts
-    progress and has not made any for too long.
+    The interpreter lock, held by code in C, silences a process that works. The kernel still counts its CPU time.
+
+    Args:
+        pid: of the process.
+        started_at: when it was started.
     """
-    if beat is None or beat.pid != pid or beat.time < started_at - 1:
-        if now - started_at > START_GRACE_S + config.heartbeat_timeout_s:
-            return f"gave no sign of life for {now - started_at:.0f} s after its start"
+
+    def __init__(self, pid: int, started_at: float) -> None:
+        self.pid = pid
+        self.beat: HeartbeatState | None = None
+        self.heard_at = self.busy_at = self._seen_at = started_at
+        self._cpu_s = 0.0
+
+    def see(self, beat: HeartbeatState | None, cpu_s: float, now: float) -> None:
+        """Take what can be seen `now`: the heartbeat file and the CPU time that the process has used."""
+        if beat is not None and beat.pid == self.pid and beat != self.beat:  # else of an earlier start
+            self.beat, self.heard_at = beat, now
+        if now - self._seen_at >= _BUSY_S:  # the kernel counts in steps of 10 ms
+            if cpu_s - self._cpu_s > _BUSY_SHARE * (now - self._seen_at):
+                self.busy_at = now
+            self._cpu_s, self._seen_at = cpu_s, now
+
+    def forgive(self, now: float) -> None:
+        """Count silence from `now` on."""
+        self.heard_at = self.busy_at = self._seen_at = now
+
+    def why_stuck(self, config: SuperviseConfig, now: float) -> str | None:
+        """Why the job counts as stuck, completing `<job> ...`; None if it is fine.
+
+        It is stuck if it stopped beating, waits for something longer than the deadline that it set itself, or counts
+        progress and has not made any for too long.
+        """
+        beat, age_s = self.beat, now - self.heard_at
+        is_busy = age_s <= DOMAIN_CHECK_TIMEOUT_S and now - self.busy_at <= config.heartbeat_timeout_s
+        if beat is None:
+            is_late = age_s > START_GRACE_S + config.heartbeat_timeout_s and not is_busy
+            return f"gave no sign of life for {age_s:.0f} s after its start" if is_late else None
+        waiting = f" while waiting for {beat.waiting_for}" if beat.waiting_for else ""
+        if age_s > config.heartbeat_timeout_s and not is_busy:
+            return f"stopped responding {age_s:.0f} s ago{waiting} (no heartbeat)"
+        # A process reports its own time-out with more detail: give it a moment to do so.
+        if beat.overdue_s(age_s) > 2 * config.heartbeat_interval_s:
+            waited_s = beat.overdue_s(age_s) + (beat.deadline_s or 0)
+            return f"waited {waited_s:.0f} s for {beat.waiting_for} (deadline {beat.deadline_s:.0f} s)"
+        idle_s = beat.idle_s + age_s
+        if beat.progress > 0 and idle_s > config.progress_timeout_s:
+            return f"made no progress for {idle_s:.0f} s{waiting}"
         return None
-    waiting = f" while waiting for {beat.waiting_for}" if beat.waiting_for else ""
-    if now - beat.time > config.heartbeat_timeout_s:
-        return f"stopped responding {now - beat.time:.0f} s ago{waiting} (no heartbeat)"
-    # A process reports its own time-out with more detail: give it a moment to do so.
-    if beat.overdue_s(now) > 2 * config.heartbeat_interval_s:
-        waited_s = beat.overdue_s(now) + (beat.deadline_s or 0)
-        return f"waited {waited_s:.0f} s for {beat.waiting_for} (deadline {beat.deadline_s:.0f} s)"
-    idle_s = now - beat.progress_time
-    if beat.progress > 0 and idle_s > config.progress_timeout_s:
-        return f"made no progress for {idle_s:.0f} s{waiting}"
-    return None
 
 
 def long_waits(children: Iterable[Child], run_dir: RunDir, now: float) -> str:
@@ -91,13 +124,13 @@ def long_waits(children: Iterable[Child], run_dir: RunDir, now: float) -> str:
             continue
         beat = read_heartbeat(run_dir.heartbeat_file(child.name))
         if beat is None or beat.pid != child.pid:  # that of an earlier start is no sign of life
-            since, what = child.started_at, "had given no sign of life for {:.0f} s"
-        elif beat.waiting_since is None:
+            waited_s, what = now - child.started_at, "had given no sign of life for {:.0f} s"
+        elif beat.waited_s is None:
             continue
         else:
-            since, what = beat.waiting_since, f"had waited {{:.0f}} s for {beat.waiting_for}"
-        if now - since >= _LONG_WAIT_S:
-            waits.append(f"{child.name} {what.format(now - since)}")
+            waited_s, what = beat.waited_s, f"had waited {{:.0f}} s for {beat.waiting_for}"
+        if waited_s >= _LONG_WAIT_S:
+            waits.append(f"{child.name} {what.format(waited_s)}")
     return f"; at that time {', '.join(waits)}" if waits else ""
 
 
@@ -123,6 +156,7 @@ class Supervisor:
         self._death_fd = death_fd
         self._jobs = {command.job.name: command.job for command in session.commands}
         self._children: dict[str, Child] = {}
+        self._signs: dict[str, Sign] = {}
         #: When a server that was removed is killed, should it not have ended by then; when the run must have finished.
         self._kill_at: dict[str, float] = {}
         self._finish_by: float | None = None
@@ -161,19 +195,21 @@ class Supervisor:
         name, session = command.job.name, self._session
         folder = session.run_dir.job(name)
         env = child_environment(command, session.environ, session.token, self._death_fd)
+        with suppress(OSError):  # that of an earlier process
+            session.run_dir.heartbeat_file(name).unlink(missing_ok=True)
         try:
             child = spawn(name, command.argv, env, folder, session.events, (self._death_fd,))
         except OSError as error:
             return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
-        self._children[name] = child
+        self._children[name], self._signs[name] = child, Sign(child.pid, child.started_at)
         logger.info("started %s (pid %d), logs in %s", name, child.pid, folder)
         return None
 
     def _watch(self) -> Outcome:
-        self._last_tick = time.time()
+        self._last_tick = time.monotonic()
         while True:
-            event = self._next_event(self._tick_s(time.time()))
-            outcome = self._handle(event) or self._tend_servers() or self._find_stuck(time.time())
+            event = self._next_event(self._tick_s(time.monotonic()))
+            outcome = self._handle(event) or self._tend_servers() or self._find_stuck(time.monotonic())
             if outcome is not None:
                 return outcome
             if self._policy.has_finished_jobs and self._finish_by is None:
@@ -199,7 +235,7 @@ class Supervisor:
         """The outcome of the run if this event decides it."""
         if isinstance(event, Interrupted):
             self._is_signalled = True
-            waits = long_waits(self._children.values(), self._session.run_dir, time.time())
+            waits = long_waits(self._children.values(), self._session.run_dir, time.monotonic())
             reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
             return Outcome("interrupted", reason, 128 + event.signum)
         if isinstance(event, NodeEnded):
@@ -207,11 +243,11 @@ class Supervisor:
         if isinstance(event, StreamFailed):
             return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
         if isinstance(event, PoolAnswered):
-            name, trouble = event.answer.name, self._keeper.on_answer(event.answer, time.time())
+            name, trouble = event.answer.name, self._keeper.on_answer(event.answer, time.monotonic())
             if trouble is not None and name in self._children:
                 self._end_server(name, trouble)
             elif trouble is not None:
-                self._keeper.lose(name, trouble, time.time())
+                self._keeper.lose(name, trouble, time.monotonic())
         if isinstance(event, ChildExited):
             return self._judge_exit(event)
         return None
@@ -238,10 +274,10 @@ class Supervisor:
             # sees when there are none.
             trouble = f"ended ({describe_exit(event.returncode)}) after training"
             logger.warning("%s %s", name, trouble)
-            self._keeper.give_up(name, trouble, time.time())
+            self._keeper.give_up(name, trouble, time.monotonic())
             return None
         # The others hear of it first; what is left of the server must be gone before it is started again.
-        why_not = self._keeper.on_exit(name, event.returncode, time.time())
+        why_not = self._keeper.on_exit(name, event.returncode, time.monotonic())
         end_rest_of_job(child.pid, name)
         if why_not is None:
             logger.warning("%s ended.%s Its log: %s", name, child.last_words(), child.stderr.file)
@@ -252,7 +288,7 @@ class Supervisor:
         """Requests of the command `pool`, servers that are due or late, evaluation without a server."""
         if self._session.world.rank == 0:  # of several launchers, the command talks to the first
             take_requests(self._session.run_dir, self._answer_request)
-        now, keeper = time.time(), self._keeper
+        now, keeper = time.monotonic(), self._keeper
         for name in [name for name, at in self._kill_at.items() if at <= now]:
             del self._kill_at[name]
             if self._children[name].is_alive:
@@ -269,14 +305,14 @@ class Supervisor:
             command = next((each for each in self._session.commands if each.job.name == server.name), None)
             if command is not None and (outcome := self._spawn(command)) is not None:
                 return outcome
-            keeper.started(server.name, time.time())
+            keeper.started(server.name, time.monotonic())
         if keeper.is_empty:
             return Outcome("failed", "no server is left in the pool", EXIT_RUN_FAILED)
         return None
 
     def _answer_request(self, request: PoolRequest) -> PoolReply:
         """Add or remove a server as another terminal asks."""
-        now = time.time()
+        now = time.monotonic()
         try:
             if request.action == "add":
                 return PoolReply(self._keeper.add(request.server.rstrip("/"), now).name)
@@ -292,7 +328,7 @@ class Supervisor:
     def _end_server(self, name: str, trouble: str) -> None:
         """End a server that is useless now; its end decides whether it is started again."""
         logger.warning("%s %s", name, trouble)
-        self._keeper.give_up(name, trouble, time.time())
+        self._keeper.give_up(name, trouble, time.monotonic())
         if (child := self._children.get(name)) is not None and child.is_alive:
             child.kill()
 
@@ -300,13 +336,15 @@ class Supervisor:
         pause_s, self._last_tick = now - self._last_tick, now
         if pause_s > self._config.heartbeat_timeout_s / 2:
             logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
+            for sign in self._signs.values():
+                sign.forgive(now)
             return None
         for name, child in self._children.items():
             if not child.is_alive or self._keeper.is_ending(name):
                 continue
-            beat = read_heartbeat(self._session.run_dir.heartbeat_file(name))
-            reason = why_stuck(self._config, child.pid, child.started_at, beat, now)
-            if reason is None:
+            sign = self._signs[name]
+            sign.see(read_heartbeat(self._session.run_dir.heartbeat_file(name)), cpu_seconds(child.pid), now)
+            if (reason := sign.why_stuck(self._config, now)) is None:
                 continue
             if self._keeper.survives_end_of(name, now):
                 self._end_server(name, reason)
@@ -315,7 +353,7 @@ class Supervisor:
             dump = LogPart(child.stderr.file, child.stderr.file.stat().st_size)
             child.dump_stacks()
             wait_gone([child.pid], _STACK_DUMP_S)
-            message = f"{name} {reason}. Last error: {error}\nIts threads at the end: {last_error(dump)}"
+            message = f"{name} {reason}. Last error: {error}\n{stack_note(dump)}"
             return Outcome("failed", f"{message}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, name)
         return None
 

@@ -1,7 +1,8 @@
 """Heartbeat files: what a process waits for, since when, and how far it has come.
 
 A recent beat only says that the process exists. Whether it is stuck follows from the deadline of what it waits for and
-from the time of its last progress.
+from the time since its last progress. Durations are measured by the process itself, on a clock that nobody sets; how
+old a beat is, its reader measures in the same way.
 """
 
 from __future__ import annotations
@@ -22,24 +23,27 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatState(msgspec.Struct, frozen=True, kw_only=True):
-    """One beat. All times are seconds since the epoch; `deadline_s` is a duration counted from `waiting_since`.
+    """One beat, `uptime_s` after the start of the process. `time` (seconds since the epoch) is for people.
 
-    `progress` counts units of work since the process started, `progress_time` is when it last grew (or the start).
+    `progress` counts units of work since the process started; it last grew (or was 0) `idle_s` before the beat. The
+    process had waited `waited_s` for something that may take `deadline_s`.
     """
 
     pid: int
     time: float
-    progress: int
-    progress_time: float
+    uptime_s: float = 0.0
+    progress: int = 0
+    idle_s: float = 0.0
     waiting_for: str | None = None
-    waiting_since: float | None = None
+    waited_s: float | None = None
     deadline_s: float | None = None
 
-    def overdue_s(self, now: float) -> float:
-        """How long the process has been waiting past its deadline; 0 while it is within it or waits for nothing."""
-        if self.waiting_since is None or self.deadline_s is None:
+    def overdue_s(self, age_s: float) -> float:
+        """How long the process has been waiting past its deadline, `age_s` after the beat; 0 while it is within it or
+        waits for nothing."""
+        if self.waited_s is None or self.deadline_s is None:
             return 0.0
-        return max(0.0, now - self.waiting_since - self.deadline_s)
+        return max(0.0, self.waited_s + age_s - self.deadline_s)
 
 
 class _Wait(msgspec.Struct, frozen=True):
@@ -70,7 +74,7 @@ class Heartbeat:
         self._waits: dict[int, _Wait] = {}
         self._next_wait = 0
         self._progress = 0
-        self._progress_time = time.time()
+        self._started = self._progressed = time.monotonic()
         self._stopped = threading.Event()
         self._warned = False
         self._thread: threading.Thread | None = None
@@ -100,7 +104,7 @@ class Heartbeat:
         """Count `n` finished units of work."""
         with self._lock:
             self._progress += n
-            self._progress_time = time.time()
+            self._progressed = time.monotonic()
 
     @contextmanager
     def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
@@ -110,7 +114,7 @@ class Heartbeat:
         """
         with self._lock:
             key, self._next_wait = self._next_wait, self._next_wait + 1
-            self._waits[key] = _Wait(what, time.time(), deadline_s)
+            self._waits[key] = _Wait(what, time.monotonic(), deadline_s)
         try:
             yield
         finally:
@@ -121,13 +125,15 @@ class Heartbeat:
         """What the next beat would say."""
         with self._lock:
             wait = min(self._waits.values(), key=lambda wait: (wait.ends, wait.since), default=None)
+            now = time.monotonic()
             return HeartbeatState(
                 pid=os.getpid(),
                 time=time.time(),
+                uptime_s=now - self._started,
                 progress=self._progress,
-                progress_time=self._progress_time,
+                idle_s=now - self._progressed,
                 waiting_for=wait.what if wait else None,
-                waiting_since=wait.since if wait else None,
+                waited_s=now - wait.since if wait else None,
                 deadline_s=wait.deadline_s if wait else None,
             )
 

@@ -107,13 +107,13 @@ class Collector:
         self._state = RunState(incarnation)
         self._lock = threading.RLock()
         self._sink_lock = threading.Lock()
-        since = time.time()
-        self._sinks = make_sinks(SinkInputs(config, run_dir, since))
+        started = time.monotonic()
+        self._sinks = make_sinks(SinkInputs(config, run_dir, time.time()))
         self._display = display or make_display(
             sys.stdout,
             self._title,
             self._max_steps,
-            lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs, since), time.time(), since),
+            lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs), time.monotonic() - started),
         )
         self._replaced_workers: dict[str, int] = {}
         self._display_works = True

@@ -103,14 +103,13 @@ def evaluation_line(result: EvaluationResult) -> str:
     return f"{kind} on {result.dataset_name}: {found} ({result.num_rollouts} rollouts{failed}, {result.seconds:.1f} s)"
 
 
-def read_beats(run_dir: RunDir, jobs: Sequence[Job], since: float) -> dict[str, HeartbeatState | None]:
-    """The newest heartbeat of each of `jobs`; None where there is none since `since` (epoch seconds)."""
-    beats = {job.name: read_heartbeat(run_dir.heartbeat_file(job.name)) for job in jobs}
-    return {name: beat if beat is not None and beat.time >= since else None for name, beat in beats.items()}
+def read_beats(run_dir: RunDir, jobs: Sequence[Job]) -> dict[str, HeartbeatState | None]:
+    """The newest heartbeat of each of `jobs`; None where there is none since its start."""
+    return {job.name: read_heartbeat(run_dir.heartbeat_file(job.name)) for job in jobs}
 
 
 def quiet_line(
-    state: RunState, config: RunConfig, beats: Mapping[str, HeartbeatState | None], now: float, since: float
+    state: RunState, config: RunConfig, beats: Mapping[str, HeartbeatState | None], run_s: float
 ) -> str:
     """Say what the run is doing, on one line.
 
@@ -118,17 +117,16 @@ def quiet_line(
         state: of the run, read only.
         config: of the run.
         beats: the newest heartbeat of each process, None if there was none yet.
-        now: epoch seconds.
-        since: when the run was started, epoch seconds.
+        run_s: seconds since the start of the run.
     """
     waits = [f"{name} is loading its libraries" for name, beat in beats.items() if beat is None]
     for name, beat in beats.items():
-        if beat is not None and beat.waiting_since is not None and now - beat.waiting_since >= _LONG_WAIT_S:
-            waits.append(f"{name} waits for {beat.waiting_for} ({now - beat.waiting_since:.0f} s)")
+        if beat is not None and beat.waited_s is not None and beat.waited_s >= _LONG_WAIT_S:
+            waits.append(f"{name} waits for {beat.waiting_for} ({beat.waited_s:.0f} s)")
     if state.phase == "done":
         text = "training is done, the last evaluation is running"
     elif state.phase == "starting":
-        text = f"starting, {now - since:.0f} s so far"
+        text = f"starting, {run_s:.0f} s so far"
     else:
         known = config.finetune.known_steps
         step = f"step {state.steps + 1}/{known}" if known else f"step {state.steps + 1}"

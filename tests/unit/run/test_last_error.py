@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
-from pipelinerl.run.last_error import LogPart, crash_note, last_error, user_error
+import pipelinerl
+from pipelinerl.run.last_error import LogPart, crash_note, last_error, stack_note, user_error
 
 TRACEBACK = """INFO starting
 Traceback (most recent call last):
@@ -176,3 +178,19 @@ def test_a_signal_leaves_a_note_or_none(tmp_path: Path) -> None:
         (WORKER_KILLED, "Worker proc W-0 died unexpectedly (exit code: -9)"),
     ):
         assert crash_note(write(tmp_path, TRACEBACK + text)) == note
+
+
+def test_the_users_own_line_of_a_process_that_was_stuck(tmp_path: Path) -> None:
+    """A loader that held the interpreter lock: outer frames say nothing."""
+    log = tmp_path / "stderr.log"
+    frames = [("/home/me/sums.py", 3, "draw"), ("/home/me/sums.py", 9, "load_problems")]
+    frames += [(pipelinerl.__file__, 7, "load"), ("<frozen runpy>", 88, "_run_code")]
+    text = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
+    beats = f'Thread 0x1 (most recent call first):\n  File "{threading.__file__}", line 331 in wait\n'
+    log.write_text(f"Fatal Python error: Aborted\n\n{beats}\nCurrent thread 0x2 (most recent call first):\n{text}")
+    first, _, *innermost = stack_note(LogPart(log)).splitlines()
+    assert first.endswith("/home/me/sums.py:3 in draw") and "sums.py:9 in load_problems" in innermost[1]
+    log.write_text(beats)
+    assert stack_note(LogPart(log)).splitlines()[1] == f"{threading.__file__}:331 in wait"
+    log.write_text("")
+    assert "no stacks" in stack_note(LogPart(log))

@@ -58,8 +58,8 @@ def living(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> set[int]:
         return SimpleNamespace(cmdline=lambda: words, status=lambda: psutil.STATUS_SLEEPING)
 
     monkeypatch.setattr("psutil.Process", process)
-    beat = {"pid": PID, "time": 1.0, "progress": 7, "progress_time": 1.0}
-    beat |= {"waiting_for": "training data", "waiting_since": 1.0, "deadline_s": 90.0}
+    beat = {"pid": PID, "time": 29.0, "progress": 7, "idle_s": 28.0}
+    beat |= {"waiting_for": "training data", "waited_s": 28.0, "deadline_s": 90.0}
     run_dir.job("finetune_0").mkdir()
     run_dir.heartbeat_file("finetune_0").write_text(json.dumps(beat))
     return pids
@@ -103,7 +103,7 @@ def test_an_ended_run_says_how(run_dir: RunDir, living: set[int]) -> None:
 def test_another_process_with_the_same_id_is_not_the_job(run_dir: RunDir) -> None:
     folder = run_dir.job("actor_0")
     folder.mkdir()
-    beat = {"pid": os.getpid(), "time": 1.0, "progress": 0, "progress_time": 1.0}
+    beat = {"pid": os.getpid(), "time": 1.0, "progress": 0}
     (folder / "heartbeat.json").write_text(json.dumps(beat))
     assert not read_status(find_run(run_dir.root)).jobs[0].is_alive
 

@@ -19,7 +19,7 @@ from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper
 from pipelinerl.run.start import Command, RunSession
-from pipelinerl.run.watch import MIN_GRACE_S, Supervisor, long_waits, why_stuck
+from pipelinerl.run.watch import MIN_GRACE_S, Sign, Supervisor, long_waits
 from pipelinerl.rundir.heartbeat import HeartbeatState
 from pipelinerl.rundir.identity import RunIdentity
 from pipelinerl.rundir.layout import RunDir
@@ -29,30 +29,58 @@ CONFIG = SuperviseConfig(heartbeat_interval_s=2, heartbeat_timeout_s=20, progres
 
 
 def beat(**changes: Any) -> HeartbeatState:
-    return HeartbeatState(**{"pid": 5, "time": 1000.0, "progress": 0, "progress_time": 1000.0, **changes})
+    return HeartbeatState(**{"pid": 5, "time": 1000.0, **changes})
 
 
-WAITS = {"waiting_for": "data", "waiting_since": 990.0}
+def waits(waited_s: float, deadline_s: float | None = None, what: str = "data") -> HeartbeatState:
+    return beat(waiting_for=what, waited_s=waited_s, deadline_s=deadline_s)
 
 
 @pytest.mark.parametrize(
-    ("started_at", "state", "now", "said"),
+    ("state", "now", "said"),
     [
-        (1000.0, None, 1080.0, None),
-        (1000.0, None, 1081.0, "81 s"),
-        (1000.0, beat(pid=4), 1081.0, "81 s"),  # the heartbeat of an earlier incarnation
-        (900.0, beat(), 1020.0, None),
-        (900.0, beat(), 1021.0, "21 s"),
-        (900.0, beat(**WAITS, deadline_s=10.0, time=1004.0), 1004.0, None),
-        (900.0, beat(**WAITS, deadline_s=10.0, time=1005.0), 1005.0, "15 s for data"),
-        (900.0, beat(**WAITS, time=2000.0), 2000.0, None),
-        (900.0, beat(progress=3, time=1101.0), 1101.0, "101 s"),
-        (900.0, beat(progress=0, time=5000.0), 5000.0, None),  # a server counts nothing
+        (None, 80.0, None),
+        (None, 81.0, "81 s"),
+        (beat(pid=4), 81.0, "81 s"),  # the heartbeat of an earlier incarnation
+        (beat(), 20.0, None),
+        (beat(), 21.0, "21 s"),
+        (waits(14, 10), 0.0, None),
+        (waits(15, 10), 0.0, "15 s for data"),
+        (waits(1, 10), 14.0, "15 s for data"),
+        (waits(1000), 0.0, None),
+        (beat(progress=3, idle_s=99.0), 2.0, "101 s"),
+        (beat(progress=0, idle_s=5000.0), 2.0, None),  # a server counts nothing
     ],
 )
-def test_l7_stuck(started_at: float, state: HeartbeatState | None, now: float, said: str | None) -> None:
-    reason = why_stuck(CONFIG, 5, started_at, state, now)
+def test_l7_stuck(state: HeartbeatState | None, now: float, said: str | None) -> None:
+    sign = Sign(5, 0.0)
+    sign.see(state, 0.0, 0.0)
+    sign.see(state, 0.0, now)
+    reason = sign.why_stuck(CONFIG, now)
     assert reason is None if said is None else said in str(reason)
+
+
+def test_x6_a_clock_that_is_set_changes_nothing() -> None:
+    sign = Sign(5, 0.0)
+    for now, wall in enumerate((1000.0, 1005.0, 4605.0, 4607.0, 7.0)):
+        sign.see(beat(uptime_s=now, time=wall, waiting_for="data", waited_s=now, deadline_s=900), 0.0, 2.0 * now)
+        assert sign.why_stuck(CONFIG, 2.0 * now) is None
+
+
+@pytest.mark.parametrize(
+    ("cpu_share", "ends_at", "silent_s"),
+    [(0.5, 500, 302), (0.5, 100, 122), (0.01, 500, 22)],  # works to the end, for 100 s, hardly
+)
+def test_x6_a_process_that_works_without_a_beat_is_alive(cpu_share: float, ends_at: int, silent_s: int) -> None:
+    """Code in C may hold the interpreter lock for as long as the check of the user's code allows."""
+    sign = Sign(5, 0.0)
+    for now in range(0, 500, 2):
+        sign.see(beat(), cpu_share * min(now, ends_at), now)
+        if sign.why_stuck(CONFIG, now) is not None:
+            break
+    assert now == silent_s
+    sign.forgive(now)
+    assert sign.why_stuck(CONFIG, now) is None
 
 
 class FakeChild(Child):
@@ -73,8 +101,8 @@ def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> Non
     """Long waits only; a process that gave no sign of life counts from its start."""
     run_dir = RunDir(tmp_path)
     beats = {
-        "actor_0": beat(waiting_for="samples", waiting_since=1021.0),
-        "finetune_0": beat(waiting_for="servers", waiting_since=925.0),
+        "actor_0": waits(29, what="samples"),
+        "finetune_0": waits(125, what="servers"),
         "preprocessor_0": beat(),
         "actor_llm_0": beat(pid=4),
     }

@@ -15,20 +15,23 @@ from pipelinerl.rundir.heartbeat import Heartbeat, HeartbeatState, read_heartbea
 
 
 def test_the_file_holds_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moments = iter([100.0, 101.0, 102.0, 104.0])
+    """X6: durations do not come from the wall clock, which somebody may set."""
+    moments = iter([100.0, 101.0, 102.0, 104.5])
     with monkeypatch.context() as clock:
-        clock.setattr(heartbeat_module.time, "time", lambda: next(moments))
+        clock.setattr(heartbeat_module.time, "monotonic", lambda: next(moments))
+        clock.setattr(heartbeat_module.time, "time", lambda: 7.0)
         heartbeat = Heartbeat(tmp_path / "job" / "heartbeat.json", 60)
         heartbeat.progress(3)
         with heartbeat.waiting("training data", deadline_s=30):
             heartbeat.beat()
     assert json.loads((tmp_path / "job" / "heartbeat.json").read_text()) == {
         "pid": os.getpid(),
-        "time": 104.0,
+        "time": 7.0,
+        "uptime_s": 4.5,
         "progress": 3,
-        "progress_time": 101.0,
+        "idle_s": 3.5,
         "waiting_for": "training data",
-        "waiting_since": 102.0,
+        "waited_s": 2.5,
         "deadline_s": 30,
     }
     assert read_heartbeat(tmp_path / "job" / "heartbeat.json") is not None
@@ -47,11 +50,15 @@ def test_the_wait_with_the_first_deadline_is_shown() -> None:
 
 
 def test_overdue() -> None:
-    state = HeartbeatState(
-        pid=1, time=0, progress=0, progress_time=0, waiting_for="x", waiting_since=100.0, deadline_s=5.0
-    )
-    assert [state.overdue_s(now) for now in (100.0, 105.0, 107.5)] == [0.0, 0.0, 2.5]
-    assert HeartbeatState(pid=1, time=0, progress=0, progress_time=0).overdue_s(1e9) == 0.0
+    state = HeartbeatState(pid=1, time=0, waiting_for="x", waited_s=3.0, deadline_s=5.0)
+    assert [state.overdue_s(age_s) for age_s in (0.0, 2.0, 4.5)] == [0.0, 0.0, 2.5]
+    assert HeartbeatState(pid=1, time=0).overdue_s(1e9) == 0.0
+
+
+def test_the_heartbeat_of_an_older_version_can_be_read(tmp_path: Path) -> None:
+    """A run that is continued may have some."""
+    (tmp_path / "heartbeat.json").write_text('{"pid": 4, "time": 1.0, "progress": 2, "progress_time": 1.0}')
+    assert read_heartbeat(tmp_path / "heartbeat.json") == HeartbeatState(pid=4, time=1.0, progress=2)
 
 
 def test_it_beats_at_its_interval_until_stopped(tmp_path: Path) -> None:
@@ -60,7 +67,7 @@ def test_it_beats_at_its_interval_until_stopped(tmp_path: Path) -> None:
         first = read_heartbeat(file)
         assert first is not None
         deadline = time.monotonic() + 60
-        while (state := read_heartbeat(file)) is not None and state.time == first.time:
+        while (state := read_heartbeat(file)) is not None and state.uptime_s == first.uptime_s:
             assert time.monotonic() < deadline
         heartbeat.progress()
     last = read_heartbeat(file)

@@ -26,19 +26,12 @@ CONFIG = RunConfig.model_validate(
 JOBS = [Job(kind, f"{kind}_0", 0, 0, 0, "h", [], None, None, None, 1) for kind in ("actor_llm", "actor", "finetune")]
 
 
-def beat(waiting_for: str | None = None, since: float = 100.0, time: float = 120.0) -> HeartbeatState:
-    return HeartbeatState(
-        pid=1,
-        time=time,
-        progress=0,
-        progress_time=since,
-        waiting_for=waiting_for,
-        waiting_since=since if waiting_for else None,
-    )
+def beat(waiting_for: str | None = None, waited_s: float = 25.0) -> HeartbeatState:
+    return HeartbeatState(pid=1, time=0, waiting_for=waiting_for, waited_s=waited_s if waiting_for else None)
 
 
 def line(state: RunState, beats: dict[str, HeartbeatState | None]) -> str:
-    return quiet_line(state, CONFIG, beats, now=125.0, since=95.0)
+    return quiet_line(state, CONFIG, beats, run_s=30.0)
 
 
 def evaluated() -> RunState:
@@ -64,7 +57,7 @@ def test_a_continued_run_is_not_what_its_last_start_was() -> None:
 
 
 def test_it_names_the_step_the_samples_and_who_waits() -> None:
-    beats = {"actor_llm_0": beat(), "preprocessor_0": None, "actor_0": beat("x", since=121.0), "finetune_0": beat("y")}
+    beats = {"actor_llm_0": beat(), "preprocessor_0": None, "actor_0": beat("x", 4.0), "finetune_0": beat("y")}
     text = line(RunState(), beats)
     assert "30 s" in text and "preprocessor_0" in text and "finetune_0 waits for y (25 s)" in text
     assert "actor_0" not in text, "a wait of 4 s is not worth a word"
@@ -93,13 +86,11 @@ def test_it_names_the_step_the_samples_and_who_waits() -> None:
     assert "13/52" not in line(state, {"actor_0": beat()})
 
 
-def test_heartbeats_of_an_earlier_start_do_not_count(tmp_path: Path) -> None:
+def test_heartbeats_of_all_processes_are_read(tmp_path: Path) -> None:
     files = RunDir(tmp_path)
-    for job, time in (("actor_0", 99.0), ("finetune_0", 101.0)):
-        files.job(job).mkdir()
-        files.heartbeat_file(job).write_bytes(msgspec.json.encode(beat(time=time)))
-    beats = read_beats(files, JOBS, since=100.0)
-    assert beats["actor_llm_0"] is None and beats["actor_0"] is None and beats["finetune_0"] is not None
+    files.job("actor_0").mkdir()
+    files.heartbeat_file("actor_0").write_bytes(msgspec.json.encode(beat("x")))
+    assert read_beats(files, JOBS) == {"actor_llm_0": None, "actor_0": beat("x"), "finetune_0": None}
 
 
 class Screen(io.StringIO):
