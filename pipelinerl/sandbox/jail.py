@@ -75,6 +75,10 @@ REFUSED_CALLS: "dict[str, tuple[int | None, int | None]]" = {
     "modify_ldt": (154, None),
     # the kernel's log
     "syslog": (103, 116),
+    # what all users of a machine share
+    "io_setup": (206, 0),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
 }
 # AUDIT_ARCH, and the calls that are refused with some arguments only.
 MACHINES = {
@@ -165,7 +169,7 @@ def set_limits(cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> 
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_SIGPENDING, 64),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # with 0, the kernel would still start a program of the machine that takes dumps
     ):
         _, hard = resource.getrlimit(kind)
         lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -239,6 +243,7 @@ def filter_system_calls() -> None:
 
 def start_program(python: str, ready: int, is_root: bool, user: int, kernel_user: int, limits: "list[int]") -> None:
     """In the third process: give up all rights and become the program."""
+    os.setsid()  # a signal to a process group reaches also those outside of the namespace
     set_limits(*limits)
     drop_capabilities()
     if is_root:

@@ -6,10 +6,10 @@ Run as root and as another user; where neither is sound, nothing runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -123,11 +123,17 @@ RIGHTS = {
         "time.sleep(0.2)\nprint('held')",
         HELD,
     ),
+    "death of its group": ("os.kill(0, 9)", "crashed"),
+    "priority of its group": (
+        "os.setpriority(os.PRIO_PGRP, 0, 19)\nheld(os.getpgid(0) == os.getpid())",
+        HELD,
+    ),
     "priority": ("os.setpriority(0, 0, -20)", FORBIDDEN),
     "real time": ("os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))", FORBIDDEN),
     "bpf": ("call(321, 280, 0, 0, 0)", REFUSED),
     "perf": ("call(298, 241, 0, 0, -1, -1, 0)", REFUSED),
     "io_uring": ("call(425, 425, 8, 0)", REFUSED),
+    "asynchronous reads": ("b = ctypes.c_ulong(0)\ncall(206, 0, 1000, ctypes.byref(b))", REFUSED),
     "userfaultfd": ("call(323, 282, 0)", REFUSED),
 }
 
@@ -343,24 +349,61 @@ def test_its_time_and_output_are_limited_in_total(owner: Owner, source: str, end
 
 
 @pytest.mark.parametrize("mode", ["root", "user"])
-@pytest.mark.parametrize("source", [SPIN, "time.sleep(600)", "os.setsid(); os.close(1); time.sleep(600)"])
+@pytest.mark.parametrize("source", [SPIN, "time.sleep(600)", "os.close(1); os.close(2); time.sleep(600)"])
 def test_it_dies_with_its_owner(mode: str, source: str) -> None:
     owner = start(mode)
     owner.send(f"for n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n{source}")
-    process = psutil.Process(owner.process.pid)
-    deadline = time.monotonic() + 60
-    family: list[psutil.Process] = []
-    while not any("program.py" in each.cmdline() for each in family):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        family = process.children(recursive=True)
-    os.kill(owner.process.pid, signal.SIGKILL)
+    family = kill_owner_of_a_program(owner.process.pid)
     owner.close()
-    assert len(family) == 3 and all(user != 0 for user in family[-1].uids())
-    deadline = time.monotonic() + 5
-    while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in family):
+    assert len(family) == 3 and has_gone(family)
+
+
+GRADING = """
+import asyncio
+from pipelinerl.sandbox.pool import GraderPool
+from pipelinerl.sandbox.protocol import GradeRequest
+text = "```python\\nwhile True: pass\\n```"
+problem = {"tests": [{"input": "", "output": ""}] * 100}
+async def main():
+    async with GraderPool(1, 600, 2 << 30) as pool:
+        await pool.grade(GradeRequest("pipelinerl.domains.coding.verify_coding", text, problem, {"partial": True}))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_it_dies_with_the_owner_of_its_grader() -> None:
+    start("root" if os.geteuid() == 0 else "user").close()  # skips where nothing runs
+    with subprocess.Popen([sys.executable, "-c", GRADING], cwd=REPOSITORY) as pool:
+        family = kill_owner_of_a_program(pool.pid)
+    assert len(family) == 4 and has_gone(family)
+
+
+def kill_owner_of_a_program(pid: int) -> list[psutil.Process]:
+    """Kill a process that runs a program, and return what descended from it; the last is the program."""
+    process, family = psutil.Process(pid), list[psutil.Process]()
+    deadline = time.monotonic() + 60
+    is_running = is_safe = False
+    while not is_running:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+        with contextlib.suppress(psutil.Error):  # others, as that of the check, end meanwhile
+            family = process.children(recursive=True)
+            is_running = any("program.py" in each.cmdline() for each in family)
+            is_safe = is_running and all(user != 0 for user in family[-1].uids())
+    process.kill()
+    assert is_safe
+    return family
+
+
+def has_gone(family: list[psutil.Process]) -> bool:
+    """Return whether these processes end within five seconds."""
+    deadline = time.monotonic() + 5
+    while left := [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return not left
 
 
 ADDRESS_SPACE = "print(resource.getrlimit(resource.RLIMIT_AS)[1] >> 20)"
