@@ -14,14 +14,19 @@ _TAIL_BYTES = 2 * 2**20
 _TRACEBACK = "Traceback (most recent call last):"
 # Prefixes of a line: the process that wrote it, and the head of an error record (vLLM repeats it on every line).
 _PREFIX = re.compile(
-    r"^(?:\((?:\w+ )*pid=\d+\) ?|\[rank\d+\]:\s?)?(?:(?:ERROR|CRITICAL) [\d\-]+ [\d:.,]+ \[[^\]]*\]\s?)?"
+    r"^(?:\((?:[\w\-]+ )*(pid=\d+)\) ?|\[rank\d+\]:\s?)?(?:(?:ERROR|CRITICAL) [\d\-]+ [\d:.,]+ \[[^\]]*\]\s?)?"
 )
 # Records less severe than an error, by logging (ours, vLLM's, DeepSpeed's), glog and warnings; progress bars.
 _QUIET = re.compile(
     r"^(?:\[?\d[\d\-:.,T]*(?: [\d:.,]+)?\]? )?\[?(?:DEBUG|INFO|WARNING)\b"
     r"|^\[?[IW]\d{4} \d\d:"
     r"|^\S+:\d+: \w*Warning: "
-    r"|\d%\|"
+    r"|\d%\||\[\d+:\d\d(?::\d\d)?(?:<|, )"
+)
+_COMPLAINT = re.compile(
+    r"error|fatal|critical|exception|fail|abort|cannot|can't|unable|denied|refused|killed|panic|segmentation|not found"
+    r"|missing|invalid|unrecognized|no space|no such|out of memory|terminated",
+    re.IGNORECASE,
 )
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failed)\b.*")
 _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)(?:,? in |$)')
@@ -31,7 +36,10 @@ _MAX_FRAMES = 5
 _DEATH = re.compile(r".*\bdied unexpectedly\b.*")
 # The interpreter's and the C++ runtime's last words before a signal.
 _CRASH = re.compile(r"^(?:Fatal Python error: |terminate called )")
-_CONSEQUENCES = ("See root cause above", "Engine core initialization failed", "EngineDeadError", "CancelledError")
+_CONSEQUENCES = (
+    *("See root cause above", "See stack trace for root cause", "Engine core initialization failed"),
+    *("EngineDeadError", "CancelledError"),
+)
 # What libraries print while an interpreter shuts down; never why it did.
 _NOISE = re.compile(r"nanobind|^ - (?:leaked|\.\.\.)|resource_tracker|^\s+warnings\.warn\(")
 _USER_ERROR = "error: "
@@ -45,6 +53,16 @@ _MAX_DETAIL_CHARS = 500
 _MAX_LINES_BELOW = 30
 
 
+class _Line(str):
+    """A line without its prefix. `process`: who wrote it, as the prefix says; empty: the process itself."""
+
+    process = ""
+
+    def of(self, process: str) -> _Line:
+        self.process = process
+        return self
+
+
 @dataclass(frozen=True)
 class LogPart:
     """What one process wrote to a log: `file` from the byte `offset` on."""
@@ -54,24 +72,32 @@ class LogPart:
 
 
 def last_error(*parts: LogPart) -> str:
-    """What a process last complained about, as one to five lines.
+    """What a process last complained about, as a few lines.
 
-    The exception and place of the last traceback (and of the one before, often its cause), from whichever log has one;
-    without a traceback, the last lines of a log that are not mere information or warnings.
+    The exception and place of the last traceback (and of the one before, often its cause). Of several processes that
+    share the logs, those of the one that died first come first: the others' are mostly consequences. Without a
+    traceback, the last lines that speak of an error, or else those that are not mere information or warnings.
 
     Args:
         parts: the logs of the process, the most telling one last if there are tracebacks in several.
     """
     logs = [_read(part) for part in parts]
     errors = [error for lines in logs for error in _exceptions(lines)]
-    causes = [error for error in errors if not any(word in error for word in _CONSEQUENCES)]
+    deaths = {error.process: index for index, error in enumerate(errors)}
+    in_order = dict.fromkeys(sorted(errors, key=lambda error: deaths[error.process]))
+    causes = [error for error in in_order if not any(word in error for word in _CONSEQUENCES)]
     if errors:
-        return "\n".join(causes[-2:] or errors[:1])[-_MAX_CHARS:]
-    for lines in reversed(logs):
-        if loud := _loud(lines):
-            return "\n".join(loud[-5:])[-_MAX_CHARS:]
+        first = [error for error in causes if error.process == causes[0].process]
+        others = [error for error in causes if error.process != causes[0].process]
+        return "\n".join([*first[-2:], *others[-1:]] or errors[:1])[-_MAX_CHARS:]
+    loud = [_loud(lines) for lines in reversed(logs)]
+    for lines in loud:
+        if complaints := [line for line in lines if _COMPLAINT.search(line)]:
+            return "\n".join(complaints[-5:])[-_MAX_CHARS:]
     names = " or ".join(part.file.name for part in parts)
-    return f"it wrote {'no error' if any(logs) else 'nothing'} to {names}"
+    none = f"it wrote {'no error' if any(logs) else 'nothing'} to {names}"
+    last = next(filter(None, loud), [])[-5:]
+    return "\n".join([f"{none}; its last lines:", *last])[-_MAX_CHARS:] if last else none
 
 
 def crash_note(*parts: LogPart) -> str | None:
@@ -119,11 +145,11 @@ def user_error(part: LogPart) -> str | None:
     return None
 
 
-def _read(part: LogPart) -> list[str]:
+def _read(part: LogPart) -> list[_Line]:
     return [line for line in _tail(part) if not _NOISE.search(line)]
 
 
-def _tail(part: LogPart) -> list[str]:
+def _tail(part: LogPart) -> list[_Line]:
     try:
         with part.file.open("rb") as file:
             size = file.seek(0, 2)
@@ -131,8 +157,10 @@ def _tail(part: LogPart) -> list[str]:
             data = file.read()
     except FileNotFoundError:
         return []
-    lines = [_PREFIX.sub("", line.rstrip()) for line in data.decode("utf-8", errors="replace").splitlines()]
-    return [line for line in lines if line]
+    lines = [line.rstrip() for line in data.decode("utf-8", errors="replace").splitlines()]
+    prefixes = [_PREFIX.match(line) for line in lines]
+    found = [_Line(line[each.end() :]).of(each[1] or "") for line, each in zip(lines, prefixes, strict=True) if each]
+    return [line for line in found if line]
 
 
 def _loud(lines: Sequence[str]) -> list[str]:
@@ -154,27 +182,26 @@ def _loud(lines: Sequence[str]) -> list[str]:
     return found
 
 
-def _exceptions(lines: Sequence[str]) -> list[str]:
-    """`exception text (file:line)` of every traceback and every note of a death, in order, without repeats."""
-    found: list[str] = []
-    place, inside = "", False
+def _exceptions(lines: Sequence[_Line]) -> list[_Line]:
+    """`exception text (file:line)` of every traceback and every note of a death, in order."""
+    found: list[_Line] = []
+    places: dict[str, str] = {}  # of the tracebacks that have begun, by process: their lines may alternate
     for index, line in enumerate(lines):
         if _QUIET.search(line) and not _EXCEPTION.match(line):
             continue
         if line.endswith(_TRACEBACK):
-            place, inside = "", True
+            places[line.process] = ""
             continue
-        frame = _FRAME.match(line)
-        if inside and frame:
-            place = f"{frame.group(1)}:{frame.group(2)}"
-        elif inside and not line.startswith(" ") and (_EXCEPTION.match(line) or place):
-            inside = False
-            text = _with_details(line, lines[index + 1 :])
-            entry = f"{text} ({place})" if place else text
-            if entry not in found:
-                found.append(entry)
-        elif not inside and _DEATH.match(line) and line not in found:
-            found.append(line)
+        frame, place = _FRAME.match(line), places.get(line.process)
+        if place is None:
+            if _DEATH.match(line):
+                found.append(line)
+        elif frame:
+            places[line.process] = f"{frame.group(1)}:{frame.group(2)}"
+        elif not line.startswith(" ") and (_EXCEPTION.match(line) or place):
+            del places[line.process]
+            text = _with_details(line, [each for each in lines[index + 1 :] if each.process == line.process])
+            found.append(_Line(f"{text} ({place})" if place else text).of(line.process))
     return found
 
 

@@ -78,6 +78,7 @@ RuntimeError: Error(s) in loading state_dict for Net:
 """
 QUIET = """INFO 07-01 10:00:00 [api.py:1] ValueError is handled
 (EngineCore pid=5) WARNING 07-01 10:00:00 [x.py:3] Found duplicate keys
+(VllmWorker-0 pid=7) INFO 07-01 10:00:00 [x.py:3] calls [abort_update]
 (EngineCore pid=5) WARNING 07-01 10:00:00 [x.py:3] Traceback (most recent call last):
 (EngineCore pid=5) WARNING 07-01 10:00:00 [x.py:3]   File "/v/x.py", line 5, in step
 (EngineCore pid=5) WARNING 07-01 10:00:00 [x.py:3] ImportError: no flash
@@ -88,6 +89,8 @@ INFO:     Application startup complete.
 /p/c10d_logger.py:83: FutureWarning: `all_gather` is deprecated.
   return func(*args, **kwargs)
 Loading shards:  50%|#####     | 1/2 [00:01<00:01]
+Loading safetensors checkpoint shards:   0% Completed | 0/1 [00:00<?, ?it/s]
+5it [00:01, 3.20it/s]
 """
 OURS = "2026-07-01 10:00:00,123 ERROR a.b: no room"
 ERRORS = {
@@ -102,7 +105,7 @@ ERRORS = {
         "\n".join(WORKER_KILLED.splitlines()[4:]),
         "vllm.v1.engine.exceptions.EngineDeadError: See stack trace (above). (/v/api.py:6)",
     ),
-    "no traceback": ("\n".join(f"line {n}" for n in range(9)), "\n".join(f"line {n}" for n in range(4, 9))),
+    "complaint": ("x.c:3: out of memory\nTriton is disabled.\n", "x.c:3: out of memory"),
     "usage": (USAGE, "llm: error: unrecognized: --sed"),
     "record": (f"{QUIET}{OURS}\n{QUIET}", OURS),
     "pydantic": (
@@ -140,17 +143,42 @@ def test_the_prefix_of_a_servers_lines_is_no_part_of_it(tmp_path: Path, name: st
     assert last_error(write(tmp_path, "".join(f"{prefix}{line}\n" for line in text.splitlines()))) == expected
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_x7_the_cause_is_in_the_process_that_died_first(tmp_path: Path, is_late: bool) -> None:
+    """Of a server's processes: each quotes the one below it, in both logs."""
+    gone = (
+        "Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace for "
+    )
+    gone = f'Traceback (most recent call last):\n  File "/v/executor.py", line 815, in wait\n{gone}root cause.'
+    core_log = [f"(EngineCore pid=6) ERROR 11-29 03:41:27 [core.py:1510] {line}" for line in gone.splitlines()]
+    worker = "ERROR 11-29 03:41:25 [executor.py:953]"
+    worker_log = [f"(Worker pid=7) {worker} {line}" for line in TRACEBACK.splitlines()]
+    handled = [f"(APIServer pid=5) {line}" for line in TRACEBACK.replace("row 7", "request").splitlines()]
+    if is_late:  # a process writes while another one does
+        worker_log[2:2] = core_log[:2]
+        core_log = core_log[2:]
+    out, err = LogPart(tmp_path / "stdout.log"), write(tmp_path, f"{QUIET}Process EngineCore:\n{gone}\n{SERVER[-160:]}")
+    out.file.write_text("\n".join([*worker_log, *core_log]))
+    cause = "ValueError: bad row 7 (/a/work.py:9)"
+    assert last_error(out, err) == cause
+    api = "(APIServer pid=5) Traceback (most recent call last):\n(APIServer pid=5) vllm.EngineDeadError: gone\n"
+    out.file.write_text("\n".join([*handled, *worker_log, *core_log, api]))
+    assert last_error(out, err).splitlines()[0] == cause, "what a living process handled is no cause"
+
+
 def test_logs_that_name_no_error(tmp_path: Path) -> None:
     none = LogPart(tmp_path / "none.log")
     found = {last_error(none), last_error(write(tmp_path, "")), last_error(none, write(tmp_path, QUIET))}
     assert len(found) == 3 and all("none.log" in each or "stderr.log" in each for each in found)
+    [no_error, *lines] = last_error(write(tmp_path, "".join(f"line {n}\n" for n in range(9)))).splitlines()
+    assert "stderr.log" in no_error and lines == [f"line {n}" for n in range(4, 9)]
     (tmp_path / "stderr.log").write_bytes(b"\xff\xfe\x00 broken\n")
     assert "broken" in last_error(LogPart(tmp_path / "stderr.log"))
 
 
 def test_an_earlier_process_is_skipped(tmp_path: Path) -> None:
     part = write(tmp_path, TRACEBACK + "fine\n")
-    assert last_error(LogPart(part.file, offset=len(TRACEBACK))) == "fine"
+    assert "bad row" not in last_error(LogPart(part.file, offset=len(TRACEBACK)))
 
 
 def test_user_error_is_the_message_without_its_prefix(tmp_path: Path) -> None:
