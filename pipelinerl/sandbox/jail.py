@@ -178,13 +178,13 @@ def set_limits(cpu_s: int, memory_bytes: int, file_bytes: int, threads: int) -> 
 
 def become(user: int, kernel_user: int) -> None:
     """Become `user`, or the spare one where that is none here."""
-    os.setgroups([])
     try:
+        os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise
+            raise PermissionError("root may not change the user") from error
         os.setresgid(SPARE_USER, SPARE_USER, SPARE_USER)
         os.setresuid(SPARE_USER, SPARE_USER, SPARE_USER)
     if os.getuid() == kernel_user:

@@ -108,7 +108,8 @@ def _run(source: str, stdin: str, limits: Limits) -> Run:
         with child:
             ending, out, err = _collect(child, limits)
         if ready.read() != b"ready\n":
-            raise SandboxUnavailableError(f"the sandbox could not be built: {err[-_SHOWN_CHARACTERS:].strip()}")
+            reason = (err.strip().splitlines() or ["it was killed"])[-1]
+            raise SandboxUnavailableError(f"the sandbox could not be built: {reason[:_SHOWN_CHARACTERS]}")
     return Run(ending, out, err)
 
 
