@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from pipelinerl.inference.arguments import check_names, check_options, foreign_v
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size, count_parameters
-from pipelinerl.run.start import inspect
+from pipelinerl.run.start import SOCKET_FOLDER_KEY, inspect, socket_parent
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, nvml_gpu_lister
@@ -40,6 +41,10 @@ DOMAIN_CHECK_TIMEOUT_S = 300.0
 #: A training state holds fp32 weights and the two moments of AdamW. A token that was sampled takes at most so much in
 #: both streams together: id, label and log-prob as JSON. The rest of a sample is ids, spans and metadata.
 _BYTES_PER_PARAMETER, _BYTES_PER_TOKEN, _BYTES_PER_SAMPLE = 12, 70, 2000
+SHARED_MEMORY = Path("/dev/shm")
+#: vLLM (0.32) makes a queue of 160 MiB for all workers of a server and one of 240 MiB for each, and refuses to start
+#: if one of them does not fit; a page takes room once it is used.
+_QUEUE_BYTES = 241 * 2**20
 #: How the same check begins a line for the user.
 REMARK = "remark of the check: "
 
@@ -227,6 +232,26 @@ def check_servers(start: Start) -> list[str]:
     return [note] if foreign else []
 
 
+def check_server_files(start: Start) -> list[str]:
+    """Refuse servers whose processes could not talk: sockets with too long a path, too little shared memory."""
+    if not start.has_servers:
+        return []
+    if socket_parent(start.environ) is None:
+        folder = start.environ.get(SOCKET_FOLDER_KEY) or os.environ.get("TMPDIR")
+        expected = "a writable folder with a short path (under 70 characters), for the sockets of the servers"
+        raise ConfigError(SOCKET_FOLDER_KEY, folder, expected, f"Set {SOCKET_FOLDER_KEY} or TMPDIR to one.")
+    option = start.config.vllm_config.option("distributed-executor-backend")[1]
+    sizes = [start.config.vllm_config.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "pipeline")]
+    on_cpu = start.config.world.device == "cpu" or not start.cluster.gpus
+    if not SHARED_MEMORY.is_dir() or not (on_cpu or math.prod(sizes) > 1 or option == "mp"):
+        return []  # a server on one GPU is one process
+    if (free := shutil.disk_usage(SHARED_MEMORY).free) < _QUEUE_BYTES:
+        remedy = "--shm-size=2g (Docker), a volume of medium Memory there (Kubernetes), or remove what fills it"
+        expected = f"at least {_size(_QUEUE_BYTES)} free there, for the queues between a server's processes"
+        raise ConfigError(str(SHARED_MEMORY), f"{_size(free)} free", expected, f"Use {remedy}.")
+    return []
+
+
 def check_adapter_servers(start: Start) -> list[str]:
     """Refuse servers that cannot serve the adapter that the trainer sends."""
     if has_stage(start.config, "actor_llm"):
@@ -384,6 +409,7 @@ CHECKS = (
     Check(check_model_path, dry_run="report", every_node=True),
     Check(check_disk, dry_run="report"),
     Check(check_servers, dry_run="refuse", every_node=True),
+    Check(check_server_files, dry_run="report", every_node=True),
     Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),
     Check(check_dataset_loader, dry_run="report", at_start=False),  # `check_domain` calls it

@@ -13,6 +13,7 @@ import os
 import secrets
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -64,7 +65,10 @@ _CHOOSE = "Choose another output_dir, or set force_restart=true to move the old 
 #: Where vLLM creates its sockets.
 SOCKET_FOLDER_KEY = "VLLM_RPC_BASE_PATH"
 # Limit of a Unix socket's path on Linux (`sun_path` with its terminator), and the name of one of vLLM's.
-_LONGEST_SOCKET, _SOCKET_NAME = 107, len("/00000000-0000-0000-0000-000000000000")
+_LONGEST_SOCKET, _SOCKET_LENGTH = 107, len("/00000000-0000-0000-0000-000000000000")
+_SCRATCH_LENGTH = len("/pipelinerl-sockets-00000000")
+#: Where the temporary folder has a long path, as it has in jobs of some clusters.
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _ENTRYPOINTS = {
     "actor_llm": "inference.main",
     "preprocessor_llm": "inference.main",
@@ -384,17 +388,27 @@ def child_environment(command: Command, environ: Mapping[str, str], token: str, 
     return inherited | dict(command.env) | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
 
 
+def socket_parent(environ: Mapping[str, str]) -> str | None:
+    """Where the sockets inside vLLM servers can lie: the folder that the user named, or a temporary folder; None if
+    there is none that is writable and whose path is short enough for a socket."""
+    named, temporary = environ.get(SOCKET_FOLDER_KEY), [*_SHORT_FOLDERS]
+    with suppress(OSError):
+        temporary.insert(0, tempfile.gettempdir())
+    longest = _LONGEST_SOCKET - _SOCKET_LENGTH - (0 if named else _SCRATCH_LENGTH)
+    folders = [folder for folder in ([named] if named else temporary) if len(os.fsencode(folder)) <= longest]
+    return next((folder for folder in folders if os.access(folder, os.W_OK | os.X_OK)), None)
+
+
 @contextmanager
 def server_sockets(environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """`environ` with a folder for the sockets inside vLLM servers, removed in the end: nobody else removes those of a
     server that was killed. The folder of a launcher that was killed is removed by the next one.
 
-    Unchanged if the user named a folder, or if none can be made whose path is short enough.
+    Unchanged if the user named a folder, or if none can be made.
     """
     made = None
-    if not environ.get(SOCKET_FOLDER_KEY):
+    if not environ.get(SOCKET_FOLDER_KEY) and (parent := socket_parent(environ)) is not None:
         with suppress(OSError):
-            made = ScratchFolder("sockets")
+            made = ScratchFolder("sockets", parent)
     with made or nullcontext() as folder:
-        is_short = folder is not None and len(str(folder).encode()) + _SOCKET_NAME <= _LONGEST_SOCKET
-        yield {**environ, SOCKET_FOLDER_KEY: str(folder)} if is_short else environ
+        yield environ if folder is None else {**environ, SOCKET_FOLDER_KEY: str(folder)}

@@ -166,19 +166,19 @@ def is_locked(path: Path) -> bool:
 
 
 class ScratchFolder:
-    """A context manager: `path`, a folder in the temporary folder for this user alone, removed when it is left. What
-    processes that were killed left of the same kind is removed first: the kernel has dropped their locks.
+    """A context manager: `path`, a folder in `parent` (None: the temporary folder) for this user alone, removed when it
+    is left. What processes that were killed left of the same kind is removed first: the kernel has dropped their locks.
 
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, parent: str | None = None) -> None:
         prefix = f"pipelinerl-{kind}-"
-        for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        for folder in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
             _remove_unlocked(folder)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if self.path.exists():  # else another process removed it before it was locked

@@ -126,6 +126,32 @@ def test_x5_variables_that_servers_do_not_get_are_named_once() -> None:
     assert preflight.check_servers(start({}, VLLM_CACHE_ROOT="/c")) == []
 
 
+@pytest.mark.parametrize(
+    ("free_mib", "changes", "gpus", "is_refused"),
+    [
+        (64, {}, (), True),  # Docker's default, CPU servers
+        (64, {"world": {"device": "cpu"}}, ("0",), True),
+        (64, {}, ("0",), False),  # one process
+        (64, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, ("0", "1"), True),
+        (64, {"debug": {"mode": "finetune", "streams_from": "y"}}, (), False),
+        (242, {}, (), False),
+    ],
+)
+def test_x6_too_little_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, free_mib: int, changes: dict[str, Any], gpus: tuple[str, ...], is_refused: bool
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free_mib * 2**20))
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as caught:
+        assert preflight.check_server_files(start(changes, gpus=gpus)) == []
+    assert caught is None or (caught.value.key, caught.value.got) == ("/dev/shm", "67.1 MB free")
+
+
+def test_x6_no_folder_for_sockets() -> None:
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_server_files(start({}, VLLM_RPC_BASE_PATH="/tmp/" + "x" * 90))
+    assert caught.value.key == "VLLM_RPC_BASE_PATH"
+
+
 @pytest.mark.parametrize("what_is_there", ["nothing", "a folder", "the package"])
 def test_a_tracker_that_is_not_installed(what_is_there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with event files that is called like the package is not the package."""

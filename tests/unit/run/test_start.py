@@ -20,7 +20,15 @@ from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.run import start as start_module
-from pipelinerl.run.start import SOCKET_FOLDER_KEY, build_command, child_environment, enter, inspect, server_sockets
+from pipelinerl.run.start import (
+    SOCKET_FOLDER_KEY,
+    build_command,
+    child_environment,
+    enter,
+    inspect,
+    server_sockets,
+    socket_parent,
+)
 from pipelinerl.rundir.durable import FileLock, ScratchFolder
 from pipelinerl.rundir.identity import RunIdentity, read_identity
 from pipelinerl.rundir.layout import RunDir
@@ -391,15 +399,35 @@ def test_l9_folders_of_killed_launchers_are_removed_by_the_next_one(
     assert set(tmp_path.iterdir()) == {tmp_path / "mine", link}
 
 
-@pytest.mark.parametrize("case", ["user's own", "too long", "no temporary folder"])
-def test_where_no_folder_for_sockets_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """It is only tidiness: nothing ends a run."""
-    given = {SOCKET_FOLDER_KEY: str(tmp_path)} if case == "user's own" else {"A": "1"}
-    folder = tmp_path / ("d" * 100)
-    folder.mkdir()
-    if case == "no temporary folder":
-        shutil.rmtree(folder)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+@pytest.mark.parametrize("case", ["short", "too long", "missing"])
+def test_x6_sockets_lie_where_their_paths_are_short_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """A cluster's TMPDIR had 78 characters, and the servers died of it."""
+    temporary = Path(tempfile.mkdtemp(dir="/tmp", prefix="t")) if case == "short" else tmp_path / ("d" * 78)
+    if case == "too long":
+        temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with server_sockets({"A": "1"}) as environ, socket.socket(socket.AF_UNIX) as used:
+        folder = Path(environ[SOCKET_FOLDER_KEY])
+        used.bind(str(folder / str(uuid.uuid4())))
+        assert folder.parent == (temporary if case == "short" else Path("/tmp"))
+    assert not folder.exists() and not (temporary.exists() and any(temporary.iterdir()))
+    monkeypatch.setattr(start_module, "_SHORT_FOLDERS", ())
+    assert (socket_parent({}) is None) == (case != "short")
+    with server_sockets({"A": "1"}) as environ:
+        assert (environ == {"A": "1"}) == (case != "short")
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def test_the_users_own_folder_for_sockets_is_kept(tmp_path: Path) -> None:
+    given = {SOCKET_FOLDER_KEY: str(tmp_path)}
     with server_sockets(given) as environ:
         assert environ == given
-    assert case == "no temporary folder" or not any(folder.iterdir())
+    lengths = {70: "/tmp/" + "x" * 65, 71: "/tmp/" + "x" * 66}
+    for folder in lengths.values():
+        Path(folder).mkdir(exist_ok=True)
+    found = [socket_parent({SOCKET_FOLDER_KEY: folder}) for folder in lengths.values()]
+    for folder in lengths.values():
+        Path(folder).rmdir()
+    assert found == [lengths[70], None]
