@@ -91,12 +91,12 @@ def check_sandbox() -> None:
 def _run(source: str, stdin: str, limits: Limits) -> Run:
     ready_read, ready_write = os.pipe()
     with open(ready_read, "rb") as ready, _file_with(source) as program, _file_with(stdin) as given:
-        python = os.path.realpath(sys.executable)
+        python, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
         numbers = (os.getpid(), program.fileno(), ready_write)
         bounds = (limits.cpu_s, limits.memory_bytes, limits.file_bytes, limits.threads)
         try:
             child = subprocess.Popen(
-                [python, "-I", "-S", "-B", str(_JAIL), python, sys.base_prefix, *map(str, (*numbers, *bounds))],
+                [python, "-I", "-S", "-B", str(_JAIL), python, prefix, *map(str, (*numbers, *bounds))],
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

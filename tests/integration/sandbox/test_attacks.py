@@ -406,6 +406,16 @@ def has_gone(family: list[psutil.Process]) -> bool:
     return not left
 
 
+def test_python_may_lie_behind_a_link(tmp_path: Path) -> None:
+    start("root" if os.geteuid() == 0 else "user").close()  # skips where nothing runs
+    (tmp_path / "python").symlink_to(sys.base_prefix)
+    executable = Path(os.path.realpath(sys.executable)).relative_to(os.path.realpath(sys.base_prefix))
+    owner = Owner([], str(tmp_path / "python" / executable))
+    done = owner.ask("print(6 * 7)")
+    owner.close()
+    assert done.stdout == "42\n"
+
+
 ADDRESS_SPACE = "print(resource.getrlimit(resource.RLIMIT_AS)[1] >> 20)"
 
 
