@@ -12,8 +12,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pipelinerl.analysis.check import check_run
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import DomainError, UserError
+from pipelinerl.config.load import save_config
+from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
 from pipelinerl.run.preflight import Start, check_domain
 from pipelinerl.world import Cluster
 
@@ -105,6 +107,15 @@ def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path) -> None:
     assert found.startswith("4 ") and "3 of the 4 test problems" in note
 
 
+def save_tokenizer(folder: Path, template: str) -> None:
+    vocabulary = {text: number for number, text in enumerate(["<pad>", "<unk>", "?", "a", "b", "c", "<user>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("role", "vocab_size", "words"),
     [
@@ -118,18 +129,37 @@ def test_a_model_that_cannot_read_the_prompt_is_refused(
     tmp_path: Path, role: str, vocab_size: int, words: str | None
 ) -> None:
     """By its chat template, which may also loop forever, or by ids beyond its embedding."""
-    vocabulary = {text: number for number, text in enumerate(["<pad>", "<unk>", "?", "a", "b", "c", "<user>"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
-    fast.chat_template = (
+    save_tokenizer(
+        tmp_path / "model",
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{% if m.role == 'tool' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-        "{% endif %}"
-        "<{{ m.role }}> {{ m.content }} {% endfor %}"
+        "{% endif %}<{{ m.role }}> {{ m.content }} {% endfor %}",
     )
-    fast.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(f'{{"vocab_size": {vocab_size}}}')
     rollout = ASKED.replace('"user"', f'"{role}"') + RESULT
     with pytest.raises(UserError, match=f"model_path: (?s:.*){words}") if words else nullcontext():
         check(tmp_path, ONE, rollout, model_path=str(tmp_path / "model"))
+
+
+def test_a_template_is_tried_where_no_rollout_is_made_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers of its environment are started with the run."""
+    (tmp_path / "games_task.py").write_text(
+        "def load_problems(names):\n    return [{'a': 1}]\nasync def play(cfg, llm, problem, session):\n    ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = RunConfig.model_validate(
+        {
+            **{"output_dir": "x", "model_path": str(tmp_path / "model"), "train_dataset_names": ["a"]},
+            **{"dataset_loader": "games_task.load_problems", "world": {"env_replicas": 1}},
+            "actor": {"rollout_policy": "games_task.play"},
+        }
+    )
+    file = save_config(run, tmp_path / "run.yaml")
+    loops = "{% for a in range(3000) %}{% for b in range(300) %}{% endfor %}{% endfor %}"
+    for template, limit_s, code in (("{{ 1 / 0 }}", 10.0, 0), (loops, 0.01, EXIT_USER_ERROR)):
+        save_tokenizer(tmp_path / "model", template)
+        monkeypatch.setattr("pipelinerl.analysis.check.TEMPLATE_LIMIT_S", limit_s)
+        assert check_run(file) == code
+    assert "model_path" in capsys.readouterr().err
