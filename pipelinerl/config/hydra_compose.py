@@ -6,7 +6,7 @@ The user's folder is searched before the shipped one, so that a user's file may 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,10 @@ def compose_plain(name: str, user_dirs: Sequence[Path] = (), words: Sequence[str
             config_file=config_file,
             notes=_hydra_notes(overrides, config_file),
         )
+    except RecursionError as error:
+        loop = " includes ".join(map(str, _loop(config_file, search_dirs, ()))) or str(config_file)
+        hidden = "A file of yours hides the shipped one of the same name: rename yours."
+        raise ConfigError("defaults", loop, "files that do not include themselves", hidden) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # bytes that are no text, too
         raise _translate(error, config_file, search_dirs) from error
 
@@ -102,9 +106,21 @@ def _own_names(file: Path, user_dirs: Sequence[Path], seen: set[Path]) -> set[st
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     if isinstance(weights := (content.get("rewards") or {}).get("components"), dict):
         return {str(name) for name in weights}
-    included = [entry for entry in content.get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
-    files = [next(iter(_found(name, user_dirs)), file) for name in reversed(included)]
+    files = [next(iter(_found(name, user_dirs)), file) for name in reversed(_included(content))]
     return next((names for each in files if (names := _own_names(each, user_dirs, seen)) is not None), None)
+
+
+def _included(content: Mapping[str, Any]) -> list[str]:
+    return [entry for entry in content.get("defaults") or [] if isinstance(entry, str) and entry != "_self_"]
+
+
+def _loop(file: Path, search_dirs: Sequence[Path], above: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The files from one that includes itself to itself again; empty: `file` leads to none."""
+    if file in above:
+        return (*above[above.index(file) :], file)
+    names = _included(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+    loops = (_loop(found, search_dirs, (*above, file)) for name in names for found in _found(name, search_dirs)[:1])
+    return next(filter(None, loops), ())
 
 
 def _found(name: str, folders: Sequence[Path]) -> list[Path]:

@@ -16,6 +16,7 @@ from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.records import IGNORED_LABEL, EvaluationSample, RolloutSummary, Sample, VersionSpan
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
 _INT64_LIMIT = 1 << 63
 
 
@@ -191,17 +192,17 @@ def recorded_samples(
 
 
 def summarize(result: RolloutResult, rollout_id: str) -> RolloutSummary:
-    """Return the numbers of a rollout, without metrics that are not finite numbers.
+    """Return the numbers of a rollout, without metrics that fp32 cannot hold (means of larger ones may be infinite).
 
     Raises:
-        RolloutError: `bad_reward` or `bad_value`, if the reward in the metrics or the latency is not a finite number.
+        RolloutError: `bad_reward` or `bad_value`, if the reward in the metrics or the latency is no such number.
     """
     latency_s = float(result.latency or 0.0)
-    if not math.isfinite(latency_s):
+    if not _fits(latency_s):
         raise RolloutError("bad_value", f"latency is {latency_s}, expected seconds")
     metrics = {}
     for name, value in result.metrics.model_dump().items():
-        if name not in ("reward", "success") and isinstance(value, bool | int | float) and math.isfinite(value):
+        if name not in ("reward", "success") and isinstance(value, bool | int | float) and _fits(value):
             metrics[name] = float(value)
     return RolloutSummary(
         rollout_id=rollout_id,
@@ -229,7 +230,7 @@ def checked_reward(value: Any) -> float:
     """Return a reward as a float; 0.0 stays 0.0.
 
     Raises:
-        RolloutError: `bad_reward` for None, NaN, infinities and anything that is not one number.
+        RolloutError: `bad_reward` for None, NaN, what fp32 cannot hold, and anything that is not one number.
     """
     if not hasattr(value, "__float__") or isinstance(value, str):
         raise RolloutError("bad_reward", f"reward is {value!r}, expected a number")
@@ -237,8 +238,8 @@ def checked_reward(value: Any) -> float:
         reward = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # an array or tensor of several numbers
         raise RolloutError("bad_reward", f"reward is {str(value)[:80]}, expected one number: {error}") from error
-    if not math.isfinite(reward):
-        raise RolloutError("bad_reward", f"reward is {reward}")
+    if not _fits(reward):
+        raise RolloutError("bad_reward", f"reward is {reward}, expected a number that fp32 holds")
     return reward
 
 
@@ -311,6 +312,10 @@ def _spans_of(text: TrainingText) -> list[VersionSpan]:
 
 def _finish_reason_of(text: TrainingText) -> str:
     return text.finish_reason or ("stop" if text.finished else "length")
+
+
+def _fits(value: float) -> bool:
+    return abs(value) <= _LARGEST
 
 
 def _finite(value: Any, otherwise: float) -> float:

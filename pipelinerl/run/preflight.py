@@ -339,7 +339,9 @@ def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]
     module_name, _, name = path.rpartition(".")
     if not module_name:
         return "expected module and name with a dot between them"
-    file = _module_file(module_name, search_dirs)
+    file, first = _module_file(module_name, search_dirs), module_name.partition(".")[0]
+    if first in sys.stdlib_module_names and any(PathFinder.find_spec(first, [str(each)]) for each in search_dirs):
+        return f"your module {first!r} would hide Python's own of that name: rename it"
     if isinstance(file, str):
         return f"there is no module {file!r} in the folder of --config-dir, an installed package or on PYTHONPATH"
     if file is None:

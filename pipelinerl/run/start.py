@@ -136,6 +136,9 @@ def inspect(config: RunConfig, run_id: str | None = None, is_locked_by_us: bool 
         if not is_locked_by_us and is_locked(run_dir.lock_file):
             raise _in_use(run_dir)
         if config.force_restart:
+            if os.path.ismount(run_dir.root):
+                inside = f"Use a folder inside it: output_dir={run_dir.root / 'run'}."
+                raise _refusal(run_dir, "a directory that can be moved aside; it is a mount point", inside)
             return Decision("move_aside", run_dir, fresh)
         if not run_dir.identity_file.exists():
             raise _refusal(run_dir, "a new directory or a run of pipelinerl; it holds streams or weights", _CHOOSE)

@@ -40,6 +40,14 @@ def launch(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_standard_streams_may_be_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    words = " ".join(f"{fd}>&-" for fd in closed)
+    command = f"{sys.executable} -m pipelinerl.launch --config-name quickstart output_dir=out dry_run=true {words}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

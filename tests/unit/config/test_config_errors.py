@@ -74,6 +74,17 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     assert "finetune.seq_length" in first.expected and str(tmp_path / "mine.yaml") in first.next_step
 
 
+@pytest.mark.parametrize("name", ["base", "quickstart", "mine"])
+def test_a_file_that_hides_a_shipped_one_and_includes_it(tmp_path: Path, name: str) -> None:
+    """It would include itself: for Hydra, the user's file is the one of that name."""
+    hidden = "base" if name == "mine" else name
+    (tmp_path / f"{hidden}.yaml").write_text(f"defaults: [{hidden}, _self_]\nseed: 1\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\n")
+    found = fault("--config-dir", str(tmp_path), f"--config-name={name}")
+    loop = str(tmp_path / f"{hidden}.yaml")
+    assert (found.key, found.got) == ("defaults", f"{loop} includes {loop}")
+
+
 @pytest.mark.parametrize("section", ["llm", "test_llm"])
 def test_an_unknown_key_beside_the_parameters_is_not_dropped(tmp_path: Path, section: str) -> None:
     found = with_file(tmp_path, f"defaults: [base, _self_]\n{section}:\n  temperature: 0.5\n")

@@ -81,6 +81,7 @@ def test_samples_carry_ids_spans_and_reward() -> None:
         ({"version_spans": [VersionSpan(2, 0, 2)]}, "bad_version_spans"),
         ({"reward": None}, "bad_reward"),
         ({"reward": float("nan")}, "bad_reward"),
+        ({"reward": 1e308}, "bad_reward"),
         ({"reward": "1.0"}, "bad_reward"),
     ],
 )
@@ -122,13 +123,16 @@ class MyMetrics(BaseMetrics):
     guesses: int
     note: str = ""
     broken: float = float("inf")
+    huge: float = 1e308  # the mean of two would be infinite
+    longest: int = 10**400
+    largest: float = 3e38
 
 
 def test_numbers_of_own_metrics_are_kept() -> None:
     result = RolloutResult([make_text()], MyMetrics(reward=2, success=1, no_error=True, no_answer=0, guesses=4))  # type: ignore[arg-type]
     summary = summarize(result, "0-1/r0")
     assert (summary.reward, summary.success, summary.num_samples) == (2.0, True, 1)
-    assert summary.metrics == {"no_error": 1.0, "no_answer": 0.0, "guesses": 4.0}
+    assert summary.metrics == {"no_error": 1.0, "no_answer": 0.0, "guesses": 4.0, "largest": 3e38}
     assert version_range(result.training_texts) == (2, 3)
     assert version_range([]) is None
 

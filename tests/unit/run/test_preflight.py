@@ -265,6 +265,7 @@ def test_a_dry_run_does_not_look_for_a_model_on_the_hub(tmp_path: Path) -> None:
         ("pipelinerl.domains.guessing.load_problems", False, None),
         ("pipelinerl.domains.no_such.load_problems", False, "'pipelinerl.domains.no_such'"),
         ("time.sleep", False, None),
+        ("statistics.load", False, "'statistics'"),  # would hide Python's own
     ],
 )
 def test_functions_are_found_in_the_text_of_their_file(
@@ -272,6 +273,7 @@ def test_functions_are_found_in_the_text_of_their_file(
 ) -> None:
     (tmp_path / "static_names.py").write_text(MODULE)
     (tmp_path / "starred.py").write_text("import sys\nfrom os import *\nsys.exit('the file was run')\n")
+    (tmp_path / "statistics.py").write_text("def load(names): ...\n")
     (tmp_path / "broken.py").write_text("def load(:\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "inside.py").write_text("def load(names): ...\n")

@@ -88,6 +88,13 @@ def test_two_launchers_never_share_a_directory(tmp_path: Path) -> None:
         assert entered.identity.incarnation == 1
 
 
+def test_a_mount_point_cannot_be_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start(tmp_path)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path)
+    assert str(tmp_path / "run") in refusal(tmp_path, force_restart=True).next_step
+    assert inspect(config(tmp_path)).kind == "continue"
+
+
 @pytest.mark.parametrize("content", ["streams", "finetune/current"])
 def test_d3_foreign_streams_or_weights_are_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / content).mkdir(parents=True)
