@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import DomainError, RolloutError
-from pipelinerl.llm.completions import are_logprobs, check_spans
+from pipelinerl.llm.client import are_logprobs, check_spans
 from pipelinerl.llm.trainable import TrainableLLM
 from pipelinerl.records import IGNORED_LABEL, EvaluationSample, RolloutSummary, Sample, VersionSpan
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText

@@ -14,8 +14,7 @@ import msgspec
 from pipelinerl.config.task import EvaluationParameters, LLMParameters
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
-from pipelinerl.llm.client import Verdict, classify, post, reason_of, retry_delay_s
-from pipelinerl.llm.completions import Completion, read_completion
+from pipelinerl.llm.client import Completion, Verdict, classify, post, read_completion, reason_of, retry_delay_s
 from pipelinerl.llm.tokens import ChatRenderer, cut_at, is_begun
 from pipelinerl.llm.tool_calls import opened_thinking, parse_tool_calls
 from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, Transcript, Turn, continuation, sampled_text

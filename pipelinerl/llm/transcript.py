@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.errors import RolloutError
-from pipelinerl.llm.completions import is_finished
+from pipelinerl.llm.client import is_finished
 from pipelinerl.llm.tokens import ChatRenderer
 from pipelinerl.llm.tool_calls import opened_thinking
 from pipelinerl.records import IGNORED_LABEL, VersionSpan

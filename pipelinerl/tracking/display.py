@@ -108,9 +108,7 @@ def read_beats(run_dir: RunDir, jobs: Sequence[Job]) -> dict[str, HeartbeatState
     return {job.name: read_heartbeat(run_dir.heartbeat_file(job.name)) for job in jobs}
 
 
-def quiet_line(
-    state: RunState, config: RunConfig, beats: Mapping[str, HeartbeatState | None], run_s: float
-) -> str:
+def quiet_line(state: RunState, config: RunConfig, beats: Mapping[str, HeartbeatState | None], run_s: float) -> str:
     """Say what the run is doing, on one line.
 
     Args:

@@ -14,7 +14,7 @@ from fakes.mid_sequence import ATTEMPTS, num_running
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.llm.completions import Completion, read_completion
+from pipelinerl.llm.client import Completion, read_completion
 from pipelinerl.records.completion import (
     GENERATE_PATH,
     MEDIA_TYPE,

@@ -10,8 +10,7 @@ import pytest
 from fakes.completions import LOGPROBS, as_json, packed
 
 from pipelinerl.errors import RetryableRolloutError, RolloutError
-from pipelinerl.llm.client import Fault
-from pipelinerl.llm.completions import Completion, is_finished, read_completion
+from pipelinerl.llm.client import Completion, Fault, is_finished, read_completion
 from pipelinerl.records import VersionSpan
 
 both = pytest.mark.parametrize("encode", [packed, as_json])
