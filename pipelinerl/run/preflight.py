@@ -273,6 +273,18 @@ def check_tracking(start: Start) -> list[str]:
     return []
 
 
+def check_module_names(start: Start) -> list[str]:
+    """Refuse a task in a module that hides one of Python's own from every library."""
+    if not has_stage(start.config, "actor"):
+        return []
+    paths = {"dataset_loader": start.config.dataset_loader, "actor.rollout_policy": start.config.actor.rollout_policy}
+    for key, path in paths.items():
+        name = (path or "").partition(".")[0]
+        if name in sys.stdlib_module_names and PathFinder.find_spec(name, [*map(str, start.search_dirs)]) is not None:
+            raise ConfigError(key, path, "a module of another name than Python's own ones", "Rename its file.")
+    return []
+
+
 def check_dataset_loader(start: Start) -> list[str]:
     return _check_function("dataset_loader", start.config.dataset_loader, False, start)
 
@@ -339,9 +351,7 @@ def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]
     module_name, _, name = path.rpartition(".")
     if not module_name:
         return "expected module and name with a dot between them"
-    file, first = _module_file(module_name, search_dirs), module_name.partition(".")[0]
-    if first in sys.stdlib_module_names and any(PathFinder.find_spec(first, [str(each)]) for each in search_dirs):
-        return f"your module {first!r} would hide Python's own of that name: rename it"
+    file = _module_file(module_name, search_dirs)
     if isinstance(file, str):
         return f"there is no module {file!r} in the folder of --config-dir, an installed package or on PYTHONPATH"
     if file is None:
@@ -414,6 +424,7 @@ CHECKS = (
     Check(check_server_files, dry_run="report", every_node=True),
     Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),
+    Check(check_module_names, dry_run="report"),
     Check(check_dataset_loader, dry_run="report", at_start=False),  # `check_domain` calls it
     Check(check_rollout_policy, dry_run="report", at_start=False),
     Check(check_domain),

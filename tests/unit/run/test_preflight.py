@@ -265,7 +265,6 @@ def test_a_dry_run_does_not_look_for_a_model_on_the_hub(tmp_path: Path) -> None:
         ("pipelinerl.domains.guessing.load_problems", False, None),
         ("pipelinerl.domains.no_such.load_problems", False, "'pipelinerl.domains.no_such'"),
         ("time.sleep", False, None),
-        ("statistics.load", False, "'statistics'"),  # would hide Python's own
     ],
 )
 def test_functions_are_found_in_the_text_of_their_file(
@@ -273,12 +272,24 @@ def test_functions_are_found_in_the_text_of_their_file(
 ) -> None:
     (tmp_path / "static_names.py").write_text(MODULE)
     (tmp_path / "starred.py").write_text("import sys\nfrom os import *\nsys.exit('the file was run')\n")
-    (tmp_path / "statistics.py").write_text("def load(names): ...\n")
     (tmp_path / "broken.py").write_text("def load(:\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "inside.py").write_text("def load(names): ...\n")
     fault = function_fault(path, is_async, [tmp_path])
     assert fault is None if said is None else said in str(fault)
+
+
+@pytest.mark.parametrize("key", ["dataset_loader", "actor.rollout_policy"])
+def test_a_task_whose_file_is_named_like_one_of_python(tmp_path: Path, key: str) -> None:
+    """It would hide that from every library."""
+    (tmp_path / "statistics.py").touch()
+    changes = {"dataset_loader": "mine.load", "actor": {"rollout_policy": "time.sleep"}}
+    section, _, name = key.rpartition(".")
+    (changes[section] if section else changes)[name] = "statistics.load"  # type: ignore[index]
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_module_names(replace(start(changes), search_dirs=[tmp_path]))
+    assert (caught.value.key, caught.value.got) == (key, "statistics.load")
+    preflight.check_module_names(start(changes))
 
 
 @pytest.mark.parametrize(
