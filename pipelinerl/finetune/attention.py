@@ -110,6 +110,7 @@ def segmented_attention(
     dropout: float = 0.0,
     segment_layout: Layout | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sample of a packed row, or of each right-padded row if there is no layout.
@@ -118,20 +119,23 @@ def segmented_attention(
 
     Args:
         query: `[rows, heads, T, head size]`; `key` and `value` may have fewer heads.
+        s_aux: attention sinks `[heads]`: one more logit in every softmax, which no value goes with.
 
     Returns:
         `[rows, T, heads, head size]` and no attention weights, as transformers expects.
 
     Raises:
-        ValueError: a mask was given, or the model asks for logit soft-capping or attention sinks.
+        ValueError: a mask was given, or the model asks for logit soft-capping, or for sinks without a `SegmentLayout`.
     """
-    if isinstance(segment_layout, VarlenLayout) and dropout:
-        raise ValueError(f"{VARLEN_ATTENTION}: got dropout={dropout}, expected 0")
-    special = [name for name in ("softcap", "s_aux", "position_bias") if unused.get(name) is not None]
+    if isinstance(segment_layout, VarlenLayout) and (dropout or s_aux is not None):
+        raise ValueError(f"{VARLEN_ATTENTION}: got dropout={dropout} or attention sinks, expected neither")
+    special = [name for name in ("softcap", "position_bias") if unused.get(name) is not None]
     if attention_mask is not None or special:
         raise ValueError(f"our attention: got {special or 'a mask'}, expected plain causal attention")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if s_aux is not None:
+            return attend_with_sinks(q, k, v, s_aux, scaling, dropout, sliding_window)
         length = q.shape[2]
         band = None
         if sliding_window is not None and length > sliding_window:
@@ -152,6 +156,37 @@ def segmented_attention(
         block = [row.index_select(0, index).view(count, length, *row.shape[1:]).transpose(1, 2) for row in rows]
         outputs.append(attend(*block).transpose(1, 2).reshape(count * length, *rows[0].shape[1:]))
     return torch.cat(outputs).index_select(0, segment_layout.restore)[None], None
+
+
+def attend_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of `[rows, heads, T, head size]` with one more logit per head, by PyTorch's kernel.
+
+    The sink is a key before all others whose value is 0. Heads get further components: in the first of them the query
+    of each head has its sink, the key of the sink has 1 and the other keys have 0. Kernels want multiples of 8.
+    """
+    size, scale = q.shape[-1], q.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (F.pad(states, (0, 8, 1, 0)) for states in (q, k, v))
+    sink_key = F.one_hot(torch.tensor(size, device=k.device), size + 8).to(k.dtype)
+    k = torch.cat([sink_key.expand(*k.shape[:2], 1, -1), k[:, :, 1:]], dim=2)
+    sink_query = (sinks / scale).to(q.dtype)[None, :, None, None].expand(*q.shape[:3], 1)
+    q = torch.cat([q[..., :size], sink_query, q[..., size + 1 :]], dim=-1)
+    band = None
+    if sliding_window is not None and q.shape[2] - 1 > sliding_window:
+        position = torch.arange(q.shape[2], device=q.device)
+        distance = position[:, None] - position[None, :]
+        band = (distance >= 0) & ((distance < sliding_window) | (position == 0))
+    attended = F.scaled_dot_product_attention(
+        q, k, v, band, dropout, is_causal=band is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )
+    return attended[:, :, 1:, :size]
 
 
 def varlen_attention(

@@ -77,8 +77,9 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
     for attention in candidates:
         try:
             language_model = load_language_model(path, attention, settings.trust_remote_code, served_length)
-        except (ImportError, ValueError) as error:
-            reasons.append(f"{attention}: {error}")
+        except (ImportError, ValueError, KeyError) as error:
+            # Old families look their attention up in a table of their own.
+            reasons.append(f"{attention}: {_first_sentence(error)}")
             continue
         policy = PolicyModel(
             language_model,
@@ -120,6 +121,13 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
     raise ConfigError(blamed[0], blamed[1], expected, blamed[2])
 
 
+def _first_sentence(error: Exception) -> str:
+    """What transformers says of an attention that a family has not, without its advice."""
+    if isinstance(error, KeyError):
+        return f"the family does not support {error}"
+    return str(error).partition(" yet. Please")[0].partition("\n")[0]
+
+
 def cure(policy: PolicyModel, config: RunConfig) -> tuple[str, Any, str] | None:
     """Key, its value and what to do, if another way to put samples together helps a model that has a fault."""
     settings = config.finetune
@@ -144,7 +152,7 @@ def load_language_model(
 
     Raises:
         ConfigError: `path` is neither a model folder nor a name that can be fetched, or not a language model.
-        ValueError, ImportError: the model does not support `attention`.
+        ValueError, ImportError, KeyError: the model does not support `attention`.
     """
     try:
         model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -23,10 +23,15 @@ from pipelinerl.rl.precision import fp32_products
 
 #: Beyond the chunks of linear attention (64 tokens) and `_WINDOW`.
 _LENGTHS = (70, 23, 9)
-#: Lengths at which a family computes something else. While it is tried they are `_WINDOW` at most, so that few tokens
-#: cross them.
-_THRESHOLDS = ("sliding_window", "attention_chunk_size", "floor_scale")
+#: Where a family computes something else: lengths, and the size of attention logits. While it is tried they are these
+#: at most, so that few tokens and weak attention show it.
 _WINDOW = 8
+_THRESHOLDS = {
+    "sliding_window": _WINDOW,
+    "attention_chunk_size": _WINDOW,
+    "floor_scale": _WINDOW,
+    "attn_logit_softcapping": 0.1,
+}
 #: Odd numbers above 2048 are no TF32 values.
 _LARGE_POSITION = 4096
 _EAGER = "eager"
@@ -49,16 +54,16 @@ def exact_attention(policy: PolicyModel) -> Iterator[None]:
 
 @contextmanager
 def low_thresholds(policy: PolicyModel) -> Iterator[None]:
-    """Within it windows and chunks of the model are short."""
+    """Within it windows and chunks of the model are short, and caps of attention logits low."""
     config = policy.language_model.config.get_text_config()
     before = [
         (owner, name, value)
         for owner in (config, *policy.language_model.modules())
-        for name in _THRESHOLDS
-        if isinstance(value := getattr(owner, name, None), int | float) and value > _WINDOW
+        for name, low in _THRESHOLDS.items()
+        if isinstance(value := getattr(owner, name, None), int | float) and value > low
     ]
     for owner, name, _ in before:
-        setattr(owner, name, _WINDOW)
+        setattr(owner, name, _THRESHOLDS[name])
     try:
         yield
     finally:

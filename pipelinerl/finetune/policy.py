@@ -158,17 +158,17 @@ class PolicyModel(torch.nn.Module):
 
 def backbone(language_model: PreTrainedModel) -> torch.nn.Module:
     """The decoder without its output head."""
-    decoder = language_model.base_model
-    if decoder is language_model:
-        raise ValueError(f"{type(language_model).__name__} has no separate backbone (base_model_prefix)")
-    return decoder
+    return language_model.base_model
 
 
 def has_linear_head(language_model: PreTrainedModel) -> bool:
-    """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping, by the configuration.
+    """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping, by the configuration, and
+    there is a decoder to get `hidden` from.
 
     `find_fault` tries it.
     """
+    if language_model.base_model is language_model:
+        return False
     config = language_model.config.get_text_config()
     special = (
         *("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale"),

@@ -21,9 +21,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from pipelinerl.config import RunConfig
 from pipelinerl.finetune import attention
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, VARLEN_ATTENTION, register_own_attention
-from pipelinerl.finetune.model import find_fault, fix_frequencies, remove_dropout
+from pipelinerl.finetune.model import find_fault, fix_frequencies, load_policy, remove_dropout
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 
@@ -67,13 +68,17 @@ def test_a_convolution_that_crosses_samples_is_found_in_every_precision(attentio
     assert (policy.attention, policy.compute_dtype) == (attention, dtype)
 
 
+@pytest.mark.parametrize("scale", [8, 20])
 @pytest.mark.parametrize(("attention", "dtype"), [*WAYS, ("eager", torch.float32)])
-def test_soft_capped_attention_is_trained_only_where_it_is_capped(attention, dtype):
+def test_soft_capped_attention_is_trained_only_where_it_is_capped(attention, dtype, scale):
+    """Also where the attention is still so weak that the cap hardly shows."""
     torch.manual_seed(1)
     config = Gemma2Config(
-        **SHAPE, head_dim=8, attn_logit_softcapping=5.0, final_logit_softcapping=None, sliding_window=4
+        **SHAPE, head_dim=8, attn_logit_softcapping=50.0, final_logit_softcapping=None, sliding_window=4
     )
-    fault = find_fault(policy_of(Gemma2ForCausalLM(config), 20, attention, dtype), packed=True)
+    policy = policy_of(Gemma2ForCausalLM(config), scale, attention, dtype)
+    fault = find_fault(policy, packed=True)
+    assert {layer.self_attn.attn_logit_softcapping for layer in policy.language_model.model.layers} == {50.0}
     assert (fault is None) == (attention == "eager"), fault
 
 
@@ -221,3 +226,35 @@ def test_what_only_positions_far_apart_change_is_found():
     for packed in (True, False):
         assert "a long sample changes" in find_fault(policy, packed=packed, rows=2)
     assert find_fault(policy, packed=False) is None
+
+
+@pytest.mark.parametrize("window", [4, 4096])
+def test_sinks_are_part_of_every_softmax(window):
+    """Packed as alone, with gradients for the sinks; eager attention of this family sees across packed samples."""
+    experts = dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=window)
+    model = random_family("gpt_oss", layer_types=["sliding_attention", "full_attention"], **experts)
+    assert "packed samples see each other" in find_fault(policy_of(model, 1, "eager", torch.float32), packed=True)
+    assert find_fault(policy_of(model, 1, "eager", torch.float32), packed=False) is None
+    samples = [[(7 * n + 11 * k * k) % 64 for k in range(n)] for n in LENGTHS]
+    sinks = [layer.self_attn.sinks for layer in model.model.layers]
+    found = []
+    for way, batches in (
+        (SEGMENTED_ATTENTION, [token_batch(samples, CPU)]),
+        ("eager", [token_batch([sample], CPU) for sample in samples]),
+    ):
+        policy = policy_of(model, 1, way, torch.float32)
+        logprobs = torch.cat([policy(*policy.placed(batch, CPU)).logprobs[0] for batch in batches])
+        found.append((logprobs.detach(), *torch.autograd.grad(logprobs.sum(), sinks)))
+    assert all(bool(gradient.any()) for gradient in found[0][1:])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-5)
+    assert find_fault(policy_of(model, 1, SEGMENTED_ATTENTION, torch.float32), packed=True) is None
+
+
+@pytest.mark.parametrize("family", ["gptj", "llama4_text"])
+def test_a_family_built_otherwise_is_trained_by_its_own_means(family, tmp_path):
+    """One has a table of its attentions, the other no decoder apart from its head."""
+    changes = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, num_local_experts=2, intermediate_size_mlp=32)
+    random_family(family, **changes).save_pretrained(tmp_path / "model")
+    settings = dict(seq_packing=False, gradient_checkpointing=False)
+    config = RunConfig(output_dir=str(tmp_path), model_path=str(tmp_path / "model"), finetune=settings)
+    assert load_policy(config, CPU).attention in ("sdpa", "eager")
