@@ -108,7 +108,7 @@ class Decision:
     moved_to: Path | None = None
 
 
-def inspect(config: RunConfig, run_id: str | None = None, is_locked_by_us: bool = False) -> Decision:
+def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
     """Decide without writing anything.
 
     A run that ended early is continued from its newest checkpoint, or from the start if it has none yet; a complete one
@@ -117,7 +117,6 @@ def inspect(config: RunConfig, run_id: str | None = None, is_locked_by_us: bool 
 
     Args:
         config: of this start.
-        run_id: of a new run; None: the name of the directory and a random number.
         is_locked_by_us: this launcher holds the directory.
 
     Raises:
@@ -125,7 +124,7 @@ def inspect(config: RunConfig, run_id: str | None = None, is_locked_by_us: bool 
             or the run in it was started with a value that must not change.
     """
     run_dir = RunDir(Path(config.output_dir).absolute())
-    fresh = RunIdentity(run_id=run_id or f"{run_dir.root.name}-{secrets.token_hex(4)}", incarnation=0)
+    fresh = RunIdentity(run_id=f"{run_dir.root.name}-{secrets.token_hex(4)}", incarnation=0)
     with _usable(run_dir.root):
         existing = next(folder for folder in (run_dir.root, *run_dir.root.parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -165,19 +164,19 @@ def inspect(config: RunConfig, run_id: str | None = None, is_locked_by_us: bool 
 
 
 @contextmanager
-def enter(config: RunConfig, run_id: str | None = None) -> Iterator[Decision]:
+def enter(config: RunConfig) -> Iterator[Decision]:
     """Enter the directory as `inspect` decides: move the old run aside or create the directory, lock it, write the
     identity. Leaving lets another launcher in.
 
     Raises:
         ConfigError: as `inspect`; or the system refuses it, or another launcher was quicker.
     """
-    run_dir, lock = inspect(config, run_id).run_dir, None
+    run_dir, lock = inspect(config).run_dir, None
     try:
         with _usable(run_dir.root):
             lock = _lock(run_dir)
             # Before it was locked, another launcher may have come, and gone again.
-            decision = inspect(config, run_id, is_locked_by_us=True)
+            decision = inspect(config, is_locked_by_us=True)
             if decision.kind == "move_aside":
                 moved_to = run_dir.root.rename(_free_name(run_dir.root))
                 decision = replace(decision, moved_to=moved_to)

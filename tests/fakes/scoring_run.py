@@ -35,8 +35,6 @@ from pipelinerl.run.start import RunSession, build_command, enter
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap
 
-RUN_ID = "scoring-run"
-
 
 class ScoringServer(FakeServer):
     """Answers the scripted ids with the log-probs of the weights that it was given last."""
@@ -74,8 +72,7 @@ def start_run(
     """Start the launcher of a run in `root` / run on `server`; returns when it has entered that directory, or ended.
 
     Its output is in `root` / launcher.log. With `file_limit_bytes` no file of the run can become larger, as on a full
-    disk. The id of the run is RUN_ID, or the value of `SCORING_RUN_ID` in the environment. `overrides` are sections and
-    keys of the configuration; those under `finetune` are added to small defaults.
+    disk. `overrides` are sections and keys of the configuration; those under `finetune` are added to small defaults.
     """
     task_dir = root / "task"
     task_dir.mkdir(parents=True, exist_ok=True)
@@ -158,7 +155,7 @@ def main(config_json: str, url: str, group_port: str, token: str, task_dir: str)
     jobs = [_job("actor_llm", url, int(group_port)), _job("actor"), _job("preprocessor"), _job("finetune")]
     world = WorldMap(jobs, "cpu", 1, 0, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
-    with signals_as_events(events), enter(config, os.environ.get("SCORING_RUN_ID", RUN_ID)) as entered:
+    with signals_as_events(events), enter(config) as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)
         save_config(config, entered.run_dir.config_file)
         entered.run_dir.world_file.write_text(world.to_json(), encoding="utf-8")

@@ -40,7 +40,7 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
         commands.append(Command(job, argv, {JOB_KEY: name, "PYTHONFAULTHANDLER": "1"}))
     world = WorldMap([command.job for command in commands], "cpu", 1, 0, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
-    with signals_as_events(events), enter(config, "run-test") as entered:
+    with signals_as_events(events), enter(config) as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)
         session = RunSession(
             config, world, entered.run_dir, entered.identity, commands, os.environ, "token-of-test", events

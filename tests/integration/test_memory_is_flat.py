@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fakes.random_model import save_random_model
-from fakes.scoring_run import RUN_ID, ScoringServer, end_run, logs_of, start_run
+from fakes.scoring_run import ScoringServer, end_run, logs_of, start_run
 
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.records import StepDone, TrainerMessage
@@ -49,9 +49,7 @@ def test_o6_memory_of_every_process_is_flat_over_500_steps(tmp_path: Path) -> No
         )
         step, deadline = 0, time.monotonic() + 2300
         try:
-            reader = StreamHub(FileStreams(), RunDir(tmp_path / "run"), RUN_ID).reader(
-                "trainer", "finetune_0", TrainerMessage
-            )
+            reader = StreamHub(FileStreams(), RunDir(tmp_path / "run")).reader("trainer", "finetune_0", TrainerMessage)
             while step < STEPS and launcher.poll() is None and time.monotonic() < deadline:
                 for entry in reader.read(10):
                     if isinstance(entry.record, StepDone):

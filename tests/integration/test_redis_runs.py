@@ -61,7 +61,6 @@ def test_d4_two_runs_on_one_machine_and_one_redis_server(tmp_path: Path, monkeyp
         launchers = {}
         for name, count in steps.items():
             (tmp_path / name).mkdir()
-            monkeypatch.setenv("SCORING_RUN_ID", f"run-{name}")
             server = stack.enter_context(ScoringServer())
             keys = {"streams": {"backend": "redis"}, "finetune": {"max_train_steps": count}}
             launchers[name] = start_run(tmp_path / name, model, server, **keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.random_model import save_random_model
-from fakes.scoring_run import RUN_ID, ScoringServer, end_run, logs_of, start_run
+from fakes.scoring_run import ScoringServer, end_run, logs_of, start_run
 
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.records import TrainerMessage, WeightUpdateSuccess
@@ -46,7 +46,7 @@ def test_l6_the_run_ends_by_itself_and_every_update_is_delivered(
     files = RunDir(tmp_path / "run")
     summary = json.loads(files.summary_file.read_text())
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
-    hub = StreamHub(FileStreams(), files, RUN_ID)
+    hub = StreamHub(FileStreams(), files)
     messages = hub.reader("trainer", "finetune_0", TrainerMessage).read(10)
     versions = [entry.record.version for entry in messages if isinstance(entry.record, WeightUpdateSuccess)]
     assert versions == list(range(STEPS + 1))

@@ -52,7 +52,7 @@ from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
 writer = hub.writer("trainer", "finetune_0", TrainerMessage)
 writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
 writer.close()
@@ -65,7 +65,7 @@ from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import TrainerMessage
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
 reader = hub.reader("trainer", "finetune_0", TrainerMessage)
 assert reader.read(timeout_s=200)
 """
@@ -131,7 +131,7 @@ from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import PoolAnswer, ServerDropped, ServerReady
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
 writer = hub.writer("pool", "finetune_0", PoolAnswer)
 writer.write(ServerReady(name="actor_llm_0", generation=0, version=0, time=time.time()))
 writer.write(ServerDropped(name="actor_llm_0", generation=0, error="HTTP 500 boom", time=time.time()))
@@ -157,7 +157,7 @@ from pipelinerl.config.resources import FileStreams, RedisStreams
 from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])), "run-test")
+hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
 hub.writer("pool", "finetune_0", TrainerMessage).write(TrainingDone(version=3, time=time.time(), samples_processed=9))
 time.sleep(300)
 """
@@ -173,7 +173,7 @@ from pipelinerl.records import TrainerMessage, TrainingDone
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.rundir.layout import RunDir
 root = Path(sys.argv[1])
-hub = StreamHub(FileStreams(), RunDir(root), "run-test")
+hub = StreamHub(FileStreams(), RunDir(root))
 pool = hub.writer("pool", "finetune_0", PoolAnswer)
 servers = root / "pool" / "servers.json"
 count = servers.read_text().count('"actor_llm_')

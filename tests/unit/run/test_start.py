@@ -49,9 +49,11 @@ def contents(root: Path) -> set[Path]:
 def start(root: Path, trained: bool = False, **changes: Any) -> RunDir:
     """A run that was started, and ended."""
     run_config = config(root, **changes)
-    with enter(run_config, "run-a") as entered:
+    with enter(run_config) as entered:
         save_config(run_config, entered.run_dir.config_file)
-    writer = StreamHub(FileStreams(), RunDir(root), "run-a").writer(TRAINER_TOPIC, "finetune_0", TrainerMessage)
+    writer = StreamHub(FileStreams(), RunDir(root), entered.identity.run_id).writer(
+        TRAINER_TOPIC, "finetune_0", TrainerMessage
+    )
     writer.write(TrainerStarted(step=0, data_offset=0, time=1.0))
     if trained:
         writer.write(StepDone(step=1, time=2.0, group_ids=["g"], num_samples=8, samples_processed=8))
@@ -127,12 +129,12 @@ def test_a_run_that_ended_after_its_epochs_is_complete(
 
 
 def test_the_same_run_continues_and_free_changes_are_listed(tmp_path: Path) -> None:
-    start(tmp_path, trained=True)
+    run_id = read_identity(start(tmp_path, trained=True).identity_file).run_id
     assert inspect(config(tmp_path)).changes == ()
     finetune = {"max_train_steps": 7, "lora": {"sync": "adapter"}}
     changed = config(tmp_path, max_lag=3, finetune=finetune, world={"num_actor_llms": 2})
     decision = inspect(changed)
-    assert (decision.kind, decision.identity) == ("continue", RunIdentity(run_id="run-a", incarnation=1))
+    assert (decision.kind, decision.identity) == ("continue", RunIdentity(run_id=run_id, incarnation=1))
     assert {change.key for change in decision.changes} == {
         *("max_lag", "finetune.lora.sync", "finetune.max_train_steps", "world.num_actor_llms")
     }
@@ -193,8 +195,9 @@ def test_a_start_that_trained_nothing_may_be_corrected_in_the_same_folder(tmp_pa
     write_summary(run_dir, status="failed", steps=0)
     assert inspect(config(root, model_path="wrong", max_lag=3)).kind == "continue"
     before = contents(root)
-    with enter(config(root, model_path="right"), "run-b") as entered:
-        assert entered.identity == RunIdentity(run_id="run-b", incarnation=0)
+    old = read_identity(run_dir.identity_file)
+    with enter(config(root, model_path="right")) as entered:
+        assert entered.identity.run_id != old.run_id and entered.identity.incarnation == 0
         assert [change.key for change in entered.changes] == ["model_path"]
         # Nothing of the old try is left for the new one to read, and nothing of it is lost.
         assert contents(root) == {root / "conf", root / "conf" / "run.json", root / "conf" / "launch.lock"}
@@ -234,11 +237,11 @@ def test_a_run_with_redis_is_judged_by_its_summary(steps: int | None, is_kept: b
 
 def test_force_restart_moves_the_old_run_aside(tmp_path: Path) -> None:
     root = tmp_path / "r"
-    start(root)
-    with enter(config(root, force_restart=True), "run-b") as entered:
+    old = read_identity(start(root).identity_file)
+    with enter(config(root, force_restart=True)) as entered:
         assert entered.moved_to is not None and (entered.moved_to / "streams").is_dir()
         assert entered.moved_to.parent == tmp_path and not (root / "streams").exists()
-        assert read_identity(entered.run_dir.identity_file).run_id == "run-b"
+        assert read_identity(entered.run_dir.identity_file).run_id == entered.identity.run_id != old.run_id
 
 
 @pytest.mark.parametrize("kind", ["new", "continue", "move_aside"])
@@ -253,7 +256,7 @@ def test_d3_a_directory_that_another_launcher_takes_meanwhile_is_left_as_it_is(
     def lock_slowly(run_dir: RunDir) -> FileLock:
         if not running:
             monkeypatch.setattr(start_module, "_lock", lock)
-            other = enter(config(root), "run-b")
+            other = enter(config(root))
             running.extend((other, other.__enter__(), contents(tmp_path)))
         return lock(run_dir)
 
@@ -277,8 +280,8 @@ def test_d3_a_run_that_came_and_went_before_the_lock_is_continued(
 
     lock = start_module._lock
     monkeypatch.setattr(start_module, "_lock", lock_slowly)
-    with enter(config(tmp_path), "run-b") as entered:
-        assert (entered.kind, entered.identity) == ("continue", RunIdentity(run_id="run-a", incarnation=1))
+    with enter(config(tmp_path)) as entered:
+        assert (entered.kind, entered.identity.incarnation) == ("continue", 1)
 
 
 @pytest.mark.parametrize("folder", ["f", "f/below", "n" * 300, "/proc/no/run", "/sys/run"])
