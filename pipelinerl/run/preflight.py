@@ -30,7 +30,7 @@ from pipelinerl.inference.arguments import check_names, check_options, foreign_v
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size, count_parameters
-from pipelinerl.run.start import SOCKET_FOLDER_KEY, inspect, socket_parent
+from pipelinerl.run.start import SOCKET_FOLDER_KEY, inspect, socket_parent, trainer_variables
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, nvml_gpu_lister
@@ -220,16 +220,23 @@ def _size(count: float) -> str:
 
 
 def check_servers(start: Start) -> list[str]:
-    """Refuse server options that vLLM would refuse itself, half a minute after its start. Name the variables that the
-    servers will not get."""
-    if not start.has_servers:  # such a stage may have the configuration of the run that it reads
-        return []
-    check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
-    check_parallel_size(start.config)
-    check_context(start.config, start.environ)
-    foreign = ", ".join(foreign_variables(start.environ))
-    note = f"note: the servers do not get {foreign}: the run decides on their addresses, access and models"
-    return [note] if foreign else []
+    """Refuse server options that vLLM would refuse itself, half a minute after its start."""
+    if start.has_servers:  # a stage without servers may have the configuration of the run that it reads
+        check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
+        check_parallel_size(start.config)
+        check_context(start.config, start.environ)
+    return []
+
+
+def check_environment(start: Start) -> list[str]:
+    """Name the variables of libraries that the processes will not get."""
+    servers = ", ".join(foreign_variables(start.environ)) if start.has_servers else ""
+    trainers = ", ".join(trainer_variables(start.environ)) if has_stage(start.config, "finetune") else ""
+    notes = {
+        f"note: the servers do not get {servers}: the run decides on their addresses, access and models": servers,
+        f"note: the trainer does not get {trainers}: the configuration decides how it trains": trainers,
+    }
+    return [note for note, names in notes.items() if names]
 
 
 def check_server_files(start: Start) -> list[str]:
@@ -421,6 +428,7 @@ CHECKS = (
     Check(check_model_path, dry_run="report", every_node=True),
     Check(check_disk, dry_run="report"),
     Check(check_servers, dry_run="refuse", every_node=True),
+    Check(check_environment, dry_run="report"),
     Check(check_server_files, dry_run="report", every_node=True),
     Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),

@@ -80,6 +80,8 @@ _ENTRYPOINTS = {
 }
 _USER_CODE_KINDS = ("actor", "environment", "verifier")
 _RANK_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# By these `accelerate launch` and torchrun tell the processes that they start how to train. Ours are told by the run.
+_TRAINER_VARIABLES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -383,10 +385,16 @@ def build_command(
     return Command(job, argv, env)
 
 
+def trainer_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that would change how a trainer trains: its precision, compilation, accumulation."""
+    return sorted(name for name in environ if name.startswith(_TRAINER_VARIABLES))
+
+
 def child_environment(command: Command, environ: Mapping[str, str], token: str, death_fd: int) -> dict[str, str]:
     """The whole environment of the child, with the secrets that it needs. Secrets are nowhere else: not in argv, not in
     `command.sh`."""
-    inherited = {key: value for key, value in environ.items() if key not in (*_RANK_KEYS, NODE_SECRET_KEY)}
+    dropped = {*_RANK_KEYS, NODE_SECRET_KEY, *trainer_variables(environ)}
+    inherited = {key: value for key, value in environ.items() if key not in dropped}
     return inherited | dict(command.env) | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
 
 

@@ -119,11 +119,15 @@ def test_options_that_servers_would_refuse_are_refused_where_there_are_servers(m
     assert caught.value.got == "FULL"
 
 
-def test_x5_variables_that_servers_do_not_get_are_named_once() -> None:
+def test_x5_variables_that_processes_do_not_get_are_named_once() -> None:
     environ = {"VLLM_PORT": "tcp://10.0.0.3:8000", "VLLM_API_KEY": "abc", "VLLM_CACHE_ROOT": "/c"}
-    [note] = preflight.check_servers(start({}, **environ))
-    assert "VLLM_API_KEY, VLLM_PORT:" in note and "abc" not in note
-    assert preflight.check_servers(start({}, VLLM_CACHE_ROOT="/c")) == []
+    environ |= {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2"}
+    servers, trainer = preflight.check_environment(start({}, **environ))
+    assert "VLLM_API_KEY, VLLM_PORT:" in servers and "abc" not in servers
+    assert "ACCELERATE_MIXED_PRECISION, FSDP_VERSION:" in trainer
+    stage = {"debug": {"mode": "finetune", "streams_from": "y"}}
+    assert preflight.check_environment(start(stage, **environ)) == [trainer]
+    assert preflight.check_environment(start({}, VLLM_CACHE_ROOT="/c")) == []
 
 
 @pytest.mark.parametrize(

@@ -375,11 +375,13 @@ def test_o5_secrets_are_in_the_environment_only() -> None:
     """X5: and variables of ranks, of launchers and of nodes are not inherited."""
     environ = {"WANDB_API_KEY": "wandb-secret", "PATH": "/bin", "RANK": "5", "MASTER_ADDR": "node-0"}
     environ["PIPELINERL_NODE_SECRET"] = "node-secret-of-all"
+    environ |= {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = build_command(job("actor"), world(job("actor")), RUN, environ)
     env = child_environment(command, environ, token="server-secret", death_fd=7)
     assert (env["PIPELINERL_SERVER_TOKEN"], env["PIPELINERL_DEATH_FD"]) == ("server-secret", "7")
     assert env["WANDB_API_KEY"] == "wandb-secret"
     assert "RANK" not in env and "MASTER_ADDR" not in env
+    assert not any(name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_")) for name in env), "the config decides"
     assert "node-secret-of-all" not in env.values(), "it is for the launchers alone"
     script = command.script()
     assert "secret" not in script + " ".join(command.argv) + repr(dict(command.env))
