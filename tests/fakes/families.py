@@ -83,7 +83,10 @@ def logprobs(policy: PolicyModel) -> torch.Tensor:
 
 def random_model(family: str, **changes: Any) -> Any:
     """A model none of whose weights is a value of bf16."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **changes})
+    return model_of(AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **changes}))
+
+
+def model_of(config: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

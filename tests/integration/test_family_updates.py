@@ -1,4 +1,4 @@
-"""Updates of real vLLM servers of families whose checkpoints differ from the model in memory."""
+"""The table of families in the docs: trainer, export and real vLLM servers."""
 
 from __future__ import annotations
 
@@ -9,50 +9,57 @@ from typing import Any
 import pytest
 import torch
 from fakes.families import random_model
-from fakes.random_model import model_logprobs, perturb, save_tokenizer
-from fakes.vllm_process import VLLMProcess
+from fakes.family_trial import TABLE, Trial, reopened_difference
 from fakes.whole_run import make_whole_run
 from safetensors.torch import load_file
 
-from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.model import load_language_model
-from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.errors import ConfigError
 
 TOLERANCE = 1e-4
-IDS = [[3, 9], [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 41, 12], [(7 * k + 3) % 60 for k in range(80)]]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+#: Family -> columns of its row: samples, server.
+ROWS = {
+    cells[0].strip("`"): cells[1:]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| `")
+    for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
+}
+SERVED = [family for family, (_, server) in ROWS.items() if server == "agrees"]
 #: vLLM's attention on CPUs wants heads of 32.
 SHAPE: dict[str, Any] = dict(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
 
 
+def test_the_table_has_every_family() -> None:
+    assert list(ROWS) == list(TABLE)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_x1_the_trainer_has_the_family_as_the_table_says(family: str, tmp_path: Path) -> None:
+    samples, _ = ROWS[family]
+    if samples == "refused":
+        with pytest.raises(ConfigError) as found:
+            Trial(family, tmp_path)
+        assert found.value.key == "model_path"
+        return
+    trial = Trial(family, tmp_path)
+    assert samples == ("packed" if trial.packed else "alone")
+    before = trial.logprobs()
+    assert trial.step() > 0
+    after = trial.logprobs()
+    assert before != after
+    assert reopened_difference(trial.export(), after) < TOLERANCE
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", SERVED)
 def test_w1_a_server_agrees_at_the_start_and_after_every_update(family: str, tmp_path: Path) -> None:
-    random_model(family, **SHAPE).save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    model = load_language_model(str(tmp_path / "model"), "eager").eval()
-    backend = PlainBackend(PolicyModel(model), FinetuneConfig(), Ranks())
-    kwargs = {"max_model_len": 128}
-    with (
-        VLLMProcess(tmp_path / "model", tmp_path / "server.log", kwargs) as server,
-        WeightPublisher(server.token, timeout_s=60) as publisher,
-    ):
-        publisher.connect([ServerAddress("tiny", server.url)])
-
-        def difference() -> float:
-            return publisher.probe([ProbeSequence(ids, model_logprobs(model, ids)) for ids in IDS]).max_abs_diff
-
-        assert difference() < TOLERANCE
-        for version in (1, 2):
-            perturb(model, seed=version)
-            # The old weights must be told apart, or the test proves nothing.
-            assert difference() > 100 * TOLERANCE
-            assert publisher.publish(version, backend.weight_source(torch.float32)).failed == {}
-            assert difference() < TOLERANCE
+    """It starts with an export, so that is also opened by vLLM."""
+    trial = Trial(family, tmp_path)
+    trial.step()
+    for difference, before in trial.served(trial.export()):
+        assert difference < TOLERANCE
+        # The old weights must be told apart, or the test proves nothing.
+        assert before is None or before > 100 * TOLERANCE
 
 
 @pytest.mark.slow
