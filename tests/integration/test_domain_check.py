@@ -1,21 +1,30 @@
-"""The user's code is imported in a process of its own before anything starts."""
+"""The user's code is imported in a process of its own before anything starts.
+
+Tests that do not look at the process itself take the place of the child: it imports torch and transformers anew.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pipelinerl.analysis import check as check_module
 from pipelinerl.analysis.check import check_run
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
+from pipelinerl.run import preflight
 from pipelinerl.run.preflight import Start, check_domain
 from pipelinerl.world import Cluster
 
@@ -53,6 +62,26 @@ def check(
     return check_domain(Start(run, Cluster(1, 0, "h", None, ("h",), (), 1), {**os.environ, **environ}, [folder]))
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Here the launcher's child runs in the test's own process, with the same file, paths and streams."""
+
+    def run(argv: Sequence[str], env: Mapping[str, str], stderr: Any, **_: Any) -> CompletedProcess[bytes]:
+        said = io.StringIO()
+        with monkeypatch.context() as patch, redirect_stdout(said), redirect_stderr(io.TextIOWrapper(stderr)) as errors:
+            patch.setattr(sys, "path", [*env["PYTHONPATH"].split(os.pathsep), *sys.path])
+            sys.modules.pop("checked_task", None)
+            code = check_module.check_run(Path(argv[-1]))
+            errors.flush()
+            errors.detach()
+        return CompletedProcess(list(argv), code, said.getvalue().encode())
+
+    monkeypatch.setattr(preflight.subprocess, "run", run)
+    yield
+    sys.modules.pop("checked_task", None)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_the_problems_are_counted(tmp_path: Path) -> None:
     body = "print('1 training problems, no'); return [{'dataset': 'a', 'n': n} for n in range(3)]"
     (line,) = check(tmp_path, body)
@@ -83,6 +112,7 @@ ONE = "return [{'a': 1}]"
         (ASKED, "returned None"),
     ],
 )
+@pytest.mark.usefixtures("in_this_process")
 def test_a_rollout_function_that_cannot_work_is_refused(tmp_path: Path, rollout: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
         check(tmp_path, ONE, rollout)
@@ -93,14 +123,20 @@ def test_a_rollout_function_that_cannot_work_is_refused(tmp_path: Path, rollout:
     [
         (ASKED + "    int(call.output.content)\n" + RESULT, r"ValueError: .* \(.*checked_task.py:12\)"),
         ("    open('/no/such/file')\n", r"FileNotFoundError.* \(.*checked_task.py:8\)"),
-        (ASKED + "    sys.exit('no more')\n", "no more"),
     ],
 )
+@pytest.mark.usefixtures("in_this_process")
 def test_a_failure_that_may_be_due_to_the_answer_is_a_note(tmp_path: Path, rollout: str, words: str) -> None:
     found, note = check(tmp_path, ONE, rollout)
     assert found.startswith("1 ") and note.startswith("note: ") and re.search(words, note)
 
 
+def test_a_dry_rollout_that_ends_its_process_is_a_note(tmp_path: Path) -> None:
+    found, note = check(tmp_path, ONE, ASKED + "    sys.exit('no more')\n")
+    assert found.startswith("1 ") and note.startswith("note: ") and "no more" in note
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path) -> None:
     body = "return [{'id': f'{names[0]}-{n}', 'dataset': names[0], 'n': n + (names[0] == 'b')} for n in range(4)]"
     found, note = check(tmp_path, body, test=["b"])
@@ -125,14 +161,17 @@ def save_tokenizer(folder: Path, template: str) -> None:
         ("tool", 7, "chat template renders a prompt within"),
     ],
 )
+@pytest.mark.usefixtures("in_this_process")
 def test_a_model_that_cannot_read_the_prompt_is_refused(
-    tmp_path: Path, role: str, vocab_size: int, words: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, vocab_size: int, words: str | None
 ) -> None:
-    """By its chat template, which may also loop forever, or by ids beyond its embedding."""
+    """By its chat template, which may also take too long, or by ids beyond its embedding."""
+    if role == "tool":
+        monkeypatch.setattr(check_module, "TEMPLATE_LIMIT_S", 0.2)
     save_tokenizer(
         tmp_path / "model",
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{% if m.role == 'tool' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        "{% if m.role == 'tool' %}{% for a in range(999) %}{% for b in range(29999) %}{% endfor %}{% endfor %}"
         "{% endif %}<{{ m.role }}> {{ m.content }} {% endfor %}",
     )
     (tmp_path / "model" / "config.json").write_text(f'{{"vocab_size": {vocab_size}}}')

@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fakes.model_folder import save_model_folder
+
+from pipelinerl.launch import main
 
 TASK = """
 def load_problems(dataset_names, **kwargs):
@@ -27,7 +30,7 @@ async def wrong_signature(problem):
 """
 
 
-def launch(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def launch_process(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     variables = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     return subprocess.run(
         [sys.executable, "-m", "pipelinerl.launch", *argv],
@@ -38,6 +41,27 @@ def launch(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
         timeout=300,
         check=False,
     )
+
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launch:
+    """As `launch_process`, without a process."""
+
+    def run(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            patch.chdir(cwd)
+            patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            patch.setattr(sys, "path", [*sys.path])
+            for name, value in env.items():
+                patch.setenv(name, value)
+            code = main(argv)
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess(argv, code, said.out, said.err)
+
+    return run
 
 
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
@@ -80,13 +104,13 @@ def task(tmp_path: Path) -> list[str]:
 
 
 def test_help_and_missing_output_dir(tmp_path: Path) -> None:
-    shown = launch("--help", cwd=tmp_path)
+    shown = launch_process("--help", cwd=tmp_path)
     assert shown.returncode == 0 and "output_dir" in shown.stdout
-    assert_refused(launch(cwd=tmp_path), "output_dir", "python -m pipelinerl.launch")
+    assert_refused(launch_process(cwd=tmp_path), "output_dir", "python -m pipelinerl.launch")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_touches_nothing(launch: Launch, tmp_path: Path) -> None:
     done = launch("--config-name", "quickstart", "output_dir=out", "dry_run=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for text in ("device cpu", "actor_llm_0", "finetune_0", "cores", "-m pipelinerl.inference.main"):
@@ -95,19 +119,19 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_o4_a_dry_run_plans_for_the_gpus_in_the_environment(tmp_path: Path) -> None:
+def test_o4_a_dry_run_plans_for_the_gpus_in_the_environment(launch: Launch, tmp_path: Path) -> None:
     done = launch("output_dir=out", "dry_run=true", cwd=tmp_path, CUDA_VISIBLE_DEVICES="7,6,5,4,3,2,1,0")
     assert "4 actor server(s), 0 reference server(s), 4 trainer rank(s)" in done.stdout
     assert "CUDA_VISIBLE_DEVICES=3,2,1,0" in done.stdout
 
 
-def test_an_impossible_split_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_an_impossible_split_is_refused_with_the_numbers(launch: Launch, tmp_path: Path) -> None:
     done = launch("output_dir=out", "dry_run=true", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
     assert_refused(done, "1 node(s) x 1 GPU(s)", "colocated")
 
 
 @pytest.mark.parametrize("name", ["base", "agent"])
-def test_a_configuration_without_a_task(tmp_path: Path, name: str) -> None:
+def test_a_configuration_without_a_task(launch: Launch, tmp_path: Path, name: str) -> None:
     words = ("actor.rollout_policy: got None", "--config-name math|guessing|quickstart")
     assert_refused(launch("--config-name", name, "output_dir=out", cwd=tmp_path), *words)
     planned = launch("--config-name", name, "output_dir=out", "dry_run=true", cwd=tmp_path)
@@ -115,7 +139,7 @@ def test_a_configuration_without_a_task(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_name_the_math_experiment_is_planned(tmp_path: Path) -> None:
+def test_without_a_name_the_math_experiment_is_planned(launch: Launch, tmp_path: Path) -> None:
     planned = launch("output_dir=out", "dry_run=true", cwd=tmp_path)
     assert planned.returncode == 0 and "note:" not in planned.stdout
     named = launch("--config-name", "math", "output_dir=out", "dry_run=true", cwd=tmp_path)
@@ -123,18 +147,18 @@ def test_without_a_name_the_math_experiment_is_planned(tmp_path: Path) -> None:
     assert re.sub(r"\d{4,}", "", planned.stdout) == re.sub(r"\d{4,}", "", named.stdout)
 
 
-def test_an_unknown_key(tmp_path: Path) -> None:
+def test_an_unknown_key(launch: Launch, tmp_path: Path) -> None:
     assert_refused(launch("output_dir=out", "attemps=3", cwd=tmp_path), "attemps", "attempts")
 
 
-def test_gpus_that_are_not_there(tmp_path: Path, task: list[str], model: Path) -> None:
+def test_gpus_that_are_not_there(launch: Launch, tmp_path: Path, task: list[str], model: Path) -> None:
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
     done = launch(*task, f"model_path={model}", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0,1")
     assert_refused(done, "CUDA_VISIBLE_DEVICES", "world.device=cpu")
 
 
-def test_a_missing_model_folder(tmp_path: Path, task: list[str]) -> None:
+def test_a_missing_model_folder(launch: Launch, tmp_path: Path, task: list[str]) -> None:
     assert_refused(launch(*task, "model_path=./no/model", cwd=tmp_path), "model_path")
     assert not (tmp_path / "out").exists()
 
@@ -147,13 +171,13 @@ def test_a_missing_model_folder(tmp_path: Path, task: list[str]) -> None:
     ],
 )
 def test_user_code_that_cannot_be_used(
-    tmp_path: Path, task: list[str], model: Path, override: str, words: tuple[str, ...]
+    launch: Launch, tmp_path: Path, task: list[str], model: Path, override: str, words: tuple[str, ...]
 ) -> None:
     assert_refused(launch(*task, f"model_path={model}", override, cwd=tmp_path), *words)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_used_port(tmp_path: Path, task: list[str], model: Path) -> None:
+def test_a_used_port(launch: Launch, tmp_path: Path, task: list[str], model: Path) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -163,7 +187,7 @@ def test_a_used_port(tmp_path: Path, task: list[str], model: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_d3_a_directory_of_another_run(tmp_path: Path, task: list[str], model: Path) -> None:
+def test_d3_a_directory_of_another_run(launch: Launch, tmp_path: Path, task: list[str], model: Path) -> None:
     (tmp_path / "out" / "streams").mkdir(parents=True)
     done = launch(*task, f"model_path={model}", cwd=tmp_path)
     assert_refused(done, "output_dir", "force_restart=true")

@@ -43,7 +43,9 @@ def run(arguments: list[str], cwd: Path, seconds: float) -> subprocess.Completed
     )
 
 
-@pytest.mark.parametrize(("document", "module", "folder"), DOCUMENTS)
+@pytest.mark.parametrize(
+    ("document", "module", "folder"), [DOCUMENTS[0], pytest.param(*DOCUMENTS[1], marks=pytest.mark.slow)]
+)
 def test_the_example_is_checked_and_planned(document: str, module: str, folder: str, tmp_path: Path) -> None:
     check, _, launch = own_task(document, module, tmp_path / folder)
     checked = run(check, tmp_path, 300)

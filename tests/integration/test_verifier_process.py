@@ -39,7 +39,7 @@ TASK = """
 """
 
 
-@pytest.mark.parametrize("with_service", [False, True])
+@pytest.mark.parametrize("with_service", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_r1_the_run_goes_on_and_counts_the_reasons(with_service: bool, tmp_path: Path) -> None:
     model = save_random_model(tmp_path / "model")
     with FakeServer() as server, contextlib.ExitStack() as stack:

@@ -93,15 +93,15 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-# Of each kind one or two: the parser of formulas needs seconds for some of the others.
-QUICK_FOR_MATH = (
+# Of each kind one or two: the parser of formulas and the scorers of puzzles need seconds for some of the others.
+FEW = (
     *("empty", "a megabyte", "a megabyte of open boxes", "box cut off", "boxed tower", "boxed long sum"),
     *("boxed brackets", "boxed code", "boxed NUL", "boxed surrogate", "tagged latex tower", "call cut off"),
 )
 SELECTIONS = [
-    *(pytest.param(name, tuple(OUTPUTS), id=name) for name in CASES if name != "math"),
-    pytest.param("math", QUICK_FOR_MATH, id="math-part"),
-    pytest.param("math", tuple(OUTPUTS), id="math", marks=pytest.mark.slow),
+    *(pytest.param(name, tuple(OUTPUTS), id=name) for name in NEVER_LATE),
+    *(pytest.param(name, FEW, id=f"{name}-part") for name in ("math", "logic")),
+    *(pytest.param(name, tuple(OUTPUTS), id=name, marks=pytest.mark.slow) for name in ("math", "logic")),
 ]
 
 
