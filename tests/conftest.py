@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,24 @@ from fakes.vllm_process import VLLMProcess
 # How long an example takes is for the machine to say, not for a test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a file stays in one process, and all files with the real server are in the same one."""
+    from xdist.scheduler import LoadFileScheduling  # not needed where tests run one by one
+
+    class OneServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "tiny_server" if has_server(config.rootpath / file) else file
+
+    return OneServer(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@functools.cache
+def has_server(file: Path) -> bool:
+    return "tiny_server" in file.read_text(encoding="utf-8")
 
 
 def pytest_collection_finish() -> None:
@@ -41,7 +61,7 @@ def freeze_what_stays() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
-    """The one real vLLM server of a test process (CPU, tied tiny Qwen2, prefix cache on), about 25 s to start.
+    """The one real vLLM server of the suite (CPU, tied tiny Qwen2, prefix cache on), about 25 s to start.
 
     A test that changes its weights starts by publishing known ones; nobody relies on what the last test left.
     """

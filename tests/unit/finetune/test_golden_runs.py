@@ -46,6 +46,7 @@ def test_the_committed_curve_is_reproduced(batches, loss):
     assert found[0] < TOLERANCE, f"{loss}: largest difference {found}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", sorted(SETTINGS))
 def test_rounding_stays_well_inside_the_tolerance(batches, loss):
     assert difference(committed(loss), train(loss, batches, torch.float64))[0] < TOLERANCE / 5
