@@ -78,6 +78,47 @@ def test_the_final_model_is_a_hugging_face_folder(finished: WholeRun) -> None:
     assert any(not before[name].equal(after[name]) for name in before)
 
 
+#: vLLM alone, as its users call it.
+STOCK_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=64, seed=1)
+    chats = [[{"role": "user", "content": f"Say something about {word}"}] for word in range(32)] * 64
+    answers = llm.chat(chats, SamplingParams(max_tokens=1, temperature=1.0), use_tqdm=False)
+    print(json.dumps([[answer.prompt_token_ids, answer.outputs[0].token_ids[0]] for answer in answers]))
+"""
+
+
+@pytest.mark.slow
+def test_the_final_model_answers_in_other_programs_as_it_does_here(finished: WholeRun) -> None:
+    """With the tokenizers and templates that they choose themselves: equal prompts, equal success."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished.output_dir / "finetune" / "current"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    shares = []
+    prompts = []
+    for word in range(32):
+        chat = [{"role": "user", "content": f"Say something about {word}"}]
+        prompts.append(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+        with torch.no_grad():
+            shares.append(float(model(torch.tensor([prompts[-1]])).logits[0, -1].softmax(-1)[::2].sum()))
+    groups = finished.records("actor")
+    sent = [s["input_ids"][: len(s["input_ids"]) - len(s["logprobs"])] for group in groups for s in group["samples"]]
+    assert {tuple(ids) for ids in prompts} == {tuple(ids) for ids in sent}
+    environ = {**environment(), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-c", STOCK_VLLM, str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environ, check=True)
+    answers = next(json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[["))
+    assert [ids for ids, _ in answers] == prompts * 64
+    in_transformers, in_vllm = sum(shares) / 32, sum(token % 2 == 0 for _, token in answers) / len(answers)
+    # 0.05 is five standard errors of 2,048 answers; the evaluation of 128 alone has one of 0.04.
+    assert in_vllm == pytest.approx(in_transformers, abs=0.05)
+    assert finished.summary["success_after"] == pytest.approx(in_transformers, abs=0.16)
+
+
 def test_what_the_user_sees_is_there(finished: WholeRun) -> None:
     names = {"summary.json", "metrics.jsonl", "learning_curve.png", "launch.log"}
     assert names <= {path.name for path in finished.output_dir.iterdir()}
