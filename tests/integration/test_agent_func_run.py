@@ -110,7 +110,12 @@ def test_passes_over_the_prompts_bound_the_run(tmp_path: Path, samples_a_rollout
         # A state that does not begin with the one before starts a new sample.
         file = tmp_path / "task" / "agent_func.py"
         file.write_text(file.read_text().replace("next_state = state + action + ", "next_state = f'{step_idx} ' + "))
-    words = ["agent.eval_data=null", "finetune.max_train_steps=40", "finetune.num_warmup_steps=0"]
+    words = [
+        "finetune.max_epochs=1",
+        "agent.eval_data=null",
+        "finetune.max_train_steps=40",
+        "finetune.num_warmup_steps=0",
+    ]
     result = run.run(*words, timeout_s=1200)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
     batches = run.records("training_data")[: run.summary["steps"]]
