@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -329,6 +331,8 @@ class LayerwiseLoading:
         return []
 
     def load(self, tensors: NamedTensors) -> None:
+        if type(self._model).__name__ == "GptOssForCausalLM":
+            tensors = list(_through_weight_loaders(self._model, tensors))
         self._model.load_weights(tensors)
 
     def finish(self) -> None:
@@ -337,6 +341,27 @@ class LayerwiseLoading:
             raise IncompleteUpdateError(f"the update left {len(missing)} layers without all of their weights: {shown}")
         layerwise.finalize_layerwise_reload(self._model, self._model_config)  # type: ignore[no-untyped-call]
         repack_output_heads(self._model)
+
+
+_STACKED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.((?:gate_up|down)_proj(?:_bias)?)")
+
+
+def _through_weight_loaders(model: torch.nn.Module, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as vLLM's GPT-OSS passes them to its weight loaders, which is all that a reload sees.
+
+    It copies stacked experts and attention sinks into its parameters directly (seen with 0.32), but takes experts one
+    by one. Sinks are loaded here.
+    """
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors:
+        if found := _STACKED_EXPERTS.fullmatch(name):
+            yield from ((f"{found[1]}.{expert}.{found[2]}", one) for expert, one in enumerate(tensor))
+        elif name.endswith(".self_attn.sinks"):
+            sinks: Any = parameters[name.replace(".self_attn.", ".attn.")]
+            heads = sinks.shape[0]
+            sinks.weight_loader(sinks, tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
+        else:
+            yield name, tensor
 
 
 def roll_back(model: torch.nn.Module) -> None:

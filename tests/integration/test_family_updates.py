@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from fakes.families import random_model
-from fakes.family_trial import TABLE, Trial, reopened_difference
-from fakes.whole_run import make_whole_run
+from fakes.family_trial import SHAPE, TABLE, Trial, model_of, reopened_difference
+from fakes.whole_run import environment, make_whole_run
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from pipelinerl.errors import ConfigError
 
@@ -27,8 +28,6 @@ ROWS = {
 #: One of each kind; the others are slow.
 KINDS = ("qwen3", "gemma2", "phi", "qwen3_moe", "glm4_moe", "gpt_oss", "mamba2", "qwen3_next", "gpt_neox", "phimoe")
 SERVED = [family for family, (_, server) in ROWS.items() if server == "agrees"]
-#: vLLM's attention on CPUs wants heads of 32.
-SHAPE: dict[str, Any] = dict(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
 
 
 def test_the_table_has_every_family() -> None:
@@ -67,15 +66,20 @@ def test_w1_a_server_agrees_at_the_start_and_after_every_update(family: str, tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_a_whole_run_of_a_mixture_of_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoehybrid", "mamba2"])
+def test_a_whole_run(family: str, tmp_path: Path) -> None:
+    """Three steps with updates in flight: experts, sinks and recurrent states."""
     run = make_whole_run(tmp_path)
     vocabulary = json.loads((run.model_path / "config.json").read_text())["vocab_size"]
-    model = random_model("qwen3_moe", **SHAPE, vocab_size=vocabulary, max_position_embeddings=1024, eos_token_id=2)
-    model.save_pretrained(run.model_path)
-    ended = run.run("finetune.max_train_steps=3")
+    shape = {**SHAPE, **TABLE[family], "vocab_size": vocabulary, "max_position_embeddings": 1024, "eos_token_id": 2}
+    model_of(AutoConfig.for_model(family, **shape)).save_pretrained(run.model_path)
+    words = [f"finetune.seq_packing={str(ROWS[family][0] == 'packed').lower()}", "finetune.max_train_steps=3"]
+    ended = run.run(*words)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{run.logs()}"
     assert run.summary["status"] == "completed" and run.summary["weight_updates"] == 4
     assert run.summary["logprob_abs_diff_mean"] < TOLERANCE
     before, after = (load_file(f / "model.safetensors") for f in (run.model_path, run.output_dir / "finetune/current"))
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before if ".experts." in name)
+    audit = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"]
+    assert json.loads(subprocess.run(audit, capture_output=True, check=True, env=environment()).stdout)["clean"]
