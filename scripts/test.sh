@@ -7,8 +7,8 @@ bash scripts/setup.sh test
 
 options=(--durations=15 -m "not slow")
 if [[ ${1:-} == --all ]]; then options=(--durations=15); shift; fi
-# Two files at a time, those with whole runs first. Tests on a GPU share it, so there they come one by one.
-if ! nvidia-smi -L >/dev/null 2>&1; then options+=(-n 2 --dist loadfile --no-loadscope-reorder); fi
+# Three files at a time, those with whole runs first: many tests wait. Tests on a GPU share it, so there they come one by one.
+if ! nvidia-smi -L >/dev/null 2>&1; then options+=(-n 3 --dist loadfile --no-loadscope-reorder); fi
 say() { printf '\033[1m[test]\033[0m %s\n' "$*"; }
 
 say "ruff"
