@@ -93,8 +93,8 @@ def _keep_whole(
             kept = {str(name) for name in weights}
         elif override.key_or_group.startswith(f"{_WHOLE}.") and kept is not None:
             kept.add(override.key_or_group.removeprefix(f"{_WHOLE}."))
-    weights = data.get("rewards", {}).get("components")
-    if kept is not None and isinstance(weights, dict):
+    weights = _components(data)
+    if kept is not None and weights is not None:
         data["rewards"]["components"] = {name: weight for name, weight in weights.items() if name in kept}
 
 
@@ -104,10 +104,17 @@ def _own_names(file: Path, user_dirs: Sequence[Path], seen: set[Path]) -> set[st
         return None
     seen.add(file)
     content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    if isinstance(weights := (content.get("rewards") or {}).get("components"), dict):
+    if (weights := _components(content)) is not None:
         return {str(name) for name in weights}
     files = [next(iter(_found(name, user_dirs)), file) for name in reversed(_included(content))]
     return next((names for each in files if (names := _own_names(each, user_dirs, seen)) is not None), None)
+
+
+def _components(data: Mapping[str, Any]) -> dict[Any, Any] | None:
+    """The mapping, if there is one; what has another type is refused by the schema."""
+    rewards = data.get("rewards")
+    weights = rewards.get("components") if isinstance(rewards, dict) else None
+    return weights if isinstance(weights, dict) else None
 
 
 def _included(content: Mapping[str, Any]) -> list[str]:

@@ -195,7 +195,9 @@ class SuperviseConfig(Section):
     """Deadlines of the supervisor, in seconds."""
 
     heartbeat_interval_s: float = Field(default=2, gt=0, description="time between heartbeats")
-    heartbeat_timeout_s: float = Field(default=25, gt=0, description="a longer silence ends the run")
+    heartbeat_timeout_s: float = Field(
+        default=25, gt=0, description="a longer silence ends the run (300 s while the process uses the CPU)"
+    )
     progress_timeout_s: float = Field(default=1800, gt=0, description="a longer standstill ends the run")
     shutdown_grace_s: float = Field(default=10, gt=0, description="time for the trainer to save after SIGTERM")
     finish_timeout_s: float = Field(default=600, gt=0, description="for the last evaluation and the shutdown")

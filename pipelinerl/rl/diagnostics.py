@@ -24,8 +24,7 @@ ON_POLICY_DIFF = "rl/logprob_abs_diff_on_policy"
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
-# Tokens that are kept before they are summed: four numbers each, about 20 MB.
-#: Tokens that are kept before they are summed up.
+#: Tokens that are kept before they are summed up: four numbers each, about 20 MB.
 MAX_WAITING_TOKENS = 1 << 20
 _SCALARS = (
     *("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise"),

@@ -75,8 +75,9 @@ def last_error(*parts: LogPart) -> str:
     """What a process last complained about, as a few lines.
 
     The exception and place of the last traceback (and of the one before, often its cause). Of several processes that
-    share the logs, those of the one that died first come first: the others' are mostly consequences. Without a
-    traceback, the last lines that speak of an error, or else those that are not mere information or warnings.
+    share the logs, the one whose tracebacks end first comes first: it most likely died first, and the others' are
+    mostly consequences. Without a traceback, the last lines that speak of an error, or else those that are not mere
+    information or warnings.
 
     Args:
         parts: the logs of the process, the most telling one last if there are tracebacks in several.

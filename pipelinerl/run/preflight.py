@@ -245,8 +245,8 @@ def check_server_files(start: Start) -> list[str]:
         return []
     if socket_parent(start.environ) is None:
         folder = start.environ.get(SOCKET_FOLDER_KEY) or os.environ.get("TMPDIR")
-        expected = "a writable folder with a short path (under 70 characters), for the sockets of the servers"
-        raise ConfigError(SOCKET_FOLDER_KEY, folder, expected, f"Set {SOCKET_FOLDER_KEY} or TMPDIR to one.")
+        expected = "a writable folder with a short path (at most 70 characters), for the sockets of the servers"
+        raise ConfigError(SOCKET_FOLDER_KEY, folder, expected, f"Set {SOCKET_FOLDER_KEY} to one.")
     option = start.config.vllm_config.option("distributed-executor-backend")[1]
     sizes = [start.config.vllm_config.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "pipeline")]
     on_cpu = start.config.world.device == "cpu" or not start.cluster.gpus

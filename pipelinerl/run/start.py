@@ -137,10 +137,7 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
         if not is_locked_by_us and is_locked(run_dir.lock_file):
             raise _in_use(run_dir)
         if config.force_restart:
-            if os.path.ismount(run_dir.root):
-                inside = f"Use a folder inside it: output_dir={run_dir.root / 'run'}."
-                raise _refusal(run_dir, "a directory that can be moved aside; it is a mount point", inside)
-            return Decision("move_aside", run_dir, fresh)
+            return _moved_aside(run_dir, fresh)
         if not run_dir.identity_file.exists():
             raise _refusal(run_dir, "a new directory or a run of pipelinerl; it holds streams or weights", _CHOOSE)
         old = read_identity(run_dir.identity_file)
@@ -155,7 +152,7 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
         if not fixed:
             return replace(continued, changes=changes)
         if not has_trained(run_dir, started):
-            return Decision("move_aside", run_dir, fresh, changes)
+            return _moved_aside(run_dir, fresh, changes)
         also = f" Also changed and fixed: {'; '.join(map(str, fixed[1:]))}." if fixed[1:] else ""
         raise ConfigError(
             fixed[0].key,
@@ -163,6 +160,13 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
             f"{fixed[0].old!r}, as {run_dir.root} was started with ({fixed[0].why_fixed})",
             f"Set it back, choose another output_dir, or set force_restart=true to move the old run aside.{also}",
         )
+
+
+def _moved_aside(run_dir: RunDir, fresh: RunIdentity, changes: tuple[Change, ...] = ()) -> Decision:
+    if os.path.ismount(run_dir.root):
+        inside = f"Use a folder inside it: output_dir={run_dir.root / 'run'}."
+        raise _refusal(run_dir, "a directory that can be moved aside; it is a mount point", inside)
+    return Decision("move_aside", run_dir, fresh, changes)
 
 
 @contextmanager

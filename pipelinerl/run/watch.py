@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from queue import Empty
 
@@ -40,7 +40,6 @@ from pipelinerl.run.processes import (
 from pipelinerl.run.restart import ExitPolicy, ExitVerdict, ServerKeeper
 from pipelinerl.run.start import Command, RunSession, child_environment
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
-from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import SERVER_KINDS
 
 logger = logging.getLogger(__name__)
@@ -115,20 +114,20 @@ class Sign:
         return None
 
 
-def long_waits(children: Iterable[Child], run_dir: RunDir, now: float) -> str:
-    """What each living process has been waiting for for long, as `; at that time ...`; "" if none has. A run that was
+def long_waits(children: Iterable[Child], signs: Mapping[str, Sign], now: float) -> str:
+    """What each living process has waited long for, as `; at that time ...`; "" if none has. A run that was
     stopped because it hung says with this where it stood."""
     waits = []
     for child in children:
         if child.returncode is not None:
             continue
-        beat = read_heartbeat(run_dir.heartbeat_file(child.name))
-        if beat is None or beat.pid != child.pid:  # that of an earlier start is no sign of life
+        sign = signs[child.name]
+        if (beat := sign.beat) is None:
             waited_s, what = now - child.started_at, "had given no sign of life for {:.0f} s"
         elif beat.waited_s is None:
             continue
         else:
-            waited_s, what = beat.waited_s, f"had waited {{:.0f}} s for {beat.waiting_for}"
+            waited_s, what = beat.waited_s + now - sign.heard_at, f"had waited {{:.0f}} s for {beat.waiting_for}"
         if waited_s >= _LONG_WAIT_S:
             waits.append(f"{child.name} {what.format(waited_s)}")
     return f"; at that time {', '.join(waits)}" if waits else ""
@@ -235,7 +234,7 @@ class Supervisor:
         """The outcome of the run if this event decides it."""
         if isinstance(event, Interrupted):
             self._is_signalled = True
-            waits = long_waits(self._children.values(), self._session.run_dir, time.monotonic())
+            waits = long_waits(self._children.values(), self._signs, time.monotonic())
             reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
             return Outcome("interrupted", reason, 128 + event.signum)
         if isinstance(event, NodeEnded):

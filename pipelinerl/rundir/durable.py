@@ -179,7 +179,10 @@ class ScratchFolder:
             _remove_unlocked(folder)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another process removed it before it was opened
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if self.path.exists():  # else another process removed it before it was locked
                 return
@@ -202,8 +205,8 @@ def _remove_unlocked(folder: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_uid == os.getuid():
             shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass  # in use
+    except OSError:
+        pass  # in use, or on a file system without locks
     finally:
         os.close(fd)
 

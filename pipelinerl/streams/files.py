@@ -174,10 +174,12 @@ class FileWriter(Generic[T]):
             self._stripper.join()
         with self._mutex:
             try:
-                if self._broken is None:
-                    self._broken = "is closed"
-                    self._look(self._looked_at + LOOK_S)
-                self._syncer.close()
+                try:
+                    if self._broken is None:
+                        self._broken = "is closed"
+                        self._look(self._looked_at + LOOK_S)
+                finally:
+                    self._syncer.close()
             except OSError as error:
                 raise self._error(f"cannot be flushed: {error}") from error
             finally:

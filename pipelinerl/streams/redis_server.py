@@ -208,6 +208,7 @@ class RedisServer:
                 # Somebody else may have taken the port meanwhile.
                 if attempt + 1 == _PORT_TRIES or "in use" not in self._last_words():
                     raise
+        (directory / CHECKSUMS_FILE).unlink(missing_ok=True)  # not before: a start that fails leaves them to compare
         self._watcher = threading.Thread(target=self._watch, name="redis-server", daemon=True)
         self._watcher.start()
 
@@ -300,7 +301,6 @@ def check_unchanged(directory: Path) -> None:
             f"{directory / AOF_FOLDER}: {', '.join(changed)} changed or vanished after the run ended: records would be "
             "lost. Restore these files, or start a new run in another output_dir"
         )
-    file.unlink()
 
 
 def find_server() -> str:

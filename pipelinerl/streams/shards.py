@@ -2,7 +2,7 @@
 
 `streams/<topic>/<instance>/<partition>/<first offset>.jsonl`: a shard is named after its first record, so the offset of
 every record follows from its shard and line number. The file `newest` names the last shard that was started, so that
-one that was deleted is missed.
+its deletion is noticed.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from pipelinerl.config import RunConfig
@@ -99,22 +98,23 @@ class FakeChild(Child):
 
 def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> None:
     """Long waits only; a process that gave no sign of life counts from its start."""
-    run_dir = RunDir(tmp_path)
     beats = {
         "actor_0": waits(29, what="samples"),
         "finetune_0": waits(125, what="servers"),
         "preprocessor_0": beat(),
         "actor_llm_0": beat(pid=4),
     }
-    for name, state in beats.items():
-        run_dir.job(name).mkdir()
-        run_dir.heartbeat_file(name).write_bytes(msgspec.json.encode(state))
     children = [FakeChild(name, 5, 900.0) for name in (*beats, "verifier_0")]
     children[-1].returncode = 0
-    text = long_waits(children, run_dir, 1050.0)
+    signs = {child.name: Sign(child.pid, child.started_at) for child in children}
+    for name, state in beats.items():
+        signs[name].see(state, 0.0, 1050.0)
+    text = long_waits(children, signs, 1050.0)
     assert "finetune_0 had waited 125 s for servers" in text and "actor_llm_0" in text and "150 s" in text
     assert not any(name in text for name in ("actor_0 ", "preprocessor_0", "verifier_0"))
-    assert long_waits(children[:1], run_dir, 1050.0) == ""
+    assert long_waits(children[:1], signs, 1050.0) == ""
+    # A wait goes on while its process is silent.
+    assert "actor_0 had waited 39 s for samples" in long_waits(children[:1], signs, 1060.0)
 
 
 class Link:
