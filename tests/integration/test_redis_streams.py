@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from pipelinerl.config.resources import RedisStreams
-from pipelinerl.errors import ConfigError, StreamError, UserError
+from pipelinerl.errors import ConfigError, StreamError, UserError, WorkerError
 from pipelinerl.records import MetricRecord
 from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
@@ -184,6 +184,22 @@ def test_d6_records_that_were_damaged_between_two_starts_are_refused(tmp_path: P
     for _ in range(2):
         with pytest.raises(UserError, match=file.name):
             RedisServer(tmp_path / "redis", CONFIG)
+
+
+def test_d6_a_start_that_fails_leaves_the_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisServer(tmp_path / "redis", CONFIG) as server:
+        writer = open_writer(server, tmp_path)
+        writer.write(record(0))
+        writer.close()
+    left = (tmp_path / "redis" / "checksums.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("pipelinerl.streams.redis_server.find_server", lambda: "/bin/false")
+        with pytest.raises(WorkerError):
+            RedisServer(tmp_path / "redis", CONFIG)
+    assert (tmp_path / "redis" / "checksums.json").read_bytes() == left
+    with RedisServer(tmp_path / "redis", CONFIG) as server:
+        assert open_writer(server, tmp_path).next_offset == 1
+        assert not (tmp_path / "redis" / "checksums.json").exists()
 
 
 def test_d6_the_torn_end_of_a_killed_server_is_cut_off_with_a_warning(

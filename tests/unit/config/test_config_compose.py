@@ -102,6 +102,15 @@ def test_a_users_mapping_of_weights_is_the_whole_mapping(
         assert run_config("-cd", str(user_dir), "-cn", name, *words).rewards.components == expected
 
 
+@pytest.mark.parametrize("value", ["success_and_format", "null", "{components: success}", "{components: null}"])
+def test_rewards_of_another_type_are_refused(user_dir: Path, value: str) -> None:
+    with (user_dir / "my_task.yaml").open("a") as file:
+        file.write(f"rewards: {value}\n")
+    with pytest.raises(ConfigError) as found:
+        run_config("-cd", str(user_dir), "-cn", "my_task")
+    assert found.value.key.startswith("rewards")
+
+
 def test_overrides_in_each_form() -> None:
     config = run_config(
         "seed=7",

@@ -94,10 +94,17 @@ def test_x5_servers_get_a_chosen_environment(on_cpu: bool) -> None:
         **{"PATH": "/bin", "VLLM_CACHE_ROOT": "/c", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NO_USAGE_STATS": "0"},
         **{"VLLM_USE_FLASHINFER_SAMPLER": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0"},
         **{"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_RPC_BASE_PATH": "/r", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        **{"VLLM_DISABLED_KERNELS": "x", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_DEEPEP_BUFFER_SIZE_MB": "1"},
+        **{"VLLM_PP_LAYER_PARTITION": "1,1", "VLLM_MQ_MAX_CHUNK_BYTES_MB": "8", "VLLM_LORA_DISABLE_PDL": "1"},
     }
     service = {"VLLM_PORT": "tcp://10.0.0.3:8000", "VLLM_SERVICE_HOST": "10.0.0.3", "VLLM_CPU_SERVICE_PORT_HTTP": "80"}
     service |= {"VLLM_PORT_8000_TCP_ADDR": "10.0.0.3", "VLLM_USE_PORT": "tcp://10.0.0.3:80"}
     others = {"VLLM_API_KEY": "abc", "VLLM_HOST_IP": "10.0.0.9", "VLLM_DP_SIZE": "2", "VLLM_MODEL_REDIRECT_PATH": "/m"}
+    others |= {
+        "VLLM_USE_MODELSCOPE": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_LORA_RESOLVER_HF_REPO_LIST": "",
+    }
     environ = operators | service | others
     prepare_environment(environ, ServerSettings("/m", "127.0.0.1", 1, on_cpu), cpu_kv_cache_gib=1)
     assert environ == operators | {"VLLM_SERVER_DEV_MODE": "1"}
