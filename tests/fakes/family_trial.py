@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.families import model_of
+from fakes.families import EXPERTS, model_of
 from fakes.random_model import perturb, save_tokenizer
 from fakes.vllm_process import VLLMProcess
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,13 +51,6 @@ SHAPE: dict[str, Any] = dict(
     bos_token_id=None,
     eos_token_id=1,
     pad_token_id=0,
-)
-EXPERTS: dict[str, Any] = dict(
-    num_experts=4,
-    num_local_experts=4,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
 )
 DELTA_NET: dict[str, Any] = dict(
     linear_num_key_heads=2,
