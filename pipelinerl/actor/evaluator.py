@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -26,7 +25,7 @@ from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartR
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.problem_sets import Problem, rollout_seed
 from pipelinerl.errors import StreamError
-from pipelinerl.records import EvaluationResult, EvaluationRollout
+from pipelinerl.records import EvaluationResult, EvaluationRollout, record_time
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.streams.base import EVALUATION_TOPIC
 from pipelinerl.streams.hub import LoopWriter, StreamHub
@@ -204,7 +203,7 @@ class Evaluator:
             mean_reward=None,
             metrics={},
             seconds=monotonic() - started,
-            time=time.time(),
+            time=record_time(),
             incarnation=self.incarnation,
         )
         return summarize(self.problems, [task.result() for task in tasks], template)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
@@ -30,7 +29,7 @@ from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
 from pipelinerl.errors import NoRoom
-from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample
+from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample, record_time
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, PREPROCESSOR, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import LoopWriter, StreamHub
@@ -99,7 +98,7 @@ class Publisher:
         return True
 
     async def publish_metrics(self, values: dict[str, float], version: int) -> None:
-        await self.metrics.write(MetricRecord(source=self.source, step=version, time=time.time(), values=values))
+        await self.metrics.write(MetricRecord(source=self.source, step=version, time=record_time(), values=values))
 
     async def close(self) -> None:
         """Write what was handed over, and release the streams."""

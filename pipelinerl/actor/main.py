@@ -29,7 +29,6 @@ import itertools
 import logging
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +72,7 @@ from pipelinerl.records import (
     PoolChange,
     RolloutsPaused,
     TrainerMessage,
+    record_time,
 )
 from pipelinerl.role import DEATH_FD_KEY, RoleContext, run_role
 from pipelinerl.streams.base import (
@@ -300,7 +300,7 @@ class Actor:
         while True:
             version = await self.scheduler.quiet.get()
             incarnation = self.context.incarnation
-            await answers.write(RolloutsPaused(version=version, time=time.time(), incarnation=incarnation))
+            await answers.write(RolloutsPaused(version=version, time=record_time(), incarnation=incarnation))
             await answers.flush()
 
     async def _report_regularly(self) -> None:

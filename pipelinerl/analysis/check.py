@@ -215,16 +215,11 @@ class _TryingRenderer(ChatRenderer):
         with contextlib.suppress(RolloutError):
             self._limited([{"role": "user", "content": "?"}], None)
 
-    def render_text(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool | None = None,
-    ) -> str:
-        if add_generation_prompt is None:
-            self._try(messages, tools)
-        return super().render_text(messages, tools, add_generation_prompt=add_generation_prompt)
+    def render(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[str, list[int]]:
+        self._try(messages, tools)
+        return super().render(messages, tools)
 
     def _limited(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         if (renderer := self._models) is None:

@@ -27,7 +27,7 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.data_feed import StopRequest
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.records import PauseRequest, RolloutsPaused
+from pipelinerl.records import PauseRequest, RolloutsPaused, record_time
 from pipelinerl.role import RoleContext
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.streams.base import TURNS_TOPIC, StreamReader, StreamWriter
@@ -63,7 +63,7 @@ class RolloutPause:
         Raises:
             WorkerError: rollouts still run after `timeout_s`.
         """
-        self.requests.write(PauseRequest(version=version, time=time.time(), incarnation=self.incarnation))
+        self.requests.write(PauseRequest(version=version, time=record_time(), incarnation=self.incarnation))
         self.requests.flush()
         deadline = time.monotonic() + self.timeout_s
         with self.heartbeat.waiting("running rollouts to end", deadline_s=self.timeout_s):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pipelinerl.records import (
     TrainingBatch,
     TrainingDone,
     WeightUpdateSuccess,
+    record_time,
 )
 from pipelinerl.streams.base import StreamWriter
 from pipelinerl.streams.recorder import MetricRecorder
@@ -43,7 +43,7 @@ class Reporter:
     fates: StreamWriter[FateRecord]
     metrics: MetricRecorder
     incarnation: int = 0
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = record_time
 
     def started(self, state: TrainerState) -> None:
         """Announce where this incarnation continues: later steps of an older one do not count."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from pipelinerl.errors import StreamError, WeightSyncError
-from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerReady
+from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerReady, record_time
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
 from pipelinerl.streams.read import Feed
@@ -191,7 +190,7 @@ class ServerPool:
                 name=name,
                 generation=generation,
                 version=version,
-                time=time.time(),
+                time=record_time(),
                 probe_abs_diff=probe_abs_diff,
                 incarnation=self._incarnation,
             )
@@ -211,7 +210,7 @@ class ServerPool:
                 name=name,
                 generation=generation,
                 error=error,
-                time=time.time(),
+                time=record_time(),
                 incarnation=self._incarnation,
             )
         )

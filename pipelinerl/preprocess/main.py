@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -29,7 +28,7 @@ from pipelinerl.preprocess.batcher import Batcher, Groups, LastStep, TrainerView
 from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.preprocess.reference import ReferenceServers
 from pipelinerl.preprocess.scoring import GroupScorer, ReferenceScorer, Rejection
-from pipelinerl.records import FateRecord, Group, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
+from pipelinerl.records import FateRecord, Group, MetricRecord, PassesOver, TrainerMessage, TrainingBatch, record_time
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.role import RoleContext, run_role
 from pipelinerl.streams.base import (
@@ -300,7 +299,7 @@ class Outputs:
     def write_passes_over(self, step: int, max_epochs: int) -> None:
         """Tell the trainer that no batch follows that of `step`."""
         self._passes.write(
-            PassesOver(step=step, max_epochs=max_epochs, time=time.time(), incarnation=self._incarnation)
+            PassesOver(step=step, max_epochs=max_epochs, time=record_time(), incarnation=self._incarnation)
         )
         self._passes.flush()
         logger.info("%d passes over the problems are done, and no samples are left after step %d", max_epochs, step)
@@ -317,7 +316,7 @@ class Outputs:
         }
         for (fate, reason), count in self._reasons.items():
             values[f"preprocessor/{fate}/{reason}"] = float(count)  #: the same by reason
-        self._metrics.write(MetricRecord(source=self._job_name, step=step, time=time.time(), values=values))
+        self._metrics.write(MetricRecord(source=self._job_name, step=step, time=record_time(), values=values))
 
     def stop_waiting(self) -> None:
         """Training is done: a batch for which the stream has no room is not written. Any thread may call it."""

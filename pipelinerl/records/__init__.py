@@ -18,6 +18,7 @@ from pipelinerl.records.messages import (
     TrainerStarted,
     TrainingDone,
     WeightUpdateSuccess,
+    record_time,
 )
 from pipelinerl.records.sample import (
     IGNORED_LABEL,
@@ -66,4 +67,5 @@ __all__ = [
     "TrainingDone",
     "VersionSpan",
     "WeightUpdateSuccess",
+    "record_time",
 ]

@@ -6,6 +6,7 @@ launcher). `FateRecord`, `MetricRecord` and `EvaluationResult` have streams of t
 
 from __future__ import annotations
 
+import time
 from typing import Literal, get_args
 
 import msgspec
@@ -14,6 +15,14 @@ from pipelinerl.records.sample import SCHEMA_VERSION
 
 Fate = Literal["trained", "filtered", "stale", "failed", "unused", "pending"]
 FATES: tuple[Fate, ...] = get_args(Fate)
+
+_STARTED_AT = time.time() - time.monotonic()
+
+
+def record_time() -> float:
+    """The `time` of a record: seconds since the epoch by the clock at the start of this process. Durations are
+    differences of it, so a clock that is set meanwhile must not show."""
+    return _STARTED_AT + time.monotonic()
 
 
 class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_started"):

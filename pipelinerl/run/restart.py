@@ -7,13 +7,12 @@ No process is started or ended here; the supervisor does what is decided.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
-from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone
+from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone, record_time
 from pipelinerl.run.pool_command import ServerState, write_state
 from pipelinerl.run.processes import Outcome, describe_exit
 from pipelinerl.run.start import RunSession
@@ -381,7 +380,7 @@ class ServerKeeper:
                 url=server.url,
                 event=event,
                 generation=server.generation,
-                time=time.time(),
+                time=record_time(),
                 reason=reason,
                 group_port=server.group_port,
                 incarnation=self._session.identity.incarnation,

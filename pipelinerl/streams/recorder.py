@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Mapping
 
 from pipelinerl.errors import StreamError
-from pipelinerl.records import MetricRecord
+from pipelinerl.records import MetricRecord, record_time
 from pipelinerl.streams.base import StreamWriter
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class MetricRecorder:
             else:
                 self._warn_once(name, "%s is %s at step %d and is left out of the metrics", name, number, step)
         try:
-            self._writer.write(MetricRecord(source=self._source, step=step, time=time.time(), values=numbers))
+            self._writer.write(MetricRecord(source=self._source, step=step, time=record_time(), values=numbers))
         except StreamError as error:
             self.lost_records += 1
             self._warn_once("", "metrics are lost from step %d on: %s", step, error)

@@ -14,7 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, TrainerMessage, WeightUpdateSuccess
+from pipelinerl.records import (
+    EvaluationResult,
+    FateRecord,
+    MetricRecord,
+    TrainerMessage,
+    WeightUpdateSuccess,
+    record_time,
+)
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, StreamReader
 from pipelinerl.streams.hub import StreamHub
@@ -99,7 +106,7 @@ class Collector:
         incarnation: int = 0,
     ) -> None:
         self._incarnation = incarnation
-        self._since = time.time() if incarnation else 0.0
+        self._since = record_time() if incarnation else 0.0
         self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.job("actor_0") / "stdout.log"))
         self._run_dir = run_dir
         self._max_steps = config.finetune.known_steps
@@ -108,7 +115,7 @@ class Collector:
         self._lock = threading.RLock()
         self._sink_lock = threading.Lock()
         started = time.monotonic()
-        self._sinks = make_sinks(SinkInputs(config, run_dir, time.time()))
+        self._sinks = make_sinks(SinkInputs(config, run_dir, record_time()))
         self._display = display or make_display(
             sys.stdout,
             self._title,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pipelinerl.records import (
     StepDone,
     TrainingDone,
     WeightUpdateSuccess,
+    record_time,
 )
 from pipelinerl.records.lineage import Lineage
 from pipelinerl.tracking.state import RunState
@@ -178,3 +180,12 @@ def test_what_the_trainer_does_around_an_update_is_no_stall() -> None:
         )
     # The first one pauses servers that have nothing to do yet; records of earlier releases have no `paused`.
     assert state.stall_seconds == pytest.approx(0.5)
+
+
+def test_x6_a_clock_that_is_set_by_two_hours_changes_no_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = RunState()
+    state.fold_trainer(update(0, record_time(), 0.1))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    state.fold_trainer(step(1, record_time() + 3.0, 4))
+    assert build_summary(state, "completed", None)["seconds"] == pytest.approx(3.0, abs=1.0)
