@@ -1,10 +1,25 @@
-"""Scripted answers of a fake server, as texts instead of ids: for tests of agents and environments."""
+"""Scripted answers of a fake server, as texts instead of ids, and a tokenizer whose ids tests write by hand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
+
+from pipelinerl.tiny.tokenizer import build_tokenizer
+
+# Role, content, end: what tests of conversations and agents expect around every message.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}<|{{ message['role'] }}|>{{ message['content'] or '' }}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def chat_tokenizer(max_number: int) -> PreTrainedTokenizerFast:
+    """Bytes, and whole numbers up to `max_number`: sampled `1`, `2` reads `12` and re-tokenizes to another id."""
+    tokenizer = build_tokenizer(max_number)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 class Texts:

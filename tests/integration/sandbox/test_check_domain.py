@@ -97,7 +97,7 @@ def test_a_task_of_your_own_passes(tmp_path: Path, capsys: pytest.CaptureFixture
         ("4", "RolloutResult([text],", "RolloutResult([],", "returned no training text"),
         ("4", "    text.reward = found.score\n", "", r"bad_reward.*MODULE.py:24\)"),
         ("4", "call.output.content.strip(None)", "problem['answr']", r"KeyError: 'answr' \(.*MODULE.py:26\)"),
-        ("4", "await llm_async", "llm_async", r"`await` missing there\? \(.*MODULE.py:26\)"),
+        ("4", "await llm_async", "llm_async", r"AttributeError: .*coroutine.*`await`.*MODULE.py:26\)"),
         ("4", "reward=found.score", "reward='good'", r"reward: .*got 'good' \(.*MODULE.py:29\)"),
         ("4", "text.reward = found.score", "text.reward = 'good'", r"bad_reward.*'good'.*MODULE.py:24\)"),
         ("4", "return '4'", "return problem['gold']", r"validate.*KeyError: 'gold' \(.*MODULE.py:11\)"),

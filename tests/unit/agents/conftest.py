@@ -7,21 +7,20 @@ from typing import Any
 
 import pytest
 from fakes.fake_server import FakeServer
-from fakes.scripted_texts import Texts
+from fakes.scripted_texts import Texts, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.agents import black_box
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.tiny.tokenizer import build_tokenizer
 
 RunAgent = Callable[..., Awaitable[RolloutResult]]
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return build_tokenizer(64)
+    return chat_tokenizer(64)
 
 
 @pytest.fixture

@@ -168,10 +168,7 @@ async def test_a_right_guess_at_the_third_turn(monkeypatch: pytest.MonkeyPatch) 
     assert result.metrics.no_error and not result.metrics.no_answer
     assert result.dataset_name == "train" and result.latency >= 0
     assert len(script.prompts[0].messages) == 2
-    assert script.prompts[2].messages[2]["content"] == (
-        "Your 2 previous guesses:\n512, which is lower than the target number.\n"
-        "900, which is higher than the target number."
-    )
+    assert script.prompts[2].messages[2]["content"] == feedback([512, 900], 700)
 
 
 async def test_a_wrong_output_ends_the_game(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.scripted_texts import chat_tokenizer
 
 from pipelinerl.config.compose import compose
 from pipelinerl.domains.problem_sets import ProblemOrder, load_problem_sets
 from pipelinerl.domains.prompt_data import load_prompts
 from pipelinerl.errors import DomainError
-from pipelinerl.tiny.tokenizer import build_tokenizer
 
 
 def rows(folder: Path, *entries: Any) -> str:
@@ -24,7 +24,7 @@ def rows(folder: Path, *entries: Any) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    build_tokenizer(32).save_pretrained(folder)
+    chat_tokenizer(32).save_pretrained(folder)
     return str(folder)
 
 

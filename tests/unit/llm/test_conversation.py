@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fakes.fake_server import FakeServer
+from fakes.scripted_texts import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.errors import RolloutError
@@ -20,7 +21,6 @@ from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
 from pipelinerl.records import VersionSpan
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.tiny.tokenizer import build_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 STRIPS_THOUGHTS = (
@@ -40,8 +40,7 @@ WANTS_CALLS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Digits and whole numbers are tokens, so that sampled `1`, `2` reads `12` and re-tokenizes to another id."""
-    return build_tokenizer(32)
+    return chat_tokenizer(32)
 
 
 class Script:
@@ -186,7 +185,7 @@ async def test_rewards_of_turns(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 async def test_a_template_that_drops_thoughts_starts_a_new_sample(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = build_tokenizer(32)
+    tokenizer = chat_tokenizer(32)
     tokenizer.chat_template = STRIPS_THOUGHTS
     script = Script(tokenizer, ["<think>hm</think>1", "2", " 3 "])
     with serving(tokenizer, script) as (server, llm):
@@ -211,7 +210,7 @@ async def test_a_template_that_drops_thoughts_starts_a_new_sample(tokenizer: Pre
 
 
 async def test_a_template_that_wants_calls_in_its_own_form(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = build_tokenizer(32)
+    tokenizer = chat_tokenizer(32)
     tokenizer.chat_template = WANTS_CALLS
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     with serving(tokenizer, Script(tokenizer, [call, "2"])) as (server, llm):
@@ -277,7 +276,7 @@ async def test_t5_table(
 
 
 async def test_t5_padding_that_is_the_end_token_is_trained_by_its_place(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = build_tokenizer(32)
+    tokenizer = chat_tokenizer(32)
     tokenizer.pad_token = tokenizer.eos_token
     with serving(tokenizer, Script(tokenizer, ["12"])) as (_, llm):
         async with open_session() as session:
