@@ -33,7 +33,7 @@ from pipelinerl.rundir.durable import FileLock, ScratchFolder, is_locked
 from pipelinerl.rundir.identity import RunIdentity, read_identity, write_identity
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
-from pipelinerl.streams.hub import StreamHub, backend_of
+from pipelinerl.streams.hub import StreamHub, backend_of, lost_streams
 from pipelinerl.streams.read import read_all
 from pipelinerl.world import Job, WorldMap
 
@@ -147,6 +147,12 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
         _refuse_finished(run_dir, old, started, config)
         if started is None:
             return continued
+        if lost := lost_streams(run_dir):
+            raise _refusal(
+                run_dir,
+                f"all streams of the run in it (missing: {', '.join(lost)})",
+                f"Restore what is missing. {_CHOOSE}",
+            )
         changes = tuple(find_changes(started, config))
         fixed = [change for change in changes if change.why_fixed]
         if not fixed:

@@ -17,11 +17,14 @@ from pipelinerl.config.resources import STREAM_BACKENDS, StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import CONSUMERS, StreamBackend, StreamReader, StreamSpec, StreamWriter
+from pipelinerl.streams.shards import partition_dir
 
 T = TypeVar("T")
 Result = TypeVar("Result")
 
 OWNER_FILE = "run_id"
+#: Names every stream that was opened for writing, one a line: what has to be there when the run is resumed.
+OPENED_FILE = "opened"
 
 
 def backend_of(config: StreamsConfig) -> type[StreamBackend]:
@@ -57,6 +60,7 @@ class StreamHub:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
+        self._root = run_dir.streams
         self.run_id = _owner(run_dir.streams) if run_id is None else _claim(run_dir.streams, run_id)
         environ = os.environ if environ is None else environ
         self._backend = backend_of(config)(config, run_dir.streams, self.run_id, environ)
@@ -69,7 +73,10 @@ class StreamHub:
         `is_consumed`: whether the readers in `CONSUMERS` are part of this run; False: nobody is waited for.
         """
         consumers = CONSUMERS.get(topic, ()) if is_consumed else ()
-        return self._backend.writer(StreamSpec(topic, instance, partition), record_type, consumers)
+        spec = StreamSpec(topic, instance, partition)
+        writer = self._backend.writer(spec, record_type, consumers)
+        _note_opened(self._root, partition_dir(Path(), spec).as_posix())
+        return writer
 
     def loop_writer(self, topic: str, instance: str, record_type: Any, is_consumed: bool = True) -> LoopWriter[Any]:
         """Open a stream for appending from an event loop, which is never blocked. `is_consumed`: as for `writer`."""
@@ -178,6 +185,44 @@ def _run_calls(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | 
             future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised in whoever awaits it
             future.set_exception(error)
+
+
+def lost_streams(run_dir: RunDir) -> list[str]:
+    """Streams of the run that were deleted, as folders relative to its directory. It must not be running.
+
+    A reader would wait for their records, and a writer would begin them anew.
+    """
+    root = run_dir.streams
+    names = _opened(root)
+    if not names and not (root / OWNER_FILE).exists():
+        # Models and metrics come after the streams.
+        files = (*_visible(run_dir.finetune), run_dir.metrics_file)
+        return [root.name] if any(file.exists() for file in files) else []
+    return [f"{root.name}/{name}" for name in names if not any(_visible(root / name))]
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if not file.name.startswith(".")] if folder.is_dir() else []
+
+
+def _opened(root: Path) -> list[str]:
+    try:
+        return list(dict.fromkeys((root / OPENED_FILE).read_text(encoding="utf-8").split()))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StreamError(f"{root}: cannot be read: {error}") from error
+
+
+def _note_opened(root: Path, name: str) -> None:
+    """Add a stream that has a folder. Processes of all nodes do so at once: each line is one write at the end."""
+    if name in _opened(root) or not (root / name).is_dir():
+        return
+    try:
+        with (root / OPENED_FILE).open("ab", buffering=0) as file:
+            file.write(f"{name}\n".encode())
+    except OSError as error:
+        raise StreamError(f"{root}: cannot hold streams: {error}") from error
 
 
 def _owner(root: Path) -> str:

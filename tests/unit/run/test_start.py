@@ -107,6 +107,31 @@ def test_d3_foreign_streams_or_weights_are_refused(tmp_path: Path, content: str)
     assert "force_restart=true" in refusal(tmp_path).next_step
 
 
+@pytest.mark.parametrize(
+    ("deleted", "named"),
+    [
+        ("streams", "streams"),
+        ("streams/trainer", "streams/trainer/finetune_0/0"),
+        ("streams/trainer/finetune_0/0/*", "streams/trainer/finetune_0/0"),
+    ],
+)
+def test_a_run_whose_streams_were_deleted_is_not_continued(tmp_path: Path, deleted: str, named: str) -> None:
+    run_dir = start(tmp_path, trained=True)
+    run_dir.current_model.mkdir(parents=True)
+    assert inspect(config(tmp_path)).kind == "continue"
+    for path in tmp_path.glob(deleted):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    error = refusal(tmp_path)
+    assert error.key == "output_dir" and f"missing: {named})" in str(error) and "\n" not in str(error)
+    assert inspect(config(tmp_path, force_restart=True)).kind == "move_aside"
+
+
+def test_a_start_that_came_to_no_stream_is_continued(tmp_path: Path) -> None:
+    with enter(config(tmp_path)) as entered:
+        save_config(config(tmp_path), entered.run_dir.config_file)
+    assert inspect(config(tmp_path)).kind == "continue"
+
+
 def test_a_complete_run_is_continued_only_if_there_is_more_to_train(tmp_path: Path) -> None:
     run_dir = start(tmp_path)
     write_summary(run_dir, status="completed", steps=1000)
