@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server in this process: its options, a pause that does not sleep, models with a recurrent state.
+"""vLLM's OpenAI server in this process: its options, a pause that does not sleep, and what CPUs need.
 
 Imported only once the environment is set (`main.prepare_environment`): vLLM reads some variables at import.
 """
@@ -13,6 +13,7 @@ from vllm.entrypoints.launchers.api_server.entry import run_server
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.model_executor.models.config import MambaModelConfig
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -40,6 +41,7 @@ def run(argv: list[str]) -> None:
     pause_without_sleep()
     serve_hybrids_whole_prompts()
     args = parser_of_vllm().parse_args(argv)
+    rotate_by_torch(args.compilation_config.custom_ops)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
 
@@ -71,3 +73,16 @@ def serve_hybrids_whole_prompts() -> None:
         verify(vllm_config)
 
     MambaModelConfig.verify_and_update_config = staticmethod(verify_and_update_config)  # type: ignore[assignment]
+
+
+def rotate_by_torch(custom_ops: list[str]) -> None:
+    """Turn vLLM's kernel for rotary positions off on a CPU, unless the user chose one.
+
+    In vLLM 0.32 it gives queries of several heads wrong positions where they come in three dimensions, as in DeepSeek
+    and LFM2.
+
+    Args:
+        custom_ops: of vLLM's compilation config; gets the name.
+    """
+    if current_platform.is_cpu() and not {"+rotary_embedding", "-rotary_embedding"}.intersection(custom_ops):
+        custom_ops.append("-rotary_embedding")

@@ -6,13 +6,16 @@ import argparse
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.config import HybridAttentionMambaModelConfig, MambaModelConfig
 
 from pipelinerl.inference.arguments import VLLM_OPTIONS, ServerSettings, check_names, server_arguments
-from pipelinerl.inference.server import option_names, parser_of_vllm, serve_hybrids_whole_prompts
+from pipelinerl.inference.server import option_names, parser_of_vllm, rotate_by_torch, serve_hybrids_whole_prompts
 
 
 def options(**kwargs: object) -> list[str]:
@@ -74,3 +77,27 @@ def test_hybrid_models_are_served_where_prompts_are_whole(
     )
     assert cache.enable_prefix_caching == keeps_cache
     assert cache.mamba_block_size == (32 if keeps_cache else 128)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(
+    ("chosen", "is_right"), [(None, True), ("-rotary_embedding", True), ("+rotary_embedding", False)]
+)
+def test_queries_of_three_dimensions_get_their_positions(
+    is_neox: bool, chosen: str | None, is_right: bool, parser: argparse.ArgumentParser
+) -> None:
+    """On a CPU, with two heads. If vLLM's own kernel is right one day, `rotate_by_torch` can go."""
+    kwargs = {} if chosen is None else {"compilation-config": {"custom_ops": [chosen]}}
+    config = parser.parse_args(options(vllm_kwargs=kwargs)).compilation_config
+    rotate_by_torch(config.custom_ops)
+    queries, keys = torch.randn(12, 2, 8), torch.randn(12, 1, 8)
+    angles = torch.arange(12)[:, None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    # Pairs of values are complex numbers: those 4 apart, or neighbors.
+    first, second = queries.chunk(2, -1) if is_neox else (queries[..., 0::2], queries[..., 1::2])
+    turned = torch.view_as_real(torch.complex(first, second) * turns)
+    expected = turned.transpose(-1, -2).flatten(-2) if is_neox else turned.flatten(-2)
+    with set_current_vllm_config(VllmConfig(compilation_config=config)):
+        rope = RotaryEmbedding(8, 8, 64, 100.0, is_neox, torch.float32)
+    got, _ = rope(torch.arange(12), queries.clone(), keys)
+    assert torch.allclose(got, expected, atol=1e-5) == is_right

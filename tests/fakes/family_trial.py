@@ -114,7 +114,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "starcoder2": dict(residual_dropout=0.1, embedding_dropout=0.1),
     "stablelm": {},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=2),
-    "gpt_neox": dict(rotary_pct=0.5),
+    # It has no key and value heads of its own, but vLLM would believe their number.
+    "gpt_neox": dict(rotary_pct=0.5, num_key_value_heads=2),
     "gpt_bigcode": dict(n_embd=64, n_layer=2, n_head=2),
     "opt": dict(ffn_dim=64, word_embed_proj_dim=64, dropout=0.1),
     "seed_oss": dict(residual_dropout=0.1),
