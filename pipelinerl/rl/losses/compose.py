@@ -1,27 +1,56 @@
 """The loss of one micro-batch: policy loss by name, importance correction, KL, entropy bonus, value loss.
 
-KL(policy || reference) is estimated per token (J. Schulman, "Approximating KL Divergence", 2020). With
+**Importance correction** for the gap between sampler and trainer, on top of any policy loss. With rho = pi / mu (no
+gradient) by token, or by sample with `importance_level: sequence` (the product over its trained tokens), each token's
+loss is multiplied by
+
+    truncate        min(rho, importance_high)                                     TIS
+    mask            rho where rho <= importance_high, else 0                      MIS
+    icepop          rho where importance_low <= rho <= importance_high, else 0    arXiv 2510.18855
+    geometric_mask  1 where the geometric mean of rho over the sample lies in the range, else 0
+
+The first three carry the whole importance weight. The loss's own ratio must not count it again, so it becomes
+pi / stop_gradient(pi), which is 1 with the right gradient. (Every batch is trained in exactly one optimizer step, so
+the policy before the step is the policy in training, and no second forward pass is needed.) `geometric_mask` only drops
+samples, and the loss keeps its ratio against the sampler.
+
+**KL(policy || reference)** is estimated per token (J. Schulman, "Approximating KL Divergence", 2020). With
 r = log ref - log new of a token that the policy sampled:
+
     k1 = -r             unbiased, can be negative; as a loss its expected gradient is zero: use it in the reward
     k2 = r^2 / 2        biased, low variance; as a loss its gradient is that of KL on-policy
     k3 = e^r - r - 1    unbiased, never negative, low variance
+
+**Value head** (`advantage_estimator: gae`). The group stage gives each sample its reward as its "advantage"; here it
+becomes the reward of the last trained token, on top of `token_rewards` (KL in the reward). GAE over the values of the
+head (no gradient) gives every token its advantage and its return.
+
+    value loss_t = (V_t - return_t)^2 / 2
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import get_args
 
 import torch
 
-from pipelinerl.config.algorithm import GaeAdvantage, RLConfig
+from pipelinerl.config.algorithm import (
+    GaeAdvantage,
+    GeometricMaskCorrection,
+    IcepopCorrection,
+    MaskCorrection,
+    NoCorrection,
+    RLConfig,
+    TruncateCorrection,
+)
 from pipelinerl.config.algorithm import PolicyLoss as LossConfig
 from pipelinerl.config.section import DOTTED, Choice, Section
 from pipelinerl.errors import ConfigError
+from pipelinerl.rl.advantages import gae
 from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.losses.base import LossInputs, Metrics, PolicyLoss
-from pipelinerl.rl.losses.importance import correct
-from pipelinerl.rl.losses.value import value_loss, with_gae_advantages
+from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs, Metrics, PolicyLoss
 from pipelinerl.rl.user_function import load_function
 
 #: One type in `config/algorithm.py` and one module with a function of the same name in this folder.
@@ -52,7 +81,7 @@ def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficient
     """
     returns = None
     if isinstance(config.advantage, GaeAdvantage):
-        inputs, returns = with_gae_advantages(inputs, config)
+        inputs, returns = _with_gae_advantages(inputs, config)
     loss, metrics = _policy_term(inputs, config)
     for term, found in (
         _kl_term(inputs, config, coefficients.kl),
@@ -67,16 +96,56 @@ def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficient
 
 
 _Term = tuple[torch.Tensor | None, Metrics]
+_Correction = NoCorrection | TruncateCorrection | GeometricMaskCorrection
 
 
 def _policy_term(inputs: LossInputs, config: RLConfig) -> tuple[torch.Tensor, Metrics]:
-    corrected, factor, metrics = correct(inputs, config.correction)
+    corrected, factor, metrics = _correct(inputs, config.correction)
     policy = policy_loss_function(config.policy_loss)(corrected, config.loss)
     per_token = policy.per_token if factor is None else policy.per_token * factor
     loss = weighted_sum(inputs, per_token)
     metrics = {**metrics, **policy.metrics}
     metrics["rl/policy_loss"] = loss.detach()  #: the policy term alone
     return loss, metrics
+
+
+def _correct(inputs: LossInputs, config: _Correction) -> tuple[LossInputs, torch.Tensor | None, Metrics]:
+    """Inputs for the policy loss, the factor of every token (None: no correction), and metrics."""
+    if isinstance(config, NoCorrection):
+        return inputs, None, {}
+    log_rho = inputs.log_ratio().detach()
+    if isinstance(config, GeometricMaskCorrection):
+        rho = _of_sample(inputs.sample_mean(log_rho), inputs)
+    elif config.importance_level == "sequence":
+        rho = _of_sample(inputs.sample_sum(log_rho), inputs)
+    else:
+        rho = log_rho.exp()
+    factor = _factor(rho, config)
+    changed = (rho > config.importance_high) if config.importance_correction == "truncate" else (factor == 0)
+    metrics = {
+        "rl/importance_weight_mean": inputs.token_mean(factor),  #: mean factor of the importance correction
+        #: share of tokens cut by the importance correction
+        "rl/importance_cut_fraction": inputs.token_mean(changed.float()),
+    }
+    if not isinstance(config, GeometricMaskCorrection):
+        inputs = replace(inputs, old_logprobs=inputs.new_logprobs.detach())
+    return inputs, factor, metrics
+
+
+def _of_sample(log_rho: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    """exp of [num_segments] at every position of the sample: [R, T]."""
+    return inputs.to_tokens(log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+
+
+def _factor(rho: torch.Tensor, config: TruncateCorrection | GeometricMaskCorrection) -> torch.Tensor:
+    high = config.importance_high
+    if isinstance(config, IcepopCorrection):
+        return torch.where((rho >= config.importance_low) & (rho <= high), rho, 0.0)
+    if isinstance(config, GeometricMaskCorrection):
+        return ((rho >= config.importance_low) & (rho <= high)).to(rho.dtype)
+    if isinstance(config, MaskCorrection):
+        return torch.where(rho <= high, rho, 0.0)
+    return rho.clamp(max=high)
 
 
 def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
@@ -101,10 +170,40 @@ def _entropy_term(inputs: LossInputs, coefficient: float) -> _Term:
     return bonus, {"rl/entropy": inputs.token_mean(inputs.entropy)}
 
 
+def _with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor]:
+    """Inputs with per-token advantages, and the return of every token [R, T].
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if inputs.values is None or not isinstance(config.advantage, GaeAdvantage):
+        raise ValueError(
+            f"finetune.rl.advantage_estimator: got {config.advantage_estimator!r} without values, expected gae and a "
+            "model with a value head"
+        )
+    values = inputs.values.detach().double().cpu()
+    rewards, mask, segments = inputs.advantages.double().cpu(), inputs.mask.cpu(), inputs.segment_ids.cpu()
+    earned = torch.zeros_like(values) if inputs.token_rewards is None else inputs.token_rewards.double().cpu()
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for segment in range(inputs.num_segments):
+        place = mask & (segments == segment)
+        count = int(place.sum())
+        if count:
+            steps = earned[place].tolist()
+            steps[-1] += rewards[place][-1].item()
+            found, targets = gae(steps, values[place].tolist(), config.gamma, config.advantage.gae_lambda)
+            advantages[place] = torch.tensor(found, dtype=torch.float64)
+            returns[place] = torch.tensor(targets, dtype=torch.float64)
+    if config.relu_log_p_weights:
+        advantages.clamp_(min=0.0)
+    like = inputs.advantages
+    return replace(inputs, advantages=advantages.to(like)), returns.to(inputs.values)
+
+
 def _value_term(inputs: LossInputs, returns: torch.Tensor | None, estimator: Section) -> _Term:
     if returns is None or inputs.values is None or not isinstance(estimator, GaeAdvantage):
         return None, {}
-    per_token = value_loss(inputs.values, returns)
+    per_token = (inputs.values - returns).square() / 2
     metrics = {
         "rl/value_loss": inputs.token_mean(per_token),  #: value head: half the squared error per token
         "rl/value_mean": inputs.token_mean(inputs.values),  #: value head: mean value

@@ -20,8 +20,7 @@ from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner, finish_advantages
 from pipelinerl.rl.advantages import ADVANTAGES
-from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.microbatch import collate, sentinel
+from pipelinerl.rl.microbatch import collate, sentinel, step_scale
 
 OPTIONS = [
     {

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
-from pipelinerl.rl.aggregation import step_scale
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.losses import LossInputs
-from pipelinerl.rl.microbatch import MicroBatch, collate
+from pipelinerl.rl.microbatch import MicroBatch, collate, step_scale
 
 
 def make_sample(

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from rl_samples import collated, make_sample
 
 from pipelinerl.records.sample import Array
-from pipelinerl.rl.aggregation import step_scale
-from pipelinerl.rl.microbatch import collate, sentinel
+from pipelinerl.rl.microbatch import collate, sentinel, step_scale
 
 A = make_sample([1, 2], [3, 4], logprobs=[-0.1, -0.2], spans=[(3, 0, 1), (4, 1, 2)], advantage=2.0)
 B = make_sample([5], [6], logprobs=[-0.3], sample_id="0-1/r0/s0", advantage=-1.0)
