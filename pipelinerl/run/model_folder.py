@@ -20,6 +20,7 @@ from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
 from pipelinerl.weights.manifest import read_manifest
+from pipelinerl.world.model_shape import ModelShape, guess_shape, shape_of
 
 #: Any of these is a tokenizer; which ones a model needs depends on its family.
 _TOKENIZER_FILES = (
@@ -86,6 +87,12 @@ def count_parameters(model_path: str) -> int | None:
     except (OSError, ValueError, KeyError, TypeError):  # `check_model` says what is wrong
         return None
     return None if tensors is None else sum(map(math.prod, tensors.values()))
+
+
+def read_shape(model_path: str) -> ModelShape | None:
+    """Sizes of a model from its files here or in the hub's cache, else a guess by its name; None: nothing is known."""
+    found = shape_of(read_model_config(model_path), count_parameters(model_path))
+    return found or guess_shape(model_path)
 
 
 def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pipelinerl.errors import ConfigError
 
@@ -96,8 +97,16 @@ def _visible_gpus(visible: str | None, gpu_lister: GpuLister) -> tuple[str, ...]
     return tuple(ids)
 
 
-def nvml_gpu_lister() -> list[str]:
-    """UUIDs of this machine's NVIDIA GPUs by index, through NVML; none if there is no driver."""
+class Card(NamedTuple):
+    """A GPU of this machine."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+def nvml_cards() -> list[Card]:
+    """This machine's NVIDIA GPUs by index, through NVML; none if there is no driver."""
     try:
         import pynvml
     except ImportError:
@@ -108,9 +117,21 @@ def nvml_gpu_lister() -> list[str]:
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        return [
+            Card(
+                str(pynvml.nvmlDeviceGetUUID(handle)),
+                str(pynvml.nvmlDeviceGetName(handle)),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for handle in handles
+        ]
     finally:
         pynvml.nvmlShutdown()
+
+
+def nvml_gpu_lister() -> list[str]:
+    """UUIDs of this machine's NVIDIA GPUs by index."""
+    return [card.uuid for card in nvml_cards()]
 
 
 def usable_cores(quota_file: Path = CPU_QUOTA_FILE) -> int:
