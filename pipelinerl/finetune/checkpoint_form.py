@@ -78,6 +78,22 @@ class CheckpointForm:
             group.patterns[name] = pattern
             self._group_of[name] = group
 
+    def renamed(self, name: str) -> str:
+        """What the tensor `name` in memory is called in the checkpoint.
+
+        Raises:
+            ConfigError: it is a part or a whole of other tensors there.
+        """
+        group = self._group_of.get(name)
+        if group is not None and group.converter is not None:
+            raise ConfigError(
+                "finetune.lora.sync",
+                "adapter",
+                f"merged for this model: its checkpoint keeps {name} together with others",
+                "Set finetune.lora.sync=merged.",
+            )
+        return name if group is None else group.target
+
     def metadata(self, metas: Iterable[TensorMeta]) -> list[TensorMeta]:
         """What `buckets` makes of tensors like these."""
         empty = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in metas]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import ConfigError
@@ -25,6 +26,8 @@ ADAPTER = "adapter"
 _NAME = "default"
 _BASE = ".base_layer."
 _PARTS = (".lora_A.", ".lora_B.")
+#: What a layer that multiplies with its matrix does, and nothing else: some routers are linear layers by their class.
+_PRODUCTS = (torch.nn.Linear.forward, Conv1D.forward)
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Update:
         return self.scale * (product.T if self.is_transposed else product)
 
 
-def _peft() -> Any:
+def _peft(module: str = "peft") -> Any:
     try:
-        return importlib.import_module("peft")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
             "finetune.lora.enabled", True, "the package peft", "Install it: pip install pipelinerl[lora]."
@@ -68,16 +71,20 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
         bias=settings.bias,
-        target_modules=settings.target_modules or "all-linear",
+        target_modules=settings.target_modules,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
     )
+    if not settings.target_modules:
+        _choose_all(config, model)
     try:
         peft.inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
         raise _wrong_targets(settings, str(error)) from error
     layers = list(_adapted_layers(model))
-    strange = sorted({type(layer).__name__ for _, layer in layers if not isinstance(layer, peft.tuners.lora.Linear)})
+    if any(isinstance(layer, peft.tuners.lora.ParamWrapper) for _, layer in layers):
+        raise _wrong_targets(settings, "the experts of a layer are one tensor, which gets no adapter")
+    strange = sorted({type(layer.base_layer).__name__ for _, layer in layers if not _is_product(layer.base_layer)})
     head = model.get_output_embeddings()
     if strange or any(layer is head for _, layer in layers):
         raise _wrong_targets(settings, f"found {', '.join(strange) or 'the output head'}")
@@ -128,9 +135,16 @@ def export_name(name: str) -> str:
     return checkpoint_name(name) or name.removeprefix(_PREFIX)
 
 
-def adapter_name(name: str) -> str | None:
-    """Name of a policy parameter in an update that sends the adapter alone; None for all others."""
-    return name.removeprefix(_PREFIX).replace(f".{_NAME}.", ".") if is_adapter_part(name) else None
+def adapter_name(name: str, renamed: Callable[[str], str]) -> str | None:
+    """Name of a policy parameter in an update that sends the adapter alone; None for all others.
+
+    Args:
+        renamed: gives what the checkpoint calls a matrix of the model.
+    """
+    if not is_adapter_part(name):
+        return None
+    layer, _, part = name.removeprefix(_PREFIX).replace(f".{_NAME}.", ".").partition(".lora_")
+    return f"{renamed(f'{layer}.weight').removesuffix('.weight')}.lora_{part}"
 
 
 def updates(policy: PolicyModel) -> dict[int, Update]:
@@ -226,10 +240,26 @@ def _refuse_what_is_no_adapter(model: torch.nn.Module, settings: LoraConfig) -> 
         )
 
 
+def _choose_all(config: Any, model: PreTrainedModel) -> None:
+    """Name all linear layers in peft's `config`, except for the output head and those named like experts, for which
+    peft puts the experts' tensors."""
+    head = model.get_output_embeddings()
+    config.target_modules = {
+        name for name, module in model.named_modules() if _is_product(module) and module is not head
+    }
+    _peft("peft.utils.transformers_weight_conversion").convert_peft_config_for_transformers(config, model, None)
+    config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
+
+
+def _is_product(layer: torch.nn.Module) -> bool:
+    return type(layer).forward in _PRODUCTS
+
+
 def _wrong_targets(settings: LoraConfig, found: str) -> ConfigError:
     return ConfigError(
         "finetune.lora.target_modules",
         settings.target_modules,
         f"names of linear layers inside the decoder ({found})",
-        "Name some, such as [q_proj, v_proj], or leave it empty for all of them.",
+        "Name others, such as [q_proj, v_proj]"
+        + (", or leave it empty for all of them." if settings.target_modules else "."),
     )

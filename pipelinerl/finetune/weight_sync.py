@@ -21,7 +21,7 @@ from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.records import Sample
-from pipelinerl.weights.manifest import coverage_problems, local_folder, read_manifest
+from pipelinerl.weights.manifest import adapter_problems, coverage_problems, local_folder, read_manifest
 from pipelinerl.weights.source import CollectiveSource
 from pipelinerl.weights.sync import UpdateReport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
@@ -77,11 +77,16 @@ def check_checkpoint(backend: Backend, model_path: str) -> None:
     folder = local_folder(model_path)
     tensors = None if folder is None else read_manifest(folder)
     policy = backend.policy
-    if tensors is None or policy.sends_adapter:
+    if tensors is None:
         return
-    sent = {meta.name: meta.shape for meta in backend.weight_source(policy.served_dtype).metadata()}
+    source_of = backend.adapter_source if policy.sends_adapter else backend.weight_source
+    sent = {meta.name: meta.shape for meta in source_of(policy.served_dtype).metadata()}
     tied = bool(getattr(policy.language_model.config.get_text_config(), "tie_word_embeddings", False))
-    if problems := coverage_problems(tensors, sent, tied):
+    if policy.sends_adapter:
+        problems = adapter_problems(tensors, sent, policy.adapter_config.r)
+    else:
+        problems = coverage_problems(tensors, sent, tied)
+    if problems:
         raise ConfigError(
             "model_path",
             model_path,

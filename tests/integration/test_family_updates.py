@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.family_trial import SHAPE, TABLE, Trial, model_of, reopened_difference
+from fakes.families import FAMILIES, random_model
+from fakes.family_trial import Trial, reopened_difference
 from fakes.whole_run import environment, make_whole_run
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from pipelinerl.errors import ConfigError
 
@@ -26,16 +26,16 @@ ROWS = {
     for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
 }
 #: One of each kind; the others are slow.
-KINDS = ("qwen3", "gemma2", "phi", "qwen3_moe", "glm4_moe", "gpt_oss", "mamba2", "qwen3_next", "gpt_neox", "phimoe")
+QUICK = ("qwen3", "gemma2", "phi", "qwen3_moe", "glm4_moe", "gpt_oss", "mamba2", "qwen3_next", "gpt_neox", "phimoe")
 SERVED = [family for family, (_, server) in ROWS.items() if server == "agrees"]
 
 
 def test_the_table_has_every_family() -> None:
-    assert list(ROWS) == list(TABLE)
-    assert set(KINDS) <= set(TABLE)
+    assert list(ROWS) == list(FAMILIES)
+    assert set(QUICK) <= set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in KINDS else pytest.mark.slow) for f in TABLE])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAMILIES])
 def test_x1_the_trainer_has_the_family_as_the_table_says(family: str, tmp_path: Path) -> None:
     samples, _ = ROWS[family]
     if samples == "refused":
@@ -71,8 +71,9 @@ def test_a_whole_run(family: str, tmp_path: Path) -> None:
     """Three steps with updates in flight: experts, sinks and recurrent states."""
     run = make_whole_run(tmp_path)
     vocabulary = json.loads((run.model_path / "config.json").read_text())["vocab_size"]
-    shape = {**SHAPE, **TABLE[family], "vocab_size": vocabulary, "max_position_embeddings": 1024, "eos_token_id": 2}
-    model_of(AutoConfig.for_model(family, **shape)).save_pretrained(run.model_path)
+    random_model(family, vocab_size=vocabulary, max_position_embeddings=1024, eos_token_id=2).save_pretrained(
+        run.model_path
+    )
     words = [f"finetune.seq_packing={str(ROWS[family][0] == 'packed').lower()}", "finetune.max_train_steps=3"]
     ended = run.run(*words)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{run.logs()}"

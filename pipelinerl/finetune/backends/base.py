@@ -139,7 +139,9 @@ class Backend:
         """A and B of every adapter, alpha / r in B, cast to `dtype`: for servers that hold the frozen model."""
         masters, scales = self._served.values_in(dtype), sent_scales(self.policy)
         return self._source(
-            adapter_name, dtype, lambda name, parameter: scaled(masters(name, parameter), scales.get(id(parameter)))
+            lambda name: adapter_name(name, self._form.renamed),
+            dtype,
+            lambda name, parameter: scaled(masters(name, parameter), scales.get(id(parameter))),
         )
 
     def _source(

@@ -128,7 +128,8 @@ def test_a_family_that_cannot_be_packed_is_refused_with_the_reason(tmp_path, mam
 )
 def test_the_key_that_is_named_is_one_that_helps(tmp_path, family, changes, key):
     """Packing is blamed only if the model can be trained without it."""
-    shape = dict(SHAPE, head_dim=8, num_heads=8, state_size=8, n_groups=2, num_local_experts=4, sliding_window=8)
+    shape = dict(SHAPE, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    shape |= dict(num_heads=8, state_size=8, n_groups=2, num_local_experts=4, sliding_window=8)
     if family != "mamba2":
         shape.pop("num_heads")
     torch.manual_seed(1)
