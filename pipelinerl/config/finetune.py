@@ -18,7 +18,7 @@ class LoraConfig(Section):
     r: int = Field(default=16, ge=1, description="rank of an adapter")
     alpha: float = Field(default=16, gt=0, description="adapters are scaled by alpha / r")
     bias: Literal["none", "all", "lora_only"] = Field(default="none", description="biases to train too")
-    target_modules: list[str] = Field(default=[], description="linear layers with an adapter; empty: all of them, without experts")
+    target_modules: list[str] = Field(default=[], description="linear layers with an adapter; empty: all but experts")
     sync: Literal["merged", "adapter"] = Field(
         default="merged", description="an update sends merged matrices, or only the adapter"
     )

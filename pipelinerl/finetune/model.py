@@ -7,6 +7,7 @@ A model family whose samples change beside others is found by trying it (`packin
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -81,6 +82,7 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
             # Old families look their attention up in a table of their own.
             reasons.append(f"{attention}: {_first_sentence(error)}")
             continue
+        refuse_positions_beyond_dynamic(language_model.config.get_text_config(), served_length)
         policy = PolicyModel(
             language_model,
             temperature=config.sampling_temperature,
@@ -244,6 +246,30 @@ def fix_frequencies(model: torch.nn.Module, served_length: int | None) -> None:
                 setattr(module, "rope_type", "fixed")  # noqa: B010 - no tensor
             else:
                 types[layer_type] = "fixed"
+
+
+def refuse_positions_beyond_dynamic(config: Any, served_length: int | None) -> None:
+    """Refuse servers of a model with frequencies of type `dynamic` that accept more than its maximum.
+
+    vLLM (0.32) multiplies the maximum by the factor, but has no frequencies there and reads other memory.
+
+    Args:
+        config: of the language model.
+        served_length: `max_model_len` of the servers; None: vLLM's default, which is too much.
+
+    Raises:
+        ConfigError: with the key.
+    """
+    settings = getattr(config, "rope_parameters", None) or {}
+    each = [value for value in settings.values() if isinstance(value, dict)] or [settings]
+    known = config.max_position_embeddings if any(rope.get("rope_type") == "dynamic" for rope in each) else math.inf
+    if (served_length or math.inf) > known:
+        raise ConfigError(
+            "vllm_config.vllm_kwargs.max_model_len",
+            served_length,
+            f"at most {known}: vLLM has no frequencies of type dynamic beyond the model's max_position_embeddings",
+            f"Set vllm_config.vllm_kwargs.max_model_len={known}, or less.",
+        )
 
 
 def find_fault(policy: PolicyModel, packed: bool, rows: int = 1) -> str | None:

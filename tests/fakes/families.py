@@ -78,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi": {},
     "phi3": {},
     "phi3 (longrope)": dict(original_max_position_embeddings=32, rope_parameters=LONGROPE),
-    "llama (dynamic)": dict(max_position_embeddings=64, rope_parameters=DYNAMIC),
+    "llama (dynamic)": dict(rope_parameters=DYNAMIC),
     "olmo": {},
     "olmo2": {},
     "olmo3": dict(**WINDOW),

@@ -27,6 +27,7 @@ from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 
 CPU = torch.device("cpu")
+SERVED = {"max_model_len": 128}
 #: Beyond windows, chunks and the original lengths of ropes.
 IDS = [
     [(7 * k + 3) % 197 + 3 for k in range(80)],
@@ -66,7 +67,9 @@ class Trial:
 
     def _open(self, source: Path) -> None:
         settings = dict(seq_packing=self.packed, train_batch_size=1, learning_rate=1e-2)
-        config = RunConfig(output_dir=str(self._folder), model_path=str(source), finetune=settings)
+        config = RunConfig(
+            output_dir=str(self._folder), model_path=str(source), finetune=settings, vllm_config={"vllm_kwargs": SERVED}
+        )
         self.policy: PolicyModel = load_policy(config, CPU)
         self.backend = PlainBackend(self.policy, config.finetune, Ranks())
         check_checkpoint(self.backend, str(source))
@@ -104,8 +107,10 @@ class Trial:
     def served(self, model: Path) -> Iterator[tuple[float, float | None]]:
         """Largest |log-prob difference| to a server of `model`: with its own weights, and after two updates, each with
         the difference right before it."""
-        log, kwargs = self._folder / "server.log", {"max_model_len": 128}
-        with VLLMProcess(model, log, kwargs) as server, WeightPublisher(server.token, timeout_s=60) as publisher:
+        with (
+            VLLMProcess(model, self._folder / "server.log", SERVED) as server,
+            WeightPublisher(server.token, timeout_s=60) as publisher,
+        ):
             publisher.connect([ServerAddress("tiny", server.url)])
 
             def difference() -> float:
@@ -127,7 +132,7 @@ def reopened_difference(model: Path, expected: list[list[float]]) -> float:
     By itself it would choose some frequencies by the length of a sample, which no server does.
     """
     loaded = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").eval()
-    fix_frequencies(loaded, None)
+    fix_frequencies(loaded, SERVED["max_model_len"])
     largest = 0.0
     for ids, ours in zip(IDS, expected, strict=True):
         with torch.no_grad():

@@ -2,6 +2,7 @@
 the frequencies of the servers whatever its row holds."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -22,9 +23,16 @@ from transformers import (
 )
 
 from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import attention
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, VARLEN_ATTENTION, register_own_attention
-from pipelinerl.finetune.model import find_fault, fix_frequencies, load_policy, remove_dropout
+from pipelinerl.finetune.model import (
+    find_fault,
+    fix_frequencies,
+    load_policy,
+    refuse_positions_beyond_dynamic,
+    remove_dropout,
+)
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 
@@ -169,6 +177,18 @@ def test_frequencies_are_those_of_the_servers_by_hand(rope, served_length, facto
         cos, sin = model.model.rotary_emb(torch.zeros(1), positions)
         torch.testing.assert_close(cos[0, 0, :4], angles.cos() * scale)
         torch.testing.assert_close(sin[0, 0, :4], angles.sin() * scale)
+
+
+@pytest.mark.parametrize(
+    ("rope", "served_length", "is_refused"),
+    [("dynamic", ORIGINAL, False), ("dynamic", ORIGINAL + 1, True), ("dynamic", None, True), ("longrope", 64, False)],
+)
+def test_servers_get_no_positions_for_which_vllm_has_no_frequencies(rope, served_length, is_refused):
+    config = random_family(**ROPES[rope]).config
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as found:
+        refuse_positions_beyond_dynamic(config, served_length)
+    if is_refused:
+        assert (found.value.key, str(ORIGINAL) in str(found.value)) == ("vllm_config.vllm_kwargs.max_model_len", True)
 
 
 @pytest.mark.parametrize(
