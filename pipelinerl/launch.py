@@ -27,6 +27,7 @@ from pipelinerl.config.stages import stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
 from pipelinerl.run.join import gathered_nodes, join, say
+from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.nodes import Hello, NodeLink, Peers, Plan, node_secret
 from pipelinerl.run.preflight import Start, check_dry_run, check_node, check_start
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
@@ -46,6 +47,7 @@ from pipelinerl.world import (
     build_world_map,
     busy_ports,
     nvml_gpu_lister,
+    nvml_gpu_memory,
     usable_cores,
 )
 
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
         sys.path += [str(folder) for folder in composed.search_dirs]
-        cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
+        cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
         config = stage_config(composed.config)
         if config.dry_run:
             return show_plan(composed, config, cluster)
@@ -84,7 +86,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     """Print what `launch` would start, and on stderr what can be said about such a start without one."""
     checked = check_dry_run(Start(config, cluster, os.environ, composed.search_dirs, is_dry_run=True))
     with FreePorts(config, cluster.rank, reserve=False) as ports:
-        world = build_world_map(config, cluster, ports)
+        world = build_world_map(config, cluster, ports, read_shape(config.model_path))
     commands = build_commands(world, RunDir(Path(config.output_dir).absolute()), os.environ, composed.search_dirs)
     print_plan(config, world, commands, composed.notes)
     sys.stdout.flush()
@@ -119,12 +121,12 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
     config = bounded_by_record(config)
     events: SimpleQueue[Event] = SimpleQueue()
     with gathered_nodes(config, cluster) as nodes, FreePorts(config, cluster.rank, nodes.busy_ports) as ports:
-        world = build_world_map(config, cluster, ports)
+        world = build_world_map(config, cluster, ports, read_shape(config.model_path))
         with signals_as_events(events) as signals, enter(config) as entered:
             lines += [f"changed since the last start: {change}" for change in entered.changes]
             if entered.changes and entered.moved_to is not None:
                 lines.append("the last start trained no step, so this is a new run")
-            say(*lines, *(f"note: {note}" for note in composed.notes))
+            say(*lines, *(f"note: {note}" for note in [*composed.notes, *world.notes]))
             run_dir, identity = entered.run_dir, entered.identity
             # The launcher's own log goes to a file; the terminal belongs to the table.
             logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=run_dir.launch_log)

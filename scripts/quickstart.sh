@@ -5,11 +5,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 started=$SECONDS
-# Server and trainer each need a GPU of their own: with fewer than two, this small run is quicker on the CPU.
+# With fewer than two GPUs this small run is quicker on the CPU.
 if [[ -z ${PIPELINERL_DEVICE:-} && $(nvidia-smi -L 2>/dev/null | grep -c '^GPU') -lt 2 ]]; then
   export PIPELINERL_DEVICE=cpu
   if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
-    printf '\033[1m[quickstart]\033[0m one GPU: server and trainer need one each, so this small run uses the CPU\n'
+    printf '\033[1m[quickstart]\033[0m one GPU: this small run is quicker on the CPU\n'
   fi
 fi
 bash scripts/setup.sh

@@ -96,7 +96,15 @@ class WorldConfig(FlatSection):
     actor_fraction: float = Field(default=4, ge=0, description="share of the GPUs that samples")
     preprocessor_fraction: float = Field(default=0, ge=0, description="share that serves the reference model")
     finetune_fraction: float = Field(default=4, ge=0, description="share that trains")
-    num_actor_llms: int | None = Field(default=None, ge=1, description="servers that sample, instead of the share")
+    servers_per_gpu: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="servers on each GPU of the actor's share; auto: up to 4, by weights, context, memory and cores. "
+        "A count in num_actor_llms is one of servers: with auto each has a GPU of its own, else they fill GPUs. "
+        "Lists in actor_gpus place every server. Without GPUs it does nothing",
+    )
+    num_actor_llms: int | None = Field(
+        default=None, ge=1, description="all servers that sample, instead of the share (see servers_per_gpu)"
+    )
     num_preprocessor_llms: int | None = Field(
         default=None, ge=0, description="servers of the reference model, instead of the share"
     )

@@ -31,7 +31,7 @@ from pipelinerl.inference.auth import read_token
 from pipelinerl.role import RoleContext, run_role
 from pipelinerl.weights.link import is_loopback
 from pipelinerl.weights.manifest import local_folder, read_manifest
-from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS
+from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS, Job
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         host=job.host,
         port=job.port,
         on_cpu=on_cpu,
-        vllm_kwargs=config.vllm_config.vllm_kwargs,
+        vllm_kwargs=_with_memory(config.vllm_config.vllm_kwargs, job),
         seed=config.seed + job.idx,
         dtype="float32" if on_cpu else None,
         fp32_head=config.fp32_lm_head,
@@ -69,6 +69,14 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         # Servers of a reference model serve the frozen model alone.
         adapter=adapter_room(config.finetune.lora) if job.kind == "actor_llm" else None,
     )
+
+
+def _with_memory(vllm_kwargs: Mapping[str, object], job: Job) -> Mapping[str, object]:
+    """The options, with what the plan gives a server that shares its GPU."""
+    planned = {"kv-cache-memory-bytes": job.cache_bytes, "gpu-memory-utilization": job.memory_share}
+    if job.cache_bytes is None:
+        return vllm_kwargs
+    return {key: value for key, value in vllm_kwargs.items() if key.replace("_", "-") not in planned} | planned
 
 
 def adapter_room(lora: LoraConfig) -> AdapterRoom | None:

@@ -43,7 +43,7 @@ def print_plan(config: RunConfig, world: WorldMap, commands: Sequence[Command], 
             f"at most {config.finetune.max_train_steps} steps, max_lag {config.max_lag}"
         ),
         Text(_schedule_text(config, world)),
-        *(Text(f"note: {note}") for note in notes),
+        *(Text(f"note: {note}") for note in [*notes, *world.notes]),
         _jobs_table(world),
         Text("Commands", style="bold"),
     ]
@@ -69,12 +69,16 @@ def _schedule_text(config: RunConfig, world: WorldMap) -> str:
 
 def _jobs_table(world: WorldMap) -> Table:
     table = Table()
-    for heading in ("job", "node", "host", "GPUs" if world.device == "cuda" else "cores", "port", "weights port"):
+    headings = ["job", "node", "host", "GPUs" if world.device == "cuda" else "cores", "port", "weights port"]
+    has_caches = any(job.cache_bytes is not None for job in world.jobs)
+    for heading in [*headings, *(["cache"] if has_caches else [])]:
         table.add_column(heading, no_wrap=True)
     for job in world.jobs:
         devices = (",".join(job.gpus) or "-") if world.device == "cuda" else str(job.cores)
         port, group_port = (str(number) if number else "-" for number in (job.port, job.weight_group_port))
-        table.add_row(job.name, str(job.node_rank), job.host, devices, port, group_port)
+        cache = "-" if job.cache_bytes is None else f"{job.cache_bytes / 2**30:.1f} GiB"
+        row = (job.name, str(job.node_rank), job.host, devices, port, group_port)
+        table.add_row(*row, *([cache] if has_caches else []))
     return table
 
 

@@ -5,7 +5,14 @@ No torch. Every process loads the result from the run directory.
 
 from __future__ import annotations
 
-from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, is_slurm_step, nvml_gpu_lister, usable_cores
+from pipelinerl.world.cluster import (
+    DEFAULT_MASTER_PORT,
+    Cluster,
+    is_slurm_step,
+    nvml_gpu_lister,
+    nvml_gpu_memory,
+    usable_cores,
+)
 from pipelinerl.world.jobs import SERVER_KINDS, Job, WorldMap
 from pipelinerl.world.plan import build_world_map
 from pipelinerl.world.ports import FreePorts, busy_ports
@@ -21,5 +28,6 @@ __all__ = [
     "busy_ports",
     "is_slurm_step",
     "nvml_gpu_lister",
+    "nvml_gpu_memory",
     "usable_cores",
 ]

@@ -27,11 +27,13 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 GpuLister = Callable[[], Sequence[str]]
+GpuMemory = Callable[[Sequence[str]], int | None]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes of a run, all alike. `gpus` and `cores` are those of one node; `hosts[rank]` is a node's address."""
+    """The nodes of a run, all alike. `gpus` and `cores` are those of one node; `hosts[rank]` is a node's address;
+    `gpu_bytes` is the memory of its smallest GPU, if that is known."""
 
     world_size: int
     rank: int
@@ -40,15 +42,23 @@ class Cluster:
     hosts: tuple[str, ...]
     gpus: tuple[str, ...]
     cores: int
+    gpu_bytes: int | None = None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str], gpu_lister: GpuLister, cores: int = 1) -> Cluster:
+    def from_env(
+        cls,
+        environ: Mapping[str, str],
+        gpu_lister: GpuLister,
+        cores: int = 1,
+        gpu_memory: GpuMemory = lambda gpus: None,
+    ) -> Cluster:
         """Read WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES, or the first three from SLURM.
 
         Args:
             environ: the environment of the launcher.
             gpu_lister: returns the UUIDs of this node's GPUs in the order of their indices; called only if needed.
             cores: CPU cores that this node may use.
+            gpu_memory: returns the memory of the smallest of some GPUs, given their ids; None: not known.
 
         Raises:
             ConfigError: a variable is not usable; the message names it.
@@ -60,14 +70,16 @@ class Cluster:
             raise ConfigError("RANK", rank, f"0 to {world_size - 1} (WORLD_SIZE={world_size})", "Set RANK per node.")
         master_port = _integer(environ, "MASTER_PORT", 0, lowest=0) or None
         hosts = _hosts(environ, world_size)
+        gpus = _visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), gpu_lister)
         return cls(
             world_size=world_size,
             rank=rank,
             master_addr=hosts[0],
             master_port=master_port,
             hosts=hosts,
-            gpus=_visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), gpu_lister),
+            gpus=gpus,
             cores=max(1, cores),
+            gpu_bytes=gpu_memory(gpus) if gpus else None,
         )
 
 
@@ -132,6 +144,18 @@ def nvml_cards() -> list[Card]:
 def nvml_gpu_lister() -> list[str]:
     """UUIDs of this machine's NVIDIA GPUs by index."""
     return [card.uuid for card in nvml_cards()]
+
+
+def nvml_gpu_memory(gpus: Sequence[str]) -> int | None:
+    """Bytes of memory of the smallest of these GPUs (indices or UUIDs); None if one is unknown (MIG)."""
+    cards = nvml_cards()
+    sizes = [
+        next(
+            (card.memory_bytes for index, card in enumerate(cards) if gpu == str(index) or card.uuid.startswith(gpu)), 0
+        )
+        for gpu in gpus
+    ]
+    return min(sizes, default=0) or None
 
 
 def usable_cores(quota_file: Path = CPU_QUOTA_FILE) -> int:

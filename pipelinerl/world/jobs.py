@@ -18,7 +18,8 @@ class Job(msgspec.Struct, frozen=True):
     `idx` counts within the kind, `local_idx` within kind and node (the local rank of a trainer process). `gpus` are the
     device ids as `CUDA_VISIBLE_DEVICES` on the job's node writes them; empty on CPUs. `port` and `url` are
     those of a server; `weight_group_port` is where the trainer meets this server to send weights. `cores` is the number
-    of CPU threads that the job may use.
+    of CPU threads that the job may use. A server that shares its GPU has a key-value cache of `cache_bytes`, and needs
+    `memory_share` of the GPU's memory; None: it measures what is free.
     """
 
     kind: str
@@ -32,10 +33,13 @@ class Job(msgspec.Struct, frozen=True):
     url: str | None
     weight_group_port: int | None
     cores: int
+    cache_bytes: int | None = None
+    memory_share: float | None = None
 
 
 class WorldMap(msgspec.Struct, frozen=True):
-    """All jobs of a run and what they share. `jobs` is in start order: servers first, trainer ranks last."""
+    """All jobs of a run and what they share. `jobs` is in start order: servers first, trainer ranks last. `notes` say
+    what the plan decided by itself."""
 
     jobs: list[Job]
     device: Literal["cpu", "cuda"]
@@ -43,6 +47,7 @@ class WorldMap(msgspec.Struct, frozen=True):
     rank: int
     master_addr: str
     master_port: int
+    notes: list[str] = []
 
     def jobs_of(self, kind: str) -> list[Job]:
         """Jobs of one kind in the order of `idx`."""

@@ -44,6 +44,7 @@ class ModelShape:
         layer_matrices: values in the matrices of all decoder layers, all experts included.
         active_matrices: those of them that one token passes through.
         kv_values: values that the cache keeps of one token.
+        context: positions that it was made for; 0: not stated.
     """
 
     hidden: int
@@ -58,6 +59,7 @@ class ModelShape:
     layer_matrices: int
     active_matrices: int
     kv_values: int
+    context: int = 0
     source: Literal["weight files", "config.json", "name"] = "config.json"
     dtype: str = "bfloat16"
 
@@ -136,6 +138,7 @@ def shape_of(config: Mapping[str, Any], parameters: int | None = None) -> ModelS
         layer_matrices=all_matrices,
         active_matrices=active,
         kv_values=layers * kv_values,
+        context=size("max_position_embeddings", "n_positions"),
         source="weight files" if parameters else "config.json",
         dtype=stated if isinstance(stated, str) else "float32",
     )
@@ -173,7 +176,7 @@ def guess_shape(name: str) -> ModelShape | None:
         {
             **{"model_type": "qwen2", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers},
             **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary},
-            **{"tie_word_embeddings": tied, "dtype": "bfloat16"},
+            **{"tie_word_embeddings": tied, "dtype": "bfloat16", "max_position_embeddings": 32768},
         }
     )
     assert shape is not None

@@ -2,12 +2,14 @@
 node, GPUs, ports and cores.
 
 Shares are fractions of all GPUs, explicit counts (`world.num_*`), or lists of GPUs (`world.actor_gpus` and the like).
-Lists may overlap: jobs that share a GPU alternate with `world.placement=colocated`, and else work at the same time.
+Lists may overlap: jobs that share a GPU alternate with `world.placement=colocated`, and else work at the same time. A
+GPU of the actor's share carries one or several servers (`sharing`). The only GPU of a machine is shared by all.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,37 +21,53 @@ from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, url_of
 from pipelinerl.world.jobs import Job, WorldMap
+from pipelinerl.world.model_shape import ModelShape
 from pipelinerl.world.ports import FreePorts
+from pipelinerl.world.sharing import free_cores, needs_of, servers_on_gpu, with_memory
 
 #: Of a shared GPU, the share that a server may use while it generates.
 LARGEST_SHARE = 0.85
 _ROUNDING = 1e-9
 _HEAVY_KINDS = ("actor_llm", "preprocessor_llm", "finetune")
+#: Servers on one GPU, given the GPUs with servers, the ranks, and whether a rank works on the same GPU.
+_PerGpu = Callable[[int, int, bool], int]
 
 
 @dataclass(frozen=True)
 class _Split:
-    """Counts over the whole cluster."""
+    """Counts over the whole cluster. `llms_per_gpu`: actor servers on one GPU; `is_shared`: ranks have the GPUs of
+    servers."""
 
     device: Literal["cpu", "cuda"]
     gpus_per_llm: int
     actor_llms: int
     preprocessor_llms: int
     finetune_ranks: int
+    llms_per_gpu: int = 1
+    is_shared: bool = False
+
+    @property
+    def actor_places(self) -> int:
+        """GPUs, or groups of GPUs, that actor servers have."""
+        return -(-self.actor_llms // self.llms_per_gpu)
 
 
-def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts) -> WorldMap:
+def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model: ModelShape | None = None) -> WorldMap:
     """Plan the run: how many servers and trainer ranks, on which node, GPUs, cores and ports.
 
     Fractions are shares of all GPUs; servers get whole multiples of tensor x pipeline parallel size, at least one
     server for a share above zero, and the trainer gets the rest. Explicit `world.num_*` keys win. Without GPUs every
     job gets cores instead.
 
+    Args:
+        model: None: its size is not known.
+
     Raises:
         ConfigError: the split is impossible; the message holds the numbers.
     """
-    split = _split_cluster(config, cluster)
-    jobs = _Placer(config, cluster, split, ports).jobs()
+    split = _split_cluster(config, cluster, model)
+    needs = needs_of(config, cluster, model, split.finetune_ranks) if split.device == "cuda" else None
+    jobs = with_memory(config, _Placer(config, cluster, split, ports).jobs(), needs)
     first_rank = next((job for job in jobs if job.kind == "finetune"), None)
     master_node = 0 if first_rank is None else first_rank.node_rank
     return WorldMap(
@@ -59,10 +77,24 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts) -> Wo
         rank=cluster.rank,
         master_addr=cluster.hosts[master_node],
         master_port=cluster.master_port or ports.take(master_node, DEFAULT_MASTER_PORT, "MASTER_PORT"),
+        notes=_notes(config, split, jobs),
     )
 
 
-def _split_cluster(config: RunConfig, cluster: Cluster) -> _Split:
+def _notes(config: RunConfig, split: _Split, jobs: list[Job]) -> list[str]:
+    """What the user did not ask for in so many words."""
+    caches = {job.cache_bytes for job in jobs if job.kind == "actor_llm" and job.cache_bytes is not None}
+    cache = f", each with {min(caches) / 2**30:.1f} GiB of key-value cache" if caches else ""
+    if split.is_shared and config.world.placement != "colocated":
+        count = f"{split.actor_llms} server" + "s" * (split.actor_llms > 1)
+        return [f"one GPU: {count} and the trainer share it and work at the same time{cache}"]
+    if split.llms_per_gpu > 1:
+        chosen = config.world.servers_per_gpu
+        return [f"{split.llms_per_gpu} servers on each GPU of the actor{cache} (world.servers_per_gpu={chosen})"]
+    return []
+
+
+def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None) -> _Split:
     """Decide the counts; ConfigError with the numbers if the split is impossible."""
     world = config.world
     tensor, pipeline = _parallel_sizes(config.vllm_config.vllm_kwargs)
@@ -77,12 +109,45 @@ def _split_cluster(config: RunConfig, cluster: Cluster) -> _Split:
         )
     if world.device == "cpu" or not has_gpus:
         return _cpu_split(world, pipeline)
+    per_llm = tensor * pipeline
     if world.placement == "colocated":
         _check_room(config)
     if listed:
-        return _listed_split(config, cluster, tensor * pipeline)
-    split = _colocated_split if world.placement == "colocated" else _disaggregated_split
-    return split(world, cluster, tensor * pipeline)
+        return _listed_split(config, cluster, per_llm)
+    if per_llm > 1 and world.servers_per_gpu not in ("auto", 1):
+        raise ConfigError(
+            "world.servers_per_gpu",
+            world.servers_per_gpu,
+            f"auto or 1 with servers of {per_llm} GPUs (tensor x pipeline parallel size)",
+            "Leave it out, or set both parallel sizes to 1.",
+        )
+
+    def per_gpu(gpus: int, ranks: int, shared: bool) -> int:
+        """Servers on each of `gpus` GPUs, with `ranks` ranks elsewhere, or `shared` on the same ones."""
+        if world.servers_per_gpu != "auto":
+            return world.servers_per_gpu
+        if per_llm > 1 or world.num_actor_llms is not None:
+            return 1
+        on_node = [min(count, len(cluster.gpus)) for count in (gpus, ranks)]
+        needs = needs_of(config, cluster, model, ranks)
+        return servers_on_gpu(needs, free_cores(config, cluster, *on_node), shared)
+
+    if world.placement == "colocated":
+        return _colocated_split(world, cluster, per_llm, per_gpu)
+    if _shares_the_only_gpu(world, cluster):
+        servers = per_gpu(1, 1, True)
+        llms = world.num_actor_llms or servers
+        return _Split("cuda", 1, llms, 0, 1, llms if world.servers_per_gpu == "auto" else servers, is_shared=True)
+    return _disaggregated_split(world, cluster, per_llm, per_gpu)
+
+
+def _shares_the_only_gpu(world: WorldConfig, cluster: Cluster) -> bool:
+    """Whether servers and a trainer rank have to share one GPU, and nobody said that they may not."""
+    wants_servers = world.actor_fraction > 0 or world.num_actor_llms is not None
+    wants_both = wants_servers and (world.finetune_fraction > 0 or world.num_finetune_ranks is not None)
+    has_reference = world.preprocessor_fraction > 0 or bool(world.num_preprocessor_llms)
+    is_free = world.device == "auto" and (world.num_finetune_ranks or 1) == 1
+    return cluster.world_size * len(cluster.gpus) == 1 and wants_both and is_free and not has_reference
 
 
 def _parallel_sizes(vllm_kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -122,51 +187,56 @@ def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> _Split:
     )
 
 
-def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> _Split:
+def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
     """Servers and trainer ranks share every GPU: one trainer rank a GPU, as many whole servers as fit."""
     total = cluster.world_size * len(cluster.gpus)
     fitting = _capacity(cluster, per_llm)
     if not fitting:
         raise _too_few_gpus(world, cluster, per_llm, f"{per_llm} for the actor servers")
-    actor, preprocessor = world.num_actor_llms or fitting, world.num_preprocessor_llms or 0
-    return _Split("cuda", per_llm, actor, preprocessor, world.num_finetune_ranks or total)
+    ranks, preprocessor = world.num_finetune_ranks or total, world.num_preprocessor_llms or 0
+    servers = per_gpu(fitting, ranks, False)
+    return _Split("cuda", per_llm, world.num_actor_llms or fitting * servers, preprocessor, ranks, servers, True)
 
 
-def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int) -> _Split:
+def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
     """Every GPU has one owner. Servers get their proportional share in whole servers; the trainer gets the rest."""
     total = cluster.world_size * len(cluster.gpus)
     whole = world.actor_fraction + world.preprocessor_fraction + world.finetune_fraction
     if whole <= 0:
         raise ConfigError("world.actor_fraction", 0, "a sum of fractions above 0", "Set the three world.*_fraction.")
 
-    def servers(fraction: float, explicit: int | None) -> int:
+    def places(fraction: float, explicit: int | None) -> int:
         if explicit is not None:
             return explicit
         share = int(total * fraction / whole + _ROUNDING)
         return max(share // per_llm, 1) if fraction > 0 else 0
 
-    actor = servers(world.actor_fraction, world.num_actor_llms)
-    preprocessor = servers(world.preprocessor_fraction, world.num_preprocessor_llms)
     wants_trainer = world.finetune_fraction > 0 or world.num_finetune_ranks is not None
     least_ranks = (world.num_finetune_ranks or 1) if wants_trainer else 0
+    preprocessor = places(world.preprocessor_fraction, world.num_preprocessor_llms)
+    actor = places(world.actor_fraction, world.num_actor_llms)
+    servers = per_gpu(actor, max(least_ranks, total - (actor + preprocessor) * per_llm), False) if actor else 1
+    # A count is one of servers, a share is one of GPUs.
+    llms = actor if world.num_actor_llms is not None else actor * servers
+    actor = -(-llms // servers)
     rest = total - (actor + preprocessor) * per_llm
     if rest < least_ranks or actor + preprocessor > _capacity(cluster, per_llm):
-        needs = [f"{actor * per_llm} for {actor} actor servers"]
+        needs = [f"{actor * per_llm} for {llms} actor servers"]
         if preprocessor:
             needs.append(f"{preprocessor * per_llm} for {preprocessor} reference servers")
         if least_ranks:
             needs.append(f"at least {least_ranks} for the trainer")
         raise _too_few_gpus(world, cluster, per_llm, ", ".join(needs))
     ranks = world.num_finetune_ranks if world.num_finetune_ranks is not None else (rest if wants_trainer else 0)
-    return _Split("cuda", per_llm, actor, preprocessor, ranks)
+    return _Split("cuda", per_llm, llms, preprocessor, ranks, servers)
 
 
 def _listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> _Split:
     """The counts that the lists name.
 
     Raises:
-        ConfigError: a GPU that does not exist, a server with another number of GPUs than its parallel size, several
-            nodes, or a shared GPU without room for both.
+        ConfigError: a GPU that does not exist, a server with another number of GPUs than its parallel size, or several
+            nodes.
     """
     world = config.world
     if cluster.world_size > 1:
@@ -185,22 +255,10 @@ def _listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> _Split:
                     "Change the list, or vllm_config.vllm_kwargs.tensor-parallel-size.",
                 )
     _check_exist("finetune_gpus", world.finetune_gpus or [], cluster)
-    # GPUs that at least two jobs use at the same time. Colocated ranks wait until the servers are up.
-    used = [*(world.actor_gpus or []), *(world.preprocessor_gpus or [])]
-    if world.placement != "colocated":
-        used += [[gpu] for gpu in world.finetune_gpus or []]
-    shared = sorted(gpu for gpu, times in Counter(gpu for gpus in used for gpu in gpus).items() if times > 1)
-    if shared and config.vllm_config.option("kv-cache-memory-bytes")[1] is None:
-        raise ConfigError(
-            "vllm_config.vllm_kwargs.kv-cache-memory-bytes",
-            None,
-            f"a number of bytes, because several processes share GPU {shared[0]}: without it a server measures free "
-            "memory while it starts, and fails if the others allocate or free some",
-            "Set for instance vllm_config.vllm_kwargs.kv-cache-memory-bytes=4294967296, and "
-            "vllm_config.vllm_kwargs.gpu-memory-utilization to what has to be free when it starts, 0.2 for instance.",
-        )
-    counts = [len(gpus or []) for gpus in (world.actor_gpus, world.preprocessor_gpus, world.finetune_gpus)]
-    return _Split("cuda", per_llm, *counts)
+    actor, preprocessor, ranks = (
+        len(gpus or []) for gpus in (world.actor_gpus, world.preprocessor_gpus, world.finetune_gpus)
+    )
+    return _Split("cuda", per_llm, actor, preprocessor, ranks)
 
 
 def _check_exist(key: str, gpus: list[int], cluster: Cluster) -> None:
@@ -237,7 +295,10 @@ def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str
     shares = ":".join(f"{fraction:g}" for fraction in fractions)
     got = f"actor:preprocessor:finetune = {shares}, {per_llm} GPU(s) per server"
     if nodes * gpus == 1:
-        advice = "Use world.placement=colocated to let servers and trainer share the GPU, or world.device=cpu."
+        advice = (
+            "Use world=auto (one trainer rank, no reference servers) to let servers and trainer share the GPU, "
+            "world.placement=colocated to let them alternate, or world.device=cpu."
+        )
     elif per_llm > gpus:
         advice = f"Lower the tensor or pipeline parallel size to {gpus} or less: a server cannot span two nodes."
     else:
@@ -259,13 +320,14 @@ class _Placer:
         """All jobs in start order: servers, then actor and preprocessor, then trainer ranks."""
         world = self._config.world
         free = self._all_gpus()
-        servers = self._servers("actor_llm", self._split.actor_llms, free)
-        servers += self._servers("preprocessor_llm", self._split.preprocessor_llms, free)
+        split = self._split
+        servers = self._servers("actor_llm", split.actor_llms, split.actor_places, free)
+        servers += self._servers("preprocessor_llm", split.preprocessor_llms, split.preprocessor_llms, free)
         if self._config.environment is not None:
             servers += self._services("environment", world.env_replicas)
         servers += self._services("verifier", world.verifier_replicas)
         clients = [self._job(kind, 0, 0, []) for kind in ("actor", "preprocessor")]
-        ranks = self._ranks(self._all_gpus() if world.placement == "colocated" else free)
+        ranks = self._ranks(self._all_gpus() if split.is_shared else free)
         jobs = [*self._with_group_ports(servers, ranks), *clients, *ranks]
         return self._with_cores([job for job in jobs if has_stage(self._config, job.kind)])
 
@@ -273,29 +335,36 @@ class _Placer:
         """GPUs of every node, in the order of the node's list."""
         return [list(self._cluster.gpus) for _ in range(self._cluster.world_size)]
 
-    def _servers(self, kind: str, count: int, free: list[list[str]]) -> list[Job]:
-        """Servers take their GPUs off `free`, from the first node that still has enough."""
-        size, jobs = self._split.gpus_per_llm, []
-        listed = self._listed(f"{kind.removesuffix('_llm')}_gpus")
+    def _servers(self, kind: str, count: int, places: int, free: list[list[str]]) -> list[Job]:
+        """`count` servers on `places` places, the first ones on different GPUs, so that few rollouts keep all busy."""
+        taken = list[tuple[int, list[str]]]()
+        if (listed := self._listed(f"{kind.removesuffix('_llm')}_gpus")) is not None:
+            taken = [(0, [self._cluster.gpus[number] for number in numbers]) for numbers in listed]
+        elif self._split.device == "cuda":
+            taken = [self._take(kind, count, free) for _ in range(places)]
+        else:
+            taken = [(idx % self._cluster.world_size, []) for idx in range(count)]
+        jobs = []
         for idx in range(count):
-            node, gpus = idx % self._cluster.world_size, list[str]()
-            if listed:
-                gpus = [self._cluster.gpus[number] for number in listed[idx]]
-            elif self._split.device == "cuda":
-                fitting = [node for node, left in enumerate(free) if len(left) >= size]
-                if not fitting:
-                    raise ConfigError(
-                        f"world.num_{kind}s",
-                        count,
-                        f"whole servers of {size} GPU(s) that fit {self._cluster.world_size} node(s) x "
-                        f"{len(self._cluster.gpus)} GPU(s)",
-                        "Lower the number of servers; a server cannot span two nodes.",
-                    )
-                node = fitting[0]
-                gpus, free[node] = free[node][:size], free[node][size:]
+            node, gpus = taken[idx % len(taken)]
             port = self._ports.take(node, self._config.world.llm_start_port + idx, "world.llm_start_port")
-            jobs.append(self._job(kind, idx, node, gpus, port))
+            jobs.append(self._job(kind, idx, node, list(gpus), port))
         return jobs
+
+    def _take(self, kind: str, count: int, free: list[list[str]]) -> tuple[int, list[str]]:
+        """The GPUs of one server, off `free`, from the first node that still has enough."""
+        size = self._split.gpus_per_llm
+        node = next((node for node, left in enumerate(free) if len(left) >= size), None)
+        if node is None:
+            raise ConfigError(
+                f"world.num_{kind}s",
+                count,
+                f"whole servers of {size} GPU(s) that fit {self._cluster.world_size} node(s) x "
+                f"{len(self._cluster.gpus)} GPU(s)",
+                "Lower the number of servers; a server cannot span two nodes.",
+            )
+        gpus, free[node] = free[node][:size], free[node][size:]
+        return node, gpus
 
     def _listed(self, key: str) -> list[Any] | None:
         """The user's list of GPUs of a pool; on a CPU such a list only says how many there are."""

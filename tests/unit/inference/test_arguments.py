@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK, LoraConfig
@@ -292,6 +293,18 @@ def test_a_gpu_server_can_sleep_if_it_shares_its_gpu(placement: str) -> None:
     assert (settings.on_cpu, settings.dtype) == (False, None)
     assert settings.can_sleep == (placement == "colocated")
     assert ("--enable-sleep-mode" in server_arguments(settings)[0]) == settings.can_sleep
+
+
+@pytest.mark.parametrize("key", ["gpu-memory-utilization", "gpu_memory_utilization"])
+def test_a_server_that_shares_its_gpu_has_what_the_plan_gives_it(key: str) -> None:
+    given = context("cuda", vllm_config={"vllm_kwargs": {key: 0.9, "max_model_len": 512}})
+    assert settings_of_job(given).vllm_kwargs == {key: 0.9, "max_model_len": 512}
+    given.job = replace(given.job, cache_bytes=2**30, memory_share=0.05)
+    argv, _ = server_arguments(settings_of_job(given))
+    assert [argv[argv.index(f"--{name}") + 1] for name in ("kv-cache-memory-bytes", "gpu-memory-utilization")] == [
+        *(str(2**30), "0.05")
+    ]
+    assert not {"--gpu_memory_utilization", "0.9"} & set(argv)
 
 
 @pytest.mark.parametrize("trusted", [True, False])

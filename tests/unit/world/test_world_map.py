@@ -6,10 +6,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from fakes.decoder_shape import decoder_shape
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.world import Cluster, Job, WorldMap, build_world_map
+from pipelinerl.world.model_shape import ModelShape
+
+GIB = 2**30
+
+
+SMALL, LARGE = decoder_shape(134_515_008, 30, 3, 64, 8192), decoder_shape(7_615_616_512, 28, 4, 128, 32768)
 
 
 @dataclass
@@ -32,6 +39,8 @@ def plan(
     cores: int = 2,
     vllm_kwargs: dict[str, Any] | None = None,
     environment: dict[str, Any] | None = None,
+    model: ModelShape | None = None,
+    gpu_gib: int | None = None,
     **world: Any,
 ) -> WorldMap:
     config = RunConfig.model_validate(
@@ -43,8 +52,13 @@ def plan(
             "environment": environment,
         }
     )
-    cluster = Cluster.from_env(env or {}, lambda: [f"GPU-{index}" for index in range(gpus)], cores)
-    return build_world_map(config, cluster, CountingPorts())
+    cluster = Cluster.from_env(
+        env or {},
+        lambda: [f"GPU-{index}" for index in range(gpus)],
+        cores,
+        lambda gpus: None if gpu_gib is None else gpu_gib * GIB,
+    )
+    return build_world_map(config, cluster, CountingPorts(), model)
 
 
 def gpus_of(world: WorldMap, kind: str) -> str:
@@ -53,6 +67,8 @@ def gpus_of(world: WorldMap, kind: str) -> str:
 
 
 TWO_NODES = {"WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
+CACHE = "vllm_config.vllm_kwargs.kv-cache-memory-bytes"
+H200: dict[str, Any] = {"gpu_gib": 140, "cores": 16}
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     # name: (arguments of plan, GPUs of actor servers / reference servers / ranks); `1:2+3`: GPUs 2 and 3 of node 1
     "reference, 8 GPUs, 4:0:4": ({"gpus": 8}, "0 1 2 3 /  / 4 5 6 7"),
@@ -117,7 +133,44 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"device": "cpu", "gpus": 2, "actor_gpus": [[0], [0]], "preprocessor_gpus": [[5]], "finetune_gpus": [4, 5]},
         "- - / - / - -",
     ),
+    "1 GPU carries servers and a rank": ({"gpus": 1, **H200, "model": SMALL}, "0 0 0 0 /  / 0"),
+    "1 GPU, few cores": ({"gpus": 1, **H200, "model": SMALL, "cores": 8}, "0 0 /  / 0"),
+    "1 GPU, one server": ({"gpus": 1, **H200, "model": SMALL, "servers_per_gpu": 1}, "0 /  / 0"),
+    "1 GPU, a count of servers": ({"gpus": 1, **H200, "model": SMALL, "num_actor_llms": 2}, "0 0 /  / 0"),
+    "1 GPU, alternating": (
+        {"gpus": 1, **H200, "model": SMALL, "placement": "colocated", "vllm_kwargs": {"gpu-memory-utilization": 0.5}},
+        "0 0 0 0 /  / 0",
+    ),
+    "2 GPUs, a small model": ({"gpus": 2, **H200, "model": SMALL}, "0 0 0 0 /  / 1"),
+    "2 GPUs, a large model": ({"gpus": 2, **H200, "model": LARGE}, "0 /  / 1"),
+    "2 GPUs, a count of servers": ({"gpus": 2, **H200, "model": SMALL, "num_actor_llms": 1}, "0 /  / 1"),
+    "8 GPUs, a small model: servers go round the GPUs": (
+        {"gpus": 8, **H200, "model": SMALL, "cores": 128, "actor_fraction": 2, "finetune_fraction": 6},
+        "0 1 0 1 0 1 0 1 /  / 2 3 4 5 6 7",
+    ),
+    "8 GPUs, 16 cores": ({"gpus": 8, **H200, "model": SMALL}, "0 1 2 3 /  / 4 5 6 7"),
+    "8 GPUs, two on each": (
+        {"gpus": 8, "servers_per_gpu": 2, "model": SMALL, "gpu_gib": 80},
+        "0 1 2 3 0 1 2 3 /  / 4 5 6 7",
+    ),
+    "3 servers, two on each": (
+        {"gpus": 4, "servers_per_gpu": 2, "num_actor_llms": 3, "model": SMALL, "gpu_gib": 80},
+        "0 1 0 /  / 2 3",
+    ),
+    "2 nodes, a small model": (
+        {"gpus": 2, "env": TWO_NODES, "servers_per_gpu": 2, "model": SMALL, "gpu_gib": 80},
+        "0 1 0 1 /  / 1:0 1:1",
+    ),
+    "reference servers are not multiplied": (
+        {"gpus": 4, "servers_per_gpu": 2, "preprocessor_fraction": 2, **H200, "model": SMALL},
+        "0 0 / 1 / 2 3",
+    ),
+    "lists are not multiplied": (
+        {"gpus": 2, **H200, "model": SMALL, "servers_per_gpu": 4, "actor_gpus": [[0]], "finetune_gpus": [0]},
+        "0 /  / 0",
+    ),
     "0 GPUs": ({"gpus": 0}, "- /  / -"),
+    "0 GPUs, several servers on each": ({"gpus": 0, "servers_per_gpu": 4}, "- /  / -"),
     "GPUs there, but device=cpu": ({"gpus": 2, "device": "cpu"}, "- /  / -"),
     "0 GPUs, 2 servers, 1 reference server, 2 ranks": (
         {"num_actor_llms": 2, "num_preprocessor_llms": 1, "num_finetune_ranks": 2},
@@ -205,7 +258,6 @@ def test_cores_are_shared_on_a_machine_without_gpus() -> None:
     ]
 
 
-CACHE = "vllm_config.vllm_kwargs.kv-cache-memory-bytes"
 # name: (arguments of plan, key of the error, numbers and names in it)
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "a shared GPU without room": (
@@ -236,7 +288,24 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {"gpus": 4, "env": TWO_NODES, "actor_gpus": [[0]], "finetune_gpus": [1]},
         *("world.actor_gpus", ("WORLD_SIZE",)),
     ),
-    "one GPU for two pools": ({"gpus": 1}, "world", ("1 node(s) x 1 GPU", "world.placement=colocated")),
+    "one GPU for two pools": ({"gpus": 1, "device": "cuda"}, "world", ("1 node(s) x 1 GPU", "world=auto")),
+    "one GPU for three pools": (
+        {"gpus": 1, "preprocessor_fraction": 1},
+        *("world", ("1 for 1 actor servers", "1 for 1 reference servers")),
+    ),
+    "one GPU of unknown size": ({"gpus": 1, "model": SMALL}, CACHE, ("GPU 0",)),
+    "one GPU, a trainer that fills it": (
+        {"gpus": 1, "gpu_gib": 80, "cores": 16, "model": LARGE},
+        *("world.servers_per_gpu", ("85.9 GB", "121.8 GB", "15.2 GB")),
+    ),
+    "more servers than fit": (
+        {"gpus": 2, "gpu_gib": 24, "model": SMALL, "servers_per_gpu": 8},
+        *("world.servers_per_gpu", ("8 x", "25.8 GB", "23.2 GB")),
+    ),
+    "several parallel servers on a GPU": (
+        {"gpus": 4, "servers_per_gpu": 2, "vllm_kwargs": {"tensor-parallel-size": 2}},
+        *("world.servers_per_gpu", ("2 GPUs",)),
+    ),
     "lists of GPUs where there are none": ({"actor_gpus": [[0]], "finetune_gpus": [1]}, "world.device", ("auto",)),
     "no GPU but device=cuda": ({"device": "cuda"}, "world.device", ("cuda",)),
     "TP beyond a node": (
@@ -293,3 +362,41 @@ def test_a_server_on_the_first_ranks_gpu_gets_its_weights_through_memory() -> No
     apart = plan(gpus=2)
     assert [apart.transport_to(job) for job in apart.jobs_of("actor_llm")] == ["nccl"]
     assert [plan().transport_to(job) for job in plan().jobs_of("actor_llm")] == ["gloo"]
+
+
+def test_servers_that_share_a_gpu_have_a_fixed_cache() -> None:
+    """By hand: (150.3 GB - 16 B x 135 M) / 2 / 4 - 0.27 GB - 3.2 GB is more than 256 sequences can use."""
+    small = {"gpu_gib": 140, "cores": 16, "model": SMALL, "vllm_kwargs": {"max_model_len": 1024}}
+    together = plan(gpus=1, **small).jobs_of("actor_llm")
+    assert {job.cache_bytes for job in together} == {256 * 1024 * 30 * 2 * 3 * 64 * 2}
+    assert {job.memory_share for job in together} == {0.0634}  # (6.04 + 0.27 + 3.22) GB of 150.3 GB
+    assert {plan(gpus=1, **small).transport_to(job) for job in together} == {"ipc"}
+    apart = plan(gpus=2, **small)
+    # 0.9 of the GPU, divided by four.
+    assert {job.cache_bytes for job in apart.jobs_of("actor_llm")} == {
+        int(0.9 * 140 * GIB) // 4 - SMALL.parameters * 2 - 3 * GIB
+    }
+    assert {apart.transport_to(job) for job in apart.jobs_of("actor_llm")} == {"nccl"}
+    alone = plan(gpus=2, **small, servers_per_gpu=1)
+    assert [(job.cache_bytes, job.memory_share) for job in alone.jobs] == [(None, None)] * 4
+    chosen = plan(gpus=1, **small | {"vllm_kwargs": {"kv_cache_memory_bytes": GIB, "gpu-memory-utilization": 0.3}})
+    assert {(job.cache_bytes, job.memory_share) for job in chosen.jobs_of("actor_llm")} == {(GIB, 0.0304)}
+
+
+def test_each_gpu_of_a_list_is_divided_among_its_own_servers() -> None:
+    world = plan(gpus=2, actor_gpus=[[0], [0], [1]], finetune_gpus=[1], gpu_gib=80, model=SMALL)
+    usable, fixed = int(0.9 * 80 * GIB), SMALL.parameters * 2 + 3 * GIB
+    assert [job.cache_bytes for job in world.jobs_of("actor_llm")] == [
+        *(usable // 2 - fixed, usable // 2 - fixed),
+        int((80 * GIB - 16 * SMALL.parameters) * 0.5) - fixed,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "servers", "ranks"),
+    [({"gpus": 1}, 4, 1), ({"gpus": 2}, 4, 0), ({"gpus": 2, "servers_per_gpu": 1}, 0, 0)],
+)
+def test_the_plan_says_what_it_decided(arguments: dict[str, Any], servers: int, ranks: int) -> None:
+    world = plan(**arguments, **H200, model=SMALL)
+    assert len(world.notes) == bool(servers)
+    assert all(f"{servers} servers" in note and ("trainer" in note) == bool(ranks) for note in world.notes)

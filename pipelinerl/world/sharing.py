@@ -1,0 +1,200 @@
+"""How many servers a GPU carries, and how much of its memory each one gets.
+
+One engine of vLLM is bound by its host process: with many short sequences of a small model the GPU waits for it.
+Several servers on the same GPU fill those gaps. Each gets a fixed key-value cache, because servers that measure free
+memory while others start disturb each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.world.cluster import Cluster
+from pipelinerl.world.jobs import Job
+from pipelinerl.world.model_shape import ModelShape
+
+#: More were not measured.
+MOST_SERVERS = 4
+#: What the process of the engine and the one that answers requests use.
+CORES_PER_SERVER = 2
+#: Several servers on a GPU: their weights are at most this share of its memory; weights and overhead are at most this
+#: share of what they may use, the caches get the rest; each cache holds so many sequences of full length.
+WEIGHT_SHARE, FIXED_SHARE, LEAST_SEQUENCES = 0.15, 0.5, 8
+#: Of a server besides weights and cache: CUDA context, graphs, activations, logits.
+OVERHEAD_BYTES = 3 * 2**30
+#: Of the memory that the state of a trainer rank leaves, what servers that share its GPU may use: activations need the
+#: rest.
+SHARE_NEXT_TO_TRAINER = 0.5
+_STATE_BYTES, _FROZEN_BYTES = 16, 4  # parameter, gradient and two moments in fp32; a frozen parameter
+_DEFAULT_UTILIZATION, _DEFAULT_SEQUENCES = 0.9, 256
+_ACTOR_AND_PREPROCESSOR = 2
+_WIDE = ("float32", "float")
+_CACHE = "kv-cache-memory-bytes"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """One GPU, and what a server or a trainer rank takes of it, in bytes.
+
+    Attributes:
+        gpu: memory of the GPU.
+        usable: what all its servers together may use if no rank works there.
+        weights: of one server.
+        sequence: cache of one sequence of full length.
+        sequences: that a server runs at most.
+        rank: state of a trainer rank, without activations.
+        cache: of one server, if the user chose it.
+    """
+
+    gpu: int
+    usable: int
+    weights: int
+    sequence: int
+    sequences: int
+    rank: int
+    cache: int | None
+
+    def room(self, with_rank: bool) -> int:
+        """What all servers of the GPU may use together."""
+        if not with_rank:
+            return self.usable
+        return min(self.usable, int(SHARE_NEXT_TO_TRAINER * (self.gpu - self.rank)))
+
+    def cache_of(self, servers: int, with_rank: bool) -> int:
+        """The cache of each of `servers` servers; below zero if there is no room for them. Next to a trainer no more
+        than they can use."""
+        if self.cache is not None:
+            return self.cache
+        cache = self.room(with_rank) // servers - self.weights - OVERHEAD_BYTES
+        return min(cache, self.sequences * self.sequence) if with_rank else cache
+
+    def server(self, cache: int) -> int:
+        """Memory of one server with this cache."""
+        return self.weights + OVERHEAD_BYTES + cache
+
+    def on_each_of(self, gpus: int) -> Needs:
+        """The same for each GPU of a parallel server."""
+        return replace(self, weights=self.weights // gpus, sequence=self.sequence // gpus)
+
+
+def needs_of(config: RunConfig, cluster: Cluster, model: ModelShape | None, ranks: int) -> Needs | None:
+    """What servers and ranks of this run take; None if the model or the memory of the GPUs is not known.
+
+    Args:
+        ranks: of the trainer; all but the plain backend divide its state.
+    """
+    if model is None or cluster.gpu_bytes is None:
+        return None
+    vllm = config.vllm_config
+    value_bytes = 4 if str(vllm.option("dtype")[1]).lower() in _WIDE else 2
+    cache_bytes = 1 if str(vllm.option("kv-cache-dtype")[1]).lower().startswith("fp8") else value_bytes
+    share = vllm.option("gpu-memory-utilization")[1]
+    share = share if isinstance(share, int | float) else _DEFAULT_UTILIZATION
+    # Without a limit of the run's, vLLM uses the model's.
+    context = vllm.number("max-model-len") or model.context or config.finetune.seq_length
+    state = _FROZEN_BYTES if config.finetune.lora.enabled else _STATE_BYTES
+    parts = 1 if config.backend.type == "plain" else max(1, ranks)
+    return Needs(
+        gpu=cluster.gpu_bytes,
+        usable=int(share * cluster.gpu_bytes),
+        weights=model.parameters * value_bytes,
+        sequence=context * model.kv_values * cache_bytes,
+        sequences=vllm.number("max-num-seqs") or _DEFAULT_SEQUENCES,
+        rank=model.parameters * state // parts,
+        cache=vllm.number(_CACHE),
+    )
+
+
+def free_cores(config: RunConfig, cluster: Cluster, gpus: int, ranks: int) -> int:
+    """CPU cores of a node for the servers of one GPU, if `gpus` of a node have servers and `ranks` ranks are there."""
+    others = _ACTOR_AND_PREPROCESSOR + config.actor.rollout_workers + ranks
+    return (cluster.cores - others) // max(1, gpus)
+
+
+def servers_on_gpu(needs: Needs | None, cores: int, with_rank: bool) -> int:
+    """How many servers a GPU carries well (`world.servers_per_gpu=auto`).
+
+    Args:
+        needs: None: not known, and then one.
+        cores: for these servers.
+        with_rank: a trainer rank works on the GPU at the same time.
+    """
+    if needs is None:
+        return 1
+    room = needs.room(with_rank)
+    most = min(MOST_SERVERS, cores // CORES_PER_SERVER)
+    while most > 1:
+        cache = needs.cache_of(most, with_rank)
+        if needs.cache is not None:
+            fits = most * needs.server(cache) <= room
+        else:
+            fits = most * needs.server(0) <= FIXED_SHARE * room and cache >= LEAST_SEQUENCES * needs.sequence
+        if fits and most * needs.weights <= WEIGHT_SHARE * needs.gpu:
+            return most
+        most -= 1
+    return 1
+
+
+def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> list[Job]:
+    """Give servers that share their GPU, with each other or with a rank that works at the same time, a fixed cache.
+
+    Raises:
+        ConfigError: there is no room for them, or it is not known how much there is.
+    """
+    heavy = [job for job in jobs if job.kind in ("actor_llm", "preprocessor_llm", "finetune") and job.gpus]
+    if config.world.placement == "colocated":  # ranks wait until the servers sleep
+        heavy = [job for job in heavy if job.kind != "finetune"]
+    users = Counter((job.node_rank, gpu) for job in heavy for gpu in job.gpus)
+    ranks = {(job.node_rank, gpu) for job in heavy if job.kind == "finetune" for gpu in job.gpus}
+
+    def shared(job: Job) -> Job:
+        places = [(job.node_rank, gpu) for gpu in job.gpus]
+        if job not in heavy or job.kind == "finetune" or all(users[place] == 1 for place in places):
+            return job
+        if needs is None:
+            if config.vllm_config.number(_CACHE) is None:
+                raise _unknown_room(job)
+            return job
+        own = needs.on_each_of(len(places))
+        cache, place = min((own.cache_of(users[place] - (place in ranks), place in ranks), place) for place in places)
+        if own.cache is None and cache < own.sequence:
+            raise _no_room(config, own, users[place], place in ranks)
+        share = min(own.server(cache), own.usable) / own.gpu
+        return msgspec.structs.replace(job, cache_bytes=cache, memory_share=round(share, 4))
+
+    return [shared(job) for job in jobs]
+
+
+def _unknown_room(job: Job) -> ConfigError:
+    return ConfigError(
+        f"vllm_config.vllm_kwargs.{_CACHE}",
+        None,
+        f"a number of bytes, because several processes share GPU {job.gpus[0]}, and the size of the model or the "
+        "GPU is not known here",
+        f"Use a model that is on this machine, or set for instance vllm_config.vllm_kwargs.{_CACHE}=4294967296, and "
+        "vllm_config.vllm_kwargs.gpu-memory-utilization to what has to be free when it starts, 0.2 for instance.",
+    )
+
+
+def _no_room(config: RunConfig, needs: Needs, users: int, with_rank: bool) -> ConfigError:
+    servers = users - with_rank
+    next_to = f" next to a trainer with a state of {_gb(needs.rank)}, without its activations" if with_rank else ""
+    least = needs.server(needs.sequence)
+    return ConfigError(
+        "world.servers_per_gpu",
+        config.world.servers_per_gpu,
+        f"servers that fit a GPU of {_gb(needs.gpu)}: {servers} x {_gb(least)} (weights {_gb(needs.weights)}, cache of "
+        f"one sequence {_gb(needs.sequence)}, overhead {_gb(OVERHEAD_BYTES)}) in {_gb(max(0, needs.room(with_rank)))}"
+        f"{next_to}",
+        "Use fewer servers, a smaller max_model_len, LoRA, or more GPUs; or fix the cache yourself by "
+        f"vllm_config.vllm_kwargs.{_CACHE}.",
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

@@ -1,0 +1,81 @@
+"""How many servers a GPU carries, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fakes.decoder_shape import decoder_shape
+
+from pipelinerl.config import RunConfig
+from pipelinerl.world import Cluster, nvml_gpu_memory
+from pipelinerl.world import cluster as cluster_module
+from pipelinerl.world.cluster import Card
+from pipelinerl.world.sharing import free_cores, needs_of, servers_on_gpu
+
+GIB = 2**30
+
+
+#: Parameters, keys and values of a token, context: as published.
+MODELS = {
+    "135M": decoder_shape(134_515_008, 30, 3, 64, 8192),
+    "0.6B": decoder_shape(596_049_920, 28, 8, 128, 40960),
+    "1.5B": decoder_shape(1_543_714_304, 28, 2, 128, 32768),
+    "7B": decoder_shape(7_615_616_512, 28, 4, 128, 32768),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_gib", "context", "cores", "with_rank", "changes", "servers"),
+    [
+        ("135M", 140, 1024, 16, True, {}, 4),
+        ("135M", 140, 1024, 16, False, {}, 4),
+        ("135M", 80, 8192, 16, True, {}, 4),
+        ("135M", 24, 1024, 16, False, {}, 3),  # 3 x 3.5 GB of weights and overhead are half of 23 GB
+        ("135M", 24, 1024, 16, True, {}, 1),
+        ("135M", 140, 1024, 8, True, {}, 2),  # one process each of actor, rollouts, preprocessor and trainer
+        ("135M", 140, 1024, 4, True, {}, 1),
+        ("0.6B", 80, 4096, 16, False, {}, 4),
+        ("0.6B", 80, 4096, 16, True, {}, 4),
+        ("0.6B", 80, 32768, 16, False, {}, 2),  # 8 sequences of 3.8 GB in each cache
+        ("0.6B", 80, None, 16, True, {}, 1),  # of 40960 tokens
+        ("0.6B", 80, 32768, 16, False, {"kv-cache-dtype": "fp8"}, 3),
+        ("0.6B", 80, 4096, 16, False, {"dtype": "float32"}, 4),
+        ("0.6B", 80, 4096, 16, False, {"kv-cache-memory-bytes": 4 * GIB}, 4),
+        ("0.6B", 80, 4096, 16, False, {"kv-cache-memory-bytes": 40 * GIB}, 1),
+        ("1.5B", 80, 4096, 16, False, {}, 4),
+        ("1.5B", 80, 4096, 16, True, {}, 2),
+        ("7B", 80, 10000, 128, False, {}, 1),
+        ("7B", 140, 4096, 128, False, {}, 1),
+        ("135M", None, 1024, 16, True, {}, 1),
+        (None, 140, 1024, 16, True, {}, 1),
+    ],
+)
+def test_servers_on_a_gpu(
+    model: str | None,
+    gpu_gib: int | None,
+    context: int | None,
+    cores: int,
+    with_rank: bool,
+    changes: dict[str, Any],
+    servers: int,
+) -> None:
+    kwargs = ({} if context is None else {"max_model_len": context}) | changes
+    config = RunConfig.model_validate(
+        {"output_dir": "x", "vllm_config": {"vllm_kwargs": kwargs}, "finetune": {"seq_length": 40960}}
+    )
+    memory = None if gpu_gib is None else gpu_gib * GIB
+    cluster = Cluster(1, 0, "h", None, ("h",), ("0",), cores, memory)
+    needs = needs_of(config, cluster, MODELS.get(model or ""), 1)
+    assert (needs is None) == (model is None or gpu_gib is None)
+    assert servers_on_gpu(needs, free_cores(config, cluster, 1, 1), with_rank) == servers
+
+
+def test_the_memory_of_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [Card("GPU-1a2b", "H100", 80), Card("GPU-1a3c", "A100", 40)]
+    monkeypatch.setattr(cluster_module, "nvml_cards", lambda: cards)
+    found = {gpus: nvml_gpu_memory(gpus.split(",")) for gpus in ("0", "0,1", "GPU-1a3c", "GPU-1a2", "2", "0,MIG-1")}
+    assert found == {"0": 80, "0,1": 40, "GPU-1a3c": 40, "GPU-1a2": 80, "2": None, "0,MIG-1": None}
+    # Only of the visible ones.
+    cluster = Cluster.from_env({"CUDA_VISIBLE_DEVICES": "0"}, lambda: [], 4, nvml_gpu_memory)
+    assert (cluster.gpus, cluster.gpu_bytes) == (("0",), 80)
