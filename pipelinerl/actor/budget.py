@@ -6,11 +6,12 @@ A new policy is a class here and a branch there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from time import monotonic
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.schedule import Rounds, rounds_of
+from pipelinerl.config.schedule import Rounds, pauses_rollouts, rounds_of
 from pipelinerl.records import StepDone
 
 
@@ -36,6 +37,17 @@ class LagPolicy:
     def trainer_at(self, steps_done: int) -> None:
         """Note that this incarnation's trainer has finished `steps_done` steps."""
 
+    def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
+        """Note that a step of this incarnation is done and its samples no longer count in `budget`."""
+
+    def retry_s(self) -> float | None:
+        """Seconds after which `allows_group` may change without any event; None: it cannot."""
+        return None
+
+    def report(self) -> dict[str, float]:
+        """Return the policy's metrics."""
+        return {}
+
 
 class MaxLag(LagPolicy):
     """Unsettled samples stay within `samples_per_step + max_lag`.
@@ -58,6 +70,88 @@ class MaxLag(LagPolicy):
         if budget.group_fits(self._samples_per_step + self._max_lag - charged):
             return True
         return budget.running_groups == 0 and charged < self._samples_per_step
+
+
+class AdaptiveLag(MaxLag):
+    """`max_lag` as a bound: generation runs ahead only as far as the trainer needs it to.
+
+    The budget begins at two batches, the one in training and the next. Then every step's samples come from the version
+    before, a lag of 1. A step that had to wait for its batch raises the budget by the share of the step that it waited,
+    up to the bound. A step without a wait lowers it by a tenth of the samples that lay ready beyond the next batch.
+
+    Servers that are faster than the trainer would stand still when the weights change, and no sequence would get new
+    weights on its way. So shortly before the end of a step they are kept busy with `in_flight` of a batch, even beyond
+    the budget, but not beyond the bound.
+
+    Args:
+        samples_per_step: samples that close an optimizer step.
+        max_lag: samples that may be in flight beyond those.
+        in_flight: share of a batch that runs while the weights change; 0 if updates wait for running rollouts.
+        clock: monotonic, in seconds.
+    """
+
+    IN_FLIGHT = 0.12
+    #: Shorter waits, as shares of a step, are the streams' own delay.
+    _TOLERATED_WAIT = 0.01
+    _LOWERED_BY = 0.1
+    _LATE = 0.93
+    _SMOOTHING = 0.3
+
+    def __init__(
+        self,
+        samples_per_step: int,
+        max_lag: int,
+        in_flight: float = IN_FLIGHT,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        super().__init__(samples_per_step, max_lag)
+        self._in_flight_samples = in_flight * samples_per_step
+        self._clock = clock
+        # Samples beyond two batches.
+        self._extra = 0.0
+        self._ready_surplus = 0.0
+        self._step_began: float | None = None
+        self._step_s: float | None = None
+
+    @property
+    def budget_samples(self) -> float:
+        """How many samples may be unsettled now."""
+        return self._samples_per_step + min(self._max_lag, self._samples_per_step + self._extra)
+
+    def allows_group(self, budget: SampleBudget) -> bool:
+        charged = budget.charged_samples
+        if budget.group_fits(self.budget_samples - charged):
+            return True
+        if budget.running_samples < self._in_flight_samples and self.retry_s() == 0:
+            return budget.group_fits(self._samples_per_step + self._max_lag - charged)
+        return budget.running_groups == 0 and charged < self._samples_per_step
+
+    def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
+        now, began, batch = self._clock(), self._step_began, self._samples_per_step
+        self._step_began = now
+        if began is None:
+            return
+        seconds = now - began
+        self._step_s = seconds if self._step_s is None else self._step_s + self._SMOOTHING * (seconds - self._step_s)
+        self._ready_surplus = budget.charged_samples - budget.running_samples - batch
+        if message.wait_data_s > self._TOLERATED_WAIT * seconds:
+            self._extra += min(message.wait_data_s / seconds, 1.0) * batch
+        else:
+            self._extra -= self._LOWERED_BY * max(self._ready_surplus, 0.0)
+        self._extra = min(max(self._extra, 0.0), max(self._max_lag - batch, 0))
+
+    def retry_s(self) -> float | None:
+        """Seconds until the end of the step is near; 0 when it is."""
+        if self._step_began is None or self._step_s is None:
+            return None
+        return max(self._step_began + self._LATE * self._step_s - self._clock(), 0.0)
+
+    def report(self) -> dict[str, float]:
+        return {
+            "actor/budget_samples": self.budget_samples,  #: samples that may be admitted and without a fate
+            #: samples that lay ready beyond a batch when the trainer took one; below 0: as many were missing
+            "actor/ready_surplus": self._ready_surplus,
+        }
 
 
 class OneRound(LagPolicy):
@@ -95,9 +189,12 @@ def lag_policy_of(config: RunConfig) -> LagPolicy:
     """The policy of a run."""
     if (rounds := rounds_of(config)) is not None:
         return OneRound(rounds)
-    if config.max_lag is not None:
-        return MaxLag(config.finetune.samples_per_step, config.max_lag)
-    return LagPolicy()
+    if config.max_lag is None:
+        return LagPolicy()
+    if config.adaptive_lag:
+        in_flight = 0.0 if pauses_rollouts(config) else AdaptiveLag.IN_FLIGHT
+        return AdaptiveLag(config.finetune.samples_per_step, config.max_lag, in_flight)
+    return MaxLag(config.finetune.samples_per_step, config.max_lag)
 
 
 class SampleBudget:
@@ -135,7 +232,7 @@ class SampleBudget:
     def unsettled_groups(self) -> int:
         return len(self._accounts)
 
-    def group_fits(self, num_samples: int) -> bool:
+    def group_fits(self, num_samples: float) -> bool:
         """Return whether a group is sure to have at most `num_samples` samples; False while no rollout has ended."""
         return 0 < self.attempts * self.samples_per_rollout <= num_samples
 

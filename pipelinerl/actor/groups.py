@@ -147,7 +147,9 @@ class GroupRunner:
         progress = self.progress
         async with asyncio.TaskGroup() as tasks:
             while not progress.done:
-                await progress.changes.wait_for(lambda: progress.done or self._has_room())
+                await progress.changes.wait_for(
+                    lambda: progress.done or self._has_room(), progress.budget.policy.retry_s
+                )
                 if not progress.done:
                     self._start_group(tasks)
             for task in self._running:

@@ -323,6 +323,7 @@ class Actor:
             **self.groups.averages.take(),
             **self.groups.throughput.rates(),
             **self.scheduler.report(),
+            **self.budget.policy.report(),
             "actor/in_flight_samples": float(self.budget.running_samples),  #: of these, in groups being generated
             "actor/admitted_samples": float(self.budget.charged_samples),  #: admitted samples without a fate yet
             "actor/running_groups": float(self.groups.running_groups),  #: groups being generated

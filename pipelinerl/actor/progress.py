@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -32,10 +33,16 @@ class Changes:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for(self, predicate: Callable[[], bool]) -> None:
-        """Return once `predicate` holds; it is checked now and after every `notify`."""
+    async def wait_for(
+        self, predicate: Callable[[], bool], retry_s: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """Return once `predicate` holds; it is checked now, after every `notify`, and after `retry_s()` seconds."""
         while not predicate():
-            await self._changed.wait()
+            seconds = retry_s()
+            with contextlib.suppress(TimeoutError):
+                # Zero would spin: what holds by then was just checked.
+                async with asyncio.timeout(seconds or None):
+                    await self._changed.wait()
 
 
 class TrainingProgress:
@@ -80,6 +87,8 @@ class TrainingProgress:
                     self._trainer_at(message.step)
                 for group_id in message.group_ids:
                     self.budget.settle_group(group_id)
+                if message.incarnation == self._incarnation:
+                    self.budget.policy.step_settled(message, self.budget)
             case TrainingDone() if message.incarnation == self._incarnation:
                 self.version = message.version
                 self.done = True

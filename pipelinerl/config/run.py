@@ -44,8 +44,12 @@ class PipelineSchedule(Section):
     )
     max_lag: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
         default="auto",
-        description="samples in flight beyond the batch being collected; auto: one more batch, 0: on-policy, null: "
-        "unbounded",
+        description="most samples in flight beyond the batch being collected; auto: two more batches, 0: on-policy, "
+        "null: unbounded",
+    )
+    adaptive_lag: bool = Field(
+        default=True,
+        description="run ahead only as far as the trainer needs it, so that samples are fresh; false: always max_lag",
     )
     pop_old_data: bool = Field(
         default=True, description="with max_lag=null, new groups replace the oldest ready ones when training is slow"
@@ -150,7 +154,12 @@ class RunConfig(FlatSection):
         """None: unbounded, or the rounds of `schedule=conventional` bound the lag."""
         if isinstance(self.pacing, ConventionalSchedule):
             return None
-        return self.finetune.samples_per_step if self.pacing.max_lag == "auto" else self.pacing.max_lag
+        return 2 * self.finetune.samples_per_step if self.pacing.max_lag == "auto" else self.pacing.max_lag
+
+    @property
+    def adaptive_lag(self) -> bool:
+        """Whether generation runs ahead less than `max_lag` where the trainer does not wait for it."""
+        return not isinstance(self.pacing, ConventionalSchedule) and self.pacing.adaptive_lag
 
     @property
     def pop_old_data(self) -> bool:

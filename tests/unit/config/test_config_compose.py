@@ -50,8 +50,8 @@ def test_a_config_name_may_be_a_path(user_dir: Path, suffix: str) -> None:
     assert caught.value.key == "--config-name" and "my_task" in caught.value.next_step
 
 
-def test_one_more_batch_is_in_flight_unless_it_is_said_otherwise() -> None:
-    assert run_config("finetune.gradient_accumulation_passes=96").max_lag == 96
+def test_two_more_batches_may_be_in_flight_unless_it_is_said_otherwise() -> None:
+    assert run_config("finetune.gradient_accumulation_passes=96").max_lag == 192
     assert run_config("max_lag=null").max_lag is None and run_config("max_lag=7").max_lag == 7
     assert run_config("schedule=conventional").max_lag is None
 

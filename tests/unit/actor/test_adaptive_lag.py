@@ -1,0 +1,189 @@
+"""Admission that keeps samples fresh, in a simulation of servers and trainer with measured service times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from pipelinerl.actor.budget import AdaptiveLag, LagPolicy, MaxLag, SampleBudget
+from pipelinerl.records import StepDone
+
+GROUP = 8
+BATCH = 512
+LARGEST = 2 * BATCH
+#: Seconds between tokens of a sequence, by sequences on the server: an engine with a 0.1 B model on one H200.
+RUNNING, TOKEN_S = (1, 32, 128, 512), (0.003, 0.004, 0.0072, 0.04)
+WARM_UP, STEPS = 6, 20
+
+
+@dataclass
+class Simulation:
+    """Servers generate answers of uneven length in groups, a trainer takes batches of them, in the order of their ends.
+
+    `run` advances all sequences by `tick_s` at a time and fills the other fields: seconds of each step's end, and by
+    step the mean lag of its tokens (versions), and the share of its samples with tokens of several versions.
+    """
+
+    policy: Callable[[Callable[[], float]], LagPolicy]
+    servers: int
+    trainer_s: float
+    lengths: Callable[[np.random.Generator], float]
+    tick_s: float = 0.01
+    now: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
+    crossing: list[float] = field(default_factory=list)
+
+    def run(self, steps: int) -> Simulation:
+        rng = np.random.default_rng(1)
+        budget = SampleBudget(self.policy(lambda: self.now), GROUP)
+        budget.observe_rollout(1)
+        slots = self.servers * 512
+        left, tokens, versions = np.zeros(slots), np.zeros(slots), np.zeros(slots)
+        first, group_of = np.zeros(slots, int), np.full(slots, -1)
+        free, ready, ended = list(range(slots)), list[int](), dict[int, list[tuple[float, float, bool]]]()
+        training: list[int] = []
+        step_left = waited = 0.0
+        groups = step = 0
+        while step < steps:
+            while len(free) >= GROUP and budget.allows_group():
+                budget.start_group(str(groups))
+                ended[groups] = []
+                for _ in range(GROUP):
+                    slot = free.pop()
+                    left[slot], group_of[slot], first[slot] = self.lengths(rng), groups, step
+                    tokens[slot] = versions[slot] = 0.0
+                groups += 1
+            running = group_of >= 0
+            made = self.tick_s / np.interp(running.sum() / self.servers, RUNNING, TOKEN_S)
+            left[running] -= made
+            tokens[running] += made
+            versions[running] += made * step
+            for slot in np.flatnonzero(running & (left <= 0)):
+                group = int(group_of[slot])
+                group_of[slot] = -1
+                free.append(int(slot))
+                budget.end_rollout(str(group), 1)
+                ended[group].append((tokens[slot], versions[slot], first[slot] != step))
+                if len(ended[group]) == GROUP:
+                    budget.publish(str(group), [f"{group}/{index}" for index in range(GROUP)])
+                    ready.append(group)
+            if training:
+                step_left -= self.tick_s
+                if step_left <= 0:
+                    step += 1
+                    self._finish_step(budget, step, training, waited)
+                    training, waited = [], 0.0
+            if not training and len(ready) * GROUP >= BATCH:
+                training, ready = ready[: BATCH // GROUP], ready[BATCH // GROUP :]
+                step_left = self.trainer_s
+                made_by, by_version, mixed = np.array([row for group in training for row in ended.pop(group)]).T
+                self.lags.append(float((step * made_by - by_version).sum() / made_by.sum()))
+                self.crossing.append(float(mixed.mean()))
+            elif not training:
+                waited += self.tick_s
+            self.now += self.tick_s
+        return self
+
+    def _finish_step(self, budget: SampleBudget, step: int, training: list[int], waited: float) -> None:
+        self.ends.append(self.now)
+        ids = [str(group) for group in training]
+        done = StepDone(
+            step=step, time=0.0, group_ids=ids, num_samples=BATCH, samples_processed=step * BATCH, wait_data_s=waited
+        )
+        for group in ids:
+            budget.settle_group(group)
+        budget.policy.step_settled(done, budget)
+
+    @property
+    def step_s(self) -> float:
+        return float(np.diff(self.ends[WARM_UP:]).mean())
+
+    def mean(self, values: list[float]) -> float:
+        return float(np.mean(values[WARM_UP:]))
+
+
+def uneven(rng: np.random.Generator) -> float:
+    """Chat answers, cut at 512 tokens; 280 on average."""
+    return min(512.0, rng.gamma(1.6, 190))
+
+
+def short(rng: np.random.Generator) -> float:
+    return float(rng.integers(6, 17))
+
+
+def both(servers: int, trainer_s: float, lengths: Callable[[np.random.Generator], float]) -> list[Simulation]:
+    """The whole budget from the start, and the adaptive one."""
+    tick_s = 0.002 if lengths is short else 0.03
+    policies: list[Callable[[Callable[[], float]], LagPolicy]] = [
+        lambda clock: MaxLag(BATCH, LARGEST),
+        lambda clock: AdaptiveLag(BATCH, LARGEST, clock=clock),
+    ]
+    return [Simulation(policy, servers, trainer_s, lengths, tick_s).run(STEPS) for policy in policies]
+
+
+@pytest.mark.parametrize(
+    ("servers", "trainer_s", "lengths"), [(4, 4.6, uneven), (1, 0.6, short)], ids=["uneven", "short"]
+)
+def test_samples_are_fresh_where_the_trainer_is_the_slower_side(
+    servers: int, trainer_s: float, lengths: Callable[[np.random.Generator], float]
+) -> None:
+    whole, adaptive = both(servers, trainer_s, lengths)
+    assert whole.mean(whole.lags) == pytest.approx(2.0, abs=0.01) and whole.mean(whole.crossing) == 0.0
+    assert adaptive.mean(adaptive.lags) < 1.2
+    assert adaptive.step_s < whole.step_s / 0.98
+    assert adaptive.mean(adaptive.crossing) > 0.05
+
+
+def test_nothing_is_lost_where_the_servers_are_slower() -> None:
+    whole, adaptive = both(1, 1.6, uneven)
+    assert adaptive.step_s < 1.01 * whole.step_s
+    assert adaptive.mean(adaptive.lags) < whole.mean(whole.lags) + 0.05
+
+
+def test_the_budget_grows_where_long_answers_end_late() -> None:
+    """Two batches are not enough here: the last answers of the next one are not ready in time."""
+    whole, adaptive = both(4, 2.2, uneven)
+    fixed = Simulation(lambda clock: MaxLag(BATCH, BATCH), 4, 2.2, uneven, 0.03).run(STEPS)
+    assert fixed.step_s > 1.15 * whole.step_s
+    assert adaptive.step_s < 1.05 * whole.step_s
+
+
+def test_budget_by_hand() -> None:
+    """Two batches at first; a step that waited for a quarter of its time adds a quarter of a batch."""
+    now = 0.0
+    policy = AdaptiveLag(samples_per_step=8, max_lag=16, clock=lambda: now)
+    budget = SampleBudget(policy, attempts=1)
+    budget.observe_rollout(1)
+
+    def end_step(at: float, waited: float) -> float:
+        nonlocal now
+        now = at
+        done = StepDone(step=1, time=0.0, group_ids=[], num_samples=8, samples_processed=8, wait_data_s=waited)
+        policy.step_settled(done, budget)
+        return policy.budget_samples
+
+    assert end_step(0.0, 5.0) == 16, "the first step says nothing about its length"
+    assert end_step(4.0, 1.0) == 18
+    assert end_step(8.0, 4.0) == 24, "8 + 16 is the bound"
+    for index in range(12):
+        budget.start_group(f"g{index}")
+        budget.publish(f"g{index}", [f"g{index}/0"])
+    assert end_step(12.0, 0.0) == pytest.approx(23.6), "4 samples lay ready beyond a batch of 8"
+    assert policy.retry_s() == pytest.approx(0.93 * 4.0)
+    assert policy.report() == {"actor/budget_samples": pytest.approx(23.6), "actor/ready_surplus": 4.0}
+
+
+def test_a_bound_below_one_batch_stays_the_bound() -> None:
+    policy = AdaptiveLag(samples_per_step=8, max_lag=3)
+    assert policy.budget_samples == 11
+    on_policy = SampleBudget(AdaptiveLag(samples_per_step=8, max_lag=0), attempts=2)
+    on_policy.observe_rollout(1)
+    count = 0
+    while on_policy.allows_group():
+        on_policy.start_group(f"g{count}")
+        count += 1
+    assert count == 4
