@@ -3,7 +3,8 @@
     python scripts/benchmark_streams.py [--backends files redis] [--tokens 4096] [--records 1000] [--repeats 5]
 
 A record is a group of one sample. The latency is the time from before the write of one record, in another process,
-until a blocked reader holds it decoded.
+until a blocked reader holds it decoded. `checksum_cost` is the processor time of writing and reading with checksums,
+over that without them, from alternating runs.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from benchmark_common import REPOSITORY, spread, write_result
 from msgspec.structs import replace
 
 from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import Group, Sample, VersionSpan
+from pipelinerl.records import Group, Sample, VersionSpan, codec
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
@@ -58,9 +60,9 @@ def make_group(tokens: int, number: int) -> Group:
     return Group(id=f"0-{number}", problem_id="p", dataset_name="d", samples=[sample], rollouts=[])
 
 
-def read(hub: StreamHub, start: int, count: int) -> list[float]:
+def read(hub: StreamHub, start: int, count: int, instance: str = INSTANCE) -> list[float]:
     """Read `count` records from offset `start`; return how old each was when it was decoded, in seconds."""
-    reader = hub.reader(TOPIC, INSTANCE, Group, start)
+    reader = hub.reader(TOPIC, instance, Group, start)
     ages: list[float] = []
     while len(ages) < count:
         entries = reader.read(30.0)
@@ -95,6 +97,24 @@ def measure(hub: StreamHub, root: Path, environ: dict[str, str], args: argparse.
     }
 
 
+def checksum_cost(hub: StreamHub, args: argparse.Namespace) -> dict[str, object]:
+    groups = [make_group(args.tokens, number) for number in range(args.records // 5)]
+    real, none = codec.zlib, SimpleNamespace(crc32=lambda data: 0)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for run in range(4 * args.repeats):
+        has_checksums = run % 4 in (0, 3)
+        codec.zlib = real if has_checksums else none
+        started = time.process_time()
+        writer = hub.writer(TOPIC, f"cost_{run}", Group)
+        for group in groups:
+            writer.write(group)
+        writer.close()
+        read(hub, 0, len(groups), f"cost_{run}")
+        seconds[has_checksums].append(time.process_time() - started)
+    codec.zlib = real
+    return spread([with_it / without for with_it, without in zip(seconds[True], seconds[False], strict=True)])
+
+
 def write_slowly(root: Path, tokens: int, count: int) -> None:
     """The other process of the latency."""
     config = RedisStreams() if os.environ.get(REDIS_URL_KEY) else FileStreams()
@@ -122,7 +142,7 @@ def main() -> None:
         write_slowly(args.write_to, args.tokens, args.records)
         return
     os.sched_setaffinity(0, {args.core})
-    results = {}
+    results: dict[str, dict[str, object]] = {}
     for backend in args.backends:
         with contextlib.ExitStack() as stack:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streams-")))
@@ -130,7 +150,10 @@ def main() -> None:
             environ = {}
             if isinstance(config, RedisStreams):
                 environ = {REDIS_URL_KEY: stack.enter_context(RedisServer(root / "redis", config)).url}
-            results[backend] = measure(StreamHub(config, RunDir(root), "benchmark", environ), root, environ, args)
+            hub = StreamHub(config, RunDir(root), "benchmark", environ)
+            results[backend] = measure(hub, root, environ, args)
+            if backend == "files":
+                results[backend]["checksum_cost"] = checksum_cost(hub, args)
     write_result(args.output, {"tokens": args.tokens, "records": args.records, "results": results})
 
 

@@ -42,7 +42,7 @@ class AdapterLoading:
         self._checkpoint = checkpoint
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def begin(self) -> None:
+    def begin(self, is_noted: bool) -> None:
         self._tensors = {}
 
     def problems(self, sent: Mapping[str, Shape]) -> list[str]:
@@ -52,9 +52,10 @@ class AdapterLoading:
         unwrapped = unwrapped_layers(self._model, list(sent))
         return [f"{layer} has no room for an adapter in this server" for layer in unwrapped]
 
-    def load(self, tensors: NamedTensors) -> None:
+    def load(self, tensors: NamedTensors) -> list[str]:
         """Keep these tensors: they are views of a buffer that nothing else writes to."""
         self._tensors.update(tensors)
+        return []  # `problems` has found a layer for each
 
     def finish(self) -> None:
         replace_adapter(self._model, self._tensors)

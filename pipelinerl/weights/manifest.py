@@ -101,9 +101,9 @@ def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], 
         optional |= {_TIED_HEAD}
     problems = []
     if missing := sorted(set(expected) - set(sent) - optional):
-        problems.append(f"{len(missing)} tensors are left out: {_some(missing)}")
+        problems.append(f"{len(missing)} tensors are left out: {some(missing)}")
     if unknown := sorted(set(sent) - set(expected) - optional):
-        problems.append(f"{len(unknown)} tensors are unknown to the model: {_some(unknown)}")
+        problems.append(f"{len(unknown)} tensors are unknown to the model: {some(unknown)}")
     wrong = sorted(name for name in set(sent) & set(expected) if tuple(sent[name]) != tuple(expected[name]))
     problems += [f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong]
     return _first_few(problems, _MOST_NAMED + 2)
@@ -246,6 +246,7 @@ def _first_few(problems: list[str], limit: int) -> list[str]:
     return problems if len(problems) <= limit else [*problems[:limit], f"and {len(problems) - limit} more"]
 
 
-def _some(names: Iterable[str], limit: int = 5) -> str:
+def some(names: Iterable[str], limit: int = 5) -> str:
+    """The first of `names`, for a message."""
     names = list(names)
     return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

@@ -133,9 +133,10 @@ class Doubles(torch.nn.Module):
         self.layer = model(UnquantizedLinearMethod())[0]
         self.loaded: dict[str, torch.Tensor] = {}
         self.buffers: list[torch.Tensor] = []
+        self.unknown = ""
 
     def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self.loaded.update(tensors)
+        self.loaded.update({name: tensor.clone() for name, tensor in tensors if name != self.unknown})
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         return self.buffers.pop(0)
@@ -147,6 +148,7 @@ def engine_of(checkpoint: Path) -> Any:
     text = SimpleNamespace(tie_word_embeddings=False)
     hf_config = SimpleNamespace(get_text_config=lambda: text)
     engine.model_config = SimpleNamespace(model=str(checkpoint), revision=None, hf_config=hf_config)
+    engine.parallel_config = SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False)
     engine.device = torch.device("cpu")
     return engine
 
@@ -202,6 +204,46 @@ def test_w1_in_place_an_update_has_to_cover_the_checkpoint(tmp_path: Path, layer
     engine.finish_weight_update()
     assert torch.equal(engine.model.loaded["bias"], sent.bias)
     assert layerwise_calls == []
+
+
+@pytest.mark.parametrize("way", ["in place", "layer by layer"])
+def test_w1_a_tensor_that_the_loaders_skip_is_named(tmp_path: Path, layerwise_calls: list[str], way: str) -> None:
+    """It stays as it was in the server, however small the difference is."""
+    sent = torch.nn.Linear(2, 2)
+    if way == "in place":
+        save_file(dict(sent.state_dict()), tmp_path / "model.safetensors")
+    engine = engine_of(tmp_path)
+    for _ in range(transfer.NOTED_EVERY):
+        send(engine, sent)
+        engine.finish_weight_update()
+    for skipped in ("bias", "weight"):
+        engine.model.unknown = skipped
+        send(engine, sent)
+        with pytest.raises(IncompleteUpdateError, match=f"ignored 1 of the tensors: {skipped}"):
+            engine.finish_weight_update()
+
+
+@pytest.mark.parametrize("part", [{"pipeline_parallel_size": 2}, {"enable_expert_parallel": True}])
+def test_a_worker_with_a_part_of_the_tensors_may_skip_some(
+    tmp_path: Path, layerwise_calls: list[str], part: dict[str, Any]
+) -> None:
+    engine = engine_of(tmp_path)
+    vars(engine.parallel_config).update(part)
+    engine.model.unknown = "bias"
+    send(engine, torch.nn.Linear(2, 2))
+    engine.finish_weight_update()
+
+
+def test_a_tensor_counts_as_read_once_its_values_are_used() -> None:
+    buffer = torch.arange(12.0)
+    tensors = [(name, buffer[3 * place : 3 * place + 3].view(3, 1)) for place, name in enumerate("abcd")]
+    parameter = torch.empty(6)
+    with transfer.ReadRecord([*tensors, ("empty", buffer[:0])]) as record:
+        parameter[:3].copy_(tensors[0][1].view(3))
+        parameter[3:].data.copy_(torch.cat([-torch.exp(tensors[1][1].t()), torch.ones(1, 0)], 1)[0])
+        tensors[2][1].t().unsqueeze(0).narrow(1, 0, 1).unbind(0)
+        torch.empty(1, device="meta").copy_(tensors[3][1][1:2, 0])
+    assert record.unread == {"c"}
 
 
 def test_updates_go_on_where_the_gpu_has_no_room_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_every_update_in_place_brings_its_own_values(waits_for_the_device: bool,
             name: torch.randn(shape, device="cuda", dtype=torch.float32 if name == "k" else torch.bfloat16)
             for name, shape in _SHAPES.items()
         }
-        loading.begin()
+        loading.begin(is_noted=True)
         for names in (("q", "k"), ("norm", "head")):
             loading.load([(name, sent[name].clone()) for name in names])
         loading.finish()
