@@ -16,6 +16,7 @@ from pipelinerl.errors import EXIT_USER_ERROR, UserError
 #: Name -> (module with `main(argv) -> int`, one line of help).
 _COMMANDS = {
     "launch": ("pipelinerl.launch", "start a run (also: python -m pipelinerl.launch)"),
+    "plan": ("pipelinerl.run.plan_command", "forecast memory, speed and disk of a run before it is started"),
     "tiny-model": ("pipelinerl.tiny.main", "build the small model of the quickstart"),
     "check-domain": ("pipelinerl.analysis.check", "import your rollout function and data sets and check their shapes"),
     "convert": ("pipelinerl.config.convert", "translate a configuration file of PipelineRL"),

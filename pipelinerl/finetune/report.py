@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -185,12 +186,12 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory since the last call: held for tensors, and reserved by PyTorch.
-
-    Empty on a CPU.
-    """
+    """Peak memory since the last call: held for tensors, and reserved by PyTorch. Without a GPU that of the process,
+    since its start."""
     if device.type != "cuda":
-        return {}
+        kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        #: largest memory of the trainer's process (rank 0) since its start, GiB; without a GPU
+        return {"finetune/memory_peak_gib": kibibytes / 2**20}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     return {

@@ -28,12 +28,20 @@ from pipelinerl.config.validate import missing_task
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
 from pipelinerl.role import NODE_SECRET_KEY
+from pipelinerl.run.fit import faults_of, forecast_run, hardware_here, lines_of
 from pipelinerl.run.last_error import LogPart, last_error, user_error
-from pipelinerl.run.model_folder import check_adapter, check_context, check_model, check_parallel_size, count_parameters
+from pipelinerl.run.model_folder import (
+    check_adapter,
+    check_context,
+    check_model,
+    check_parallel_size,
+    count_parameters,
+    read_shape,
+)
 from pipelinerl.run.start import SOCKET_FOLDER_KEY, inspect, socket_parent, trainer_variables
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
-from pipelinerl.world import Cluster, nvml_gpu_lister
+from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister
 
 #: What the check of the user's code prints when it succeeds.
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
@@ -184,6 +192,23 @@ def check_streams(start: Start) -> list[str]:
 
 def check_model_path(start: Start) -> list[str]:
     return [f"note: {note}" for note in check_model(start.config, may_ask_hub=not start.is_dry_run)]
+
+
+def check_fit(start: Start) -> list[str]:
+    """Refuse a run that cannot fit its cards whatever its packs are; a dry run gets the whole forecast.
+
+    A model that is known by its name alone is refused in a dry run only.
+    """
+    hardware, shape = hardware_here(start.config, start.cluster), read_shape(start.config.model_path)
+    if hardware is None or shape is None or (shape.source == "name" and not start.is_dry_run):
+        return []
+    with FreePorts(start.config, start.cluster.rank, reserve=False) as ports:
+        world = build_world_map(start.config, start.cluster, ports)
+    forecast = forecast_run(start.config, world, hardware, shape)
+    for fault in faults_of(forecast):
+        raise fault
+    lines = lines_of(forecast)
+    return lines if start.is_dry_run else [line for line in lines if line.startswith("note: ")]
 
 
 def check_disk(start: Start) -> list[str]:
@@ -426,6 +451,7 @@ CHECKS = (
     Check(check_device, every_node=True),
     Check(check_streams, every_node=True),
     Check(check_model_path, dry_run="report", every_node=True),
+    Check(check_fit, dry_run="report"),
     Check(check_disk, dry_run="report"),
     Check(check_servers, dry_run="refuse", every_node=True),
     Check(check_environment, dry_run="report"),

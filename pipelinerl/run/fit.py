@@ -1,0 +1,398 @@
+"""Whether a run fits its cards and how fast it will be: configuration and plan -> forecast, lines and refusals.
+
+The arithmetic is in `world/forecast.py` and `world/rates.py`; here the keys become its records. Loads neither torch nor
+vLLM: sizes come from `config.json`, those of cards from the driver or from `plan --card`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import psutil
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.conf_files import read_deepspeed_file
+from pipelinerl.config.resources import DeepSpeedSettings, FSDPSettings
+from pipelinerl.config.run import ConventionalSchedule
+from pipelinerl.errors import ConfigError
+from pipelinerl.world import Cluster, WorldMap, nvml_cards
+from pipelinerl.world.forecast import (
+    CACHE,
+    GIB,
+    Memory,
+    Remedy,
+    ServerSetup,
+    Sharding,
+    TrainerSetup,
+    cache_tokens,
+    least_memory,
+    remedies,
+    server_memory,
+    trainer_memory,
+)
+from pipelinerl.world.model_shape import ModelShape
+from pipelinerl.world.rates import Machine, StepForecast, Work, card_machine, cpu_machine, step_forecast
+
+_MEMORY_LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+#: vLLM's default of `gpu-memory-utilization`.
+_DEFAULT_SHARE = 0.9
+#: What a sleeping server keeps on its card: CUDA's context and graphs.
+_ASLEEP_BYTES = 1.2 * GIB
+#: Launcher, actor and preprocessor together.
+_OTHER_PROCESSES = 1.0 * GIB
+_FP32_NAMES = ("float32", "float")
+#: Prompts are short beside answers unless told otherwise, and answers half as long as they may be.
+_PROMPT_TOKENS, _ANSWER_SHARE = 256, 0.5
+_BETTER = 0.9
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One card of the run (or the cores of a machine), and the memory of a machine."""
+
+    machine: Machine
+    host_bytes: float
+
+
+@dataclass(frozen=True)
+class CardUse:
+    """What one card (or the memory of a machine) holds at the moment of its peak."""
+
+    name: str
+    jobs: str
+    memory: Memory
+    least: float
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """All that is known of a run before it starts."""
+
+    shape: ModelShape
+    hardware: Hardware
+    trainer: TrainerSetup | None
+    server: ServerSetup | None
+    servers: int
+    cards: int
+    uses: list[CardUse]
+    work: Work
+    step: StepForecast | None
+    config: RunConfig
+
+    @property
+    def fits(self) -> bool:
+        return all(use.memory.total <= self.hardware.machine.memory_bytes for use in self.uses)
+
+
+def memory_of_machine() -> float:
+    """Bytes of this machine's memory that the process may use: the container's limit, if that is lower."""
+    found = float(psutil.virtual_memory().total)
+    for file in _MEMORY_LIMIT_FILES:
+        try:
+            text = file.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdecimal():
+            found = min(found, float(text))
+    return found
+
+
+def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
+    """What the run would use on this machine; None: its cards are named but not here."""
+    memory = memory_of_machine()
+    if config.world.device == "cpu" or not cluster.gpus:
+        return Hardware(cpu_machine(memory, cluster.cores), memory)
+    cards = nvml_cards()
+    for wanted in cluster.gpus:
+        for index, card in enumerate(cards):
+            if wanted in (str(index), card.uuid):
+                return Hardware(card_machine(card.name, card.memory_bytes), memory)
+    return None
+
+
+def forecast_run(
+    config: RunConfig,
+    world: WorldMap,
+    hardware: Hardware,
+    shape: ModelShape,
+    tokens: tuple[float, float] | None = None,
+) -> RunForecast:
+    """The forecast of a run of a model of this shape.
+
+    Args:
+        tokens: of a prompt and of an answer, on average; None: assumed from the longest answer.
+    """
+    on_cpu = world.device == "cpu"
+    ranks, servers = len(world.jobs_of("finetune")), len(world.jobs_of("actor_llm"))
+    all_servers = servers + len(world.jobs_of("preprocessor_llm"))
+    trainer = trainer_setup(config, shape, ranks, on_cpu) if ranks else None
+    server = server_setup(config, shape, world, on_cpu) if all_servers else None
+    prompt, answer = tokens or _assumed_tokens(config)
+    work = Work(config.finetune.samples_per_step, prompt, answer, config.actor.llm_max_rollouts)
+    step = None
+    if trainer and server and servers:
+        step = step_forecast(
+            trainer, server, servers, work, hardware.machine, turns=_takes_turns(config), budget=_budget(config)
+        )
+    cards = len({(job.node_rank, gpu) for job in world.jobs for gpu in job.gpus})
+    uses = [*_uses(config, world, hardware, trainer, server)]
+    return RunForecast(shape, hardware, trainer, server, servers, cards, uses, work, step, config)
+
+
+def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool) -> TrainerSetup:
+    """The record of one trainer rank."""
+    tuned, backend = config.finetune, config.backend
+    products = ("fp32" if on_cpu else "bf16") if tuned.dtype == "auto" else tuned.dtype
+    sharding: Sharding = "plain"
+    optimizer_on_host = parameters_on_host = False
+    if isinstance(backend, DeepSpeedSettings):
+        zero = read_deepspeed_file(backend.config)["zero_optimization"]
+        stages: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        sharding = stages[zero["stage"]]
+        optimizer_on_host, parameters_on_host = (
+            (zero.get(f"offload_{what}") or {}).get("device") == "cpu" for what in ("optimizer", "param")
+        )
+    elif isinstance(backend, FSDPSettings):
+        sharding = "fsdp"
+    named = config.vllm_config.option("dtype")[1]
+    is_wide = str(named).lower() in _FP32_NAMES or (named is None and on_cpu)
+    pack = tuned.seq_length if tuned.seq_packing else tuned.train_batch_size * _longest(config)
+    of_rank = -(-tuned.samples_per_step * _longest(config) // max(ranks, 1))
+    reference = config.uses_local_reference(config.has_reference_pool)
+    is_own_copy = reference and not (tuned.lora.enabled and tuned.lora.bias == "none")
+    return TrainerSetup(
+        shape=shape,
+        ranks=max(ranks, 1),
+        sharding=sharding,
+        products=products,
+        served_bytes=4 if is_wide and products != "bf16" else 2,
+        pack_tokens=min(pack, of_rank),
+        checkpointing=tuned.gradient_checkpointing,
+        chunk_tokens=tuned.logprob_chunk_tokens,
+        lora_rank=tuned.lora.r if tuned.lora.enabled else 0,
+        lora_matrices=len(tuned.lora.target_modules) or 7,
+        entropy=tuned.rl.needs_entropy,
+        reference=("host" if tuned.rl.reference_offload else "device") if is_own_copy else "none",
+        optimizer_on_host=optimizer_on_host,
+        parameters_on_host=parameters_on_host,
+        gathered_bytes=2 if isinstance(backend, FSDPSettings) and backend.param_dtype == "bf16" else 4,
+        several=of_rank > pack,
+        on_cpu=on_cpu,
+    )
+
+
+def server_setup(config: RunConfig, shape: ModelShape, world: WorldMap, on_cpu: bool) -> ServerSetup:
+    """The record of one card of a server."""
+    vllm = config.vllm_config
+    jobs = [*world.jobs_of("actor_llm"), *world.jobs_of("preprocessor_llm")]
+    named = str(vllm.option("dtype")[1] or ("float32" if on_cpu else "auto")).lower()
+    share = vllm.option("gpu-memory-utilization")[1]
+    cache: float | None = vllm.number("kv-cache-memory-bytes")
+    kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
+    weight_bytes = 4 if named in _FP32_NAMES else 1 if vllm.quantization else 2
+    return ServerSetup(
+        shape=shape,
+        gpus=max(1, len(jobs[0].gpus)),
+        weight_bytes=weight_bytes,
+        kv_bytes=1 if "fp8" in kv_dtype else max(weight_bytes, 2),
+        fp32_head=config.fp32_lm_head,
+        share=float(share) if isinstance(share, int | float) else _DEFAULT_SHARE,
+        cache_bytes=vllm.cpu_kv_cache_gib * GIB if on_cpu else cache,
+        max_tokens=vllm.number("max-model-len") or config.finetune.seq_length,
+        max_sequences=vllm.number("max-num-seqs") or 256,
+        batched_tokens=vllm.number("max-num-batched-tokens") or (2048 if on_cpu else 8192),
+        graphs=not on_cpu and vllm.option("enforce-eager")[1] is None,
+        on_cpu=on_cpu,
+    )
+
+
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest sample that can come."""
+    served = config.vllm_config.number("max-model-len") or config.finetune.seq_length
+    return min(served, config.finetune.seq_length)
+
+
+def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
+    longest = _longest(config)
+    answer = max(1.0, min(config.llm.parameters.max_tokens, longest) * _ANSWER_SHARE)
+    return float(max(1, min(_PROMPT_TOKENS, longest - answer))), answer
+
+
+def _takes_turns(config: RunConfig) -> bool:
+    return isinstance(config.pacing, ConventionalSchedule)
+
+
+def _budget(config: RunConfig) -> float | None:
+    return None if config.max_lag is None else config.finetune.samples_per_step + config.max_lag
+
+
+def _uses(
+    config: RunConfig, world: WorldMap, hardware: Hardware, trainer: TrainerSetup | None, server: ServerSetup | None
+) -> Iterator[CardUse]:
+    """What each card holds, one entry for all cards that hold the same."""
+    jobs = defaultdict[tuple[int, str], list[str]](list)
+    for job in world.jobs:
+        if job.kind in ("actor_llm", "preprocessor_llm", "finetune"):
+            for gpu in job.gpus if world.device == "cuda" else [""]:
+                jobs[job.node_rank, gpu].append("rank" if job.kind == "finetune" else "server")
+    is_cpu, memory = world.device == "cpu", hardware.machine.memory_bytes
+    alternate = config.world.placement == "colocated" and not is_cpu
+    for kinds, group in groupby(sorted(jobs.items(), key=lambda item: (item[1], item[0])), key=lambda item: item[1]):
+        places = [place for place, _ in group]
+        names = ", ".join(gpu if world.world_size == 1 else f"{node}:{gpu}" for node, gpu in sorted(places))
+        counts = {kind: kinds.count(kind) for kind in ("server", "rank")}
+        parts, least = defaultdict[str, float](float), 0.0
+        if server and counts["server"]:
+            of_server = server_memory(server, memory)
+            asleep = alternate and counts["rank"]
+            for name, size in of_server.parts.items():
+                parts[name if not asleep else "sleeping servers"] += (
+                    counts["server"] * size if not asleep else _ASLEEP_BYTES / len(of_server.parts)
+                )
+            least += 0 if asleep else counts["server"] * (of_server.total - max(0.0, of_server.parts[CACHE]))
+        if trainer and counts["rank"]:
+            of_rank = trainer_memory(trainer)
+            for name, size in of_rank.parts.items():
+                parts[name] += counts["rank"] * size
+            least += counts["rank"] * least_memory(trainer)
+        if is_cpu:
+            parts["actor and launcher"] = _OTHER_PROCESSES
+        words = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
+        yield CardUse("the machine" if is_cpu else f"GPU {names}", " and ".join(words), Memory(parts, {}), least)
+
+
+def faults_of(forecast: RunForecast) -> list[ConfigError]:
+    """Why a run cannot work: less memory than without any activation, or a server without room for one request."""
+    return [*_card_faults(forecast), *_server_faults(forecast)]
+
+
+def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
+    room, trainer, config = forecast.hardware.machine.memory_bytes, forecast.trainer, forecast.config
+    for use in forecast.uses:
+        if use.least <= room:
+            continue
+        how = (
+            "" if trainer is None else ", LoRA" if trainer.lora_rank else f", full training, backend {trainer.sharding}"
+        )
+        yield ConfigError(
+            "model_path",
+            f"{config.model_path} ({_billions(forecast.shape)} parameters by its {forecast.shape.source}{how})",
+            f"something that fits the {_gib(room)} of {use.name}: weights, gradients and optimizer state of its "
+            f"{use.jobs} alone take {_gib(use.least)}, with activations and caches {_gib(use.memory.total)}",
+            advice_text(forecast),
+        )
+    host = trainer_memory(trainer).host_total * trainer.ranks if trainer else 0
+    if trainer and host > forecast.hardware.host_bytes:
+        yield ConfigError(
+            "backend.config",
+            getattr(config.backend, "config", config.backend.type),
+            f"at most {_gib(forecast.hardware.host_bytes)} of memory in the machine; it needs {_gib(host)} there",
+            "Use a stage without offload and more ranks, or finetune.lora.enabled=true.",
+        )
+
+
+def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
+    server, machine = forecast.server, forecast.hardware.machine
+    if server is None or server.on_cpu:
+        return
+    tokens = cache_tokens(server, server_memory(server, machine.memory_bytes))
+    if tokens < server.max_tokens:
+        yield ConfigError(
+            "vllm_config.vllm_kwargs.max_model_len",
+            server.max_tokens,
+            f"at most the {max(0, int(tokens))} tokens that the cache of a server would hold: weights in "
+            f"{server.gpus} GPU(s) leave {_gib(tokens * server.shape.kv_bytes(server.kv_bytes))} of "
+            f"{server.share:g} of {_gib(machine.memory_bytes)}",
+            "Raise vllm_config.vllm_kwargs.tensor-parallel-size or gpu-memory-utilization, or lower max_model_len.",
+        )
+
+
+def advice_text(forecast: RunForecast) -> str:
+    """The nearest changes with which the trainer fits."""
+    found = nearest(forecast)
+    if not found:
+        return "Use a smaller model, or a machine with more memory."
+    return "It fits with " + ", or ".join(f"{each.overrides} ({_gib(each.peak)})" for each in found[:3]) + "."
+
+
+def nearest(forecast: RunForecast) -> list[Remedy]:
+    trainer, machine = forecast.trainer, forecast.hardware.machine
+    if trainer is None:
+        return []
+    # What other jobs hold on the cards of the trainer stays there.
+    own = trainer_memory(trainer).total
+    beside = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
+    cards = max(1, forecast.cards - (forecast.servers if forecast.cards > 1 else 0))
+    room = machine.memory_bytes - max(0.0, beside)
+    return remedies(trainer, room, forecast.hardware.host_bytes, cards, _longest(forecast.config))
+
+
+def lines_of(forecast: RunForecast) -> list[str]:
+    """The forecast for people."""
+    machine, shape = forecast.hardware.machine, forecast.shape
+    where = machine.name if machine.on_cpu else f"{forecast.cards} x {machine.name}"
+    source = "a guess by its name" if shape.source == "name" else f"from its {shape.source}"
+    lines = [f"forecast: {_billions(shape)} parameters ({source}) on {where} with {_gib(machine.memory_bytes)}"]
+    for use in forecast.uses:
+        parts = sorted(use.memory.parts.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
+        lines.append(f"memory of {use.name} ({use.jobs}): {_gib(use.memory.total)}: {shown}")
+        if use.memory.total > machine.memory_bytes >= use.least:
+            lines.append(f"note: that is more than there is. {advice_text(forecast)}")
+    if forecast.server is not None:
+        tokens = cache_tokens(forecast.server, server_memory(forecast.server, machine.memory_bytes))
+        longest = max(1, forecast.server.max_tokens)
+        lines.append(
+            f"cache of a server: {max(0, int(tokens)):,} tokens, {tokens / longest:.0f} requests of {longest:,}"
+        )
+    step, work = forecast.step, forecast.work
+    if step is not None:
+        sure = "measured on such cards, within 20 %" if step.is_measured else "estimated, within a factor of 2"
+        lines.append(
+            f"a step of {work.samples:,} samples of {work.prompt_tokens:,.0f} + {work.output_tokens:,.0f} tokens: "
+            f"{step.step_s:.2f} s, {step.samples_s:,.1f} samples/s ({sure}); servers {step.server_tokens_s:,.0f} "
+            f"tokens/s, trainer {step.trainer_tokens_s:,.0f} tokens/s; {step.waits}; lag about {step.lag:.1f} versions"
+        )
+        if (better := better_split(forecast)) is not None:
+            lines.append(better)
+    return lines
+
+
+def better_split(forecast: RunForecast) -> str | None:
+    """The fastest split of the cards, if it is better than the configured one by a tenth."""
+    trainer, server, step, config = forecast.trainer, forecast.server, forecast.step, forecast.config
+    if trainer is None or server is None or step is None or forecast.cards < 2 or trainer.on_cpu:
+        return None
+    room, best = forecast.hardware.machine.memory_bytes, None
+    current = step.step_s if forecast.fits else math.inf
+    for ranks in range(1, forecast.cards):
+        servers = (forecast.cards - ranks) // server.gpus
+        other = replace(trainer, ranks=ranks)
+        if not servers or trainer_memory(other).total > room:
+            continue
+        found = step_forecast(
+            other, server, servers, forecast.work, forecast.hardware.machine, turns=False, budget=_budget(config)
+        )
+        if best is None or found.step_s < best[0]:
+            best = (found.step_s, servers, ranks)
+    if best is None or best[0] >= _BETTER * current:
+        return None
+    seconds, servers, ranks = best
+    return (
+        f"a better split: world.num_actor_llms={servers} world.num_finetune_ranks={ranks} would take {seconds:.2f} s a "
+        "step (all splits were tried)"
+    )
+
+
+def _billions(shape: ModelShape) -> str:
+    count = shape.parameters
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,267 @@
+"""`python -m pipelinerl plan`: what a run would need and how fast it would be, on this machine or another one.
+
+Starts nothing, writes nothing, loads neither torch nor vLLM. `--from RUN_DIR` compares a forecast with what a run
+recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.compose import compose
+from pipelinerl.config.stages import stage_config
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
+from pipelinerl.run.fit import (
+    Hardware,
+    RunForecast,
+    better_split,
+    faults_of,
+    forecast_run,
+    hardware_here,
+    lines_of,
+    memory_of_machine,
+)
+from pipelinerl.run.model_folder import read_shape
+from pipelinerl.run.preflight import Start, check_disk
+from pipelinerl.streams.open_run import find_run
+from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, usable_cores
+from pipelinerl.world.forecast import GIB, trainer_memory
+from pipelinerl.world.rates import CARDS, card_machine, cpu_machine
+
+#: The first steps compile kernels and wait for the first samples.
+_WARM_UP_STEPS = 2
+#: A side that waits longer than this share of a step is worth a change.
+_MUCH_WAITING = 0.3
+_SPARE_MEMORY = 0.6
+
+
+def main(argv: list[str]) -> int:
+    """Print the forecast; return 0, or 2 if the run would not fit."""
+    args, overrides = _parser().parse_known_args(argv)
+    if args.help:
+        _parser().print_help()
+        return 0
+    if args.run is not None:
+        _compare(args)
+        return 0
+    if not any(word.startswith("output_dir=") for word in overrides):
+        overrides.append("output_dir=plan")
+    composed = compose(overrides)
+    if composed.config is None:
+        print(composed.help_text)
+        return 0
+    config = stage_config(composed.config)
+    cluster = _cluster(args)
+    hardware = _hardware(args, hardware_here(config, cluster), bool(cluster.gpus) and config.world.device != "cpu")
+    with FreePorts(config, cluster.rank, reserve=False) as ports:
+        world = build_world_map(config, cluster, ports)
+    shape = read_shape(config.model_path)
+    if shape is None:
+        raise ConfigError(
+            "model_path",
+            config.model_path,
+            "a model whose sizes are known: a folder with config.json, one in the hub's cache, or a name like X-7B",
+            "Download its config.json first.",
+        )
+    forecast = forecast_run(config, world, hardware, shape, _tokens(args))
+    print("\n".join([*lines_of(forecast), *check_disk(Start(config, cluster, os.environ))]))
+    faults = faults_of(forecast)
+    for fault in faults:
+        print(f"refused: {fault}", file=sys.stderr)
+    return EXIT_USER_ERROR if faults or not forecast.fits else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl plan",
+        description="Print memory of every card by part, speed, lag and disk of a run, before it is started.",
+        epilog="All other words are those of launch: --config-name NAME and overrides. Exit code 2: it does not fit.",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this and end")
+    parser.add_argument("--gpus", type=int, help="GPUs of a machine, instead of those of this one; 0: none")
+    parser.add_argument("--nodes", type=int, help="machines")
+    parser.add_argument("--card", help=f"kind of GPU: {', '.join(CARDS)}")
+    parser.add_argument("--gpu-memory-gib", type=float, help="memory of a GPU")
+    parser.add_argument("--ram-gib", type=float, help="memory of a machine")
+    parser.add_argument("--cores", type=int, help="CPU cores of a machine")
+    parser.add_argument("--prompt-tokens", type=float, help="tokens of a prompt, on average")
+    parser.add_argument("--output-tokens", type=float, help="tokens of an answer, on average")
+    parser.add_argument("--from", dest="run", metavar="RUN_DIR", help="compare with what this run recorded")
+    return parser
+
+
+def _tokens(args: argparse.Namespace) -> tuple[float, float] | None:
+    if args.output_tokens is None:
+        return None
+    return args.prompt_tokens or args.output_tokens / 2, args.output_tokens
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    """The cluster of the environment, with what the flags say instead."""
+    named = args.gpus is not None or args.card is not None or args.gpu_memory_gib is not None
+    cores = args.cores or usable_cores()
+    here = None if named and args.nodes else Cluster.from_env(os.environ, nvml_gpu_lister, cores)
+    if here is not None and not named and args.nodes is None:
+        return here
+    nodes = args.nodes or (here.world_size if here else 1)
+    count = args.gpus if args.gpus is not None else 1 if named else len(here.gpus if here else ())
+    hosts = tuple(f"node-{node}" for node in range(nodes)) if nodes > 1 else ("127.0.0.1",)
+    return Cluster(nodes, 0, hosts[0], None, hosts, tuple(map(str, range(count))), cores)
+
+
+def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -> Hardware:
+    """What the flags say of the machine, and this one for the rest.
+
+    Raises:
+        ConfigError: nothing says what cards there are.
+    """
+    host = args.ram_gib * GIB if args.ram_gib else memory_of_machine()
+    if not has_gpus:
+        return Hardware(cpu_machine(host, args.cores or usable_cores()), host)
+    if args.card is not None or args.gpu_memory_gib is not None:
+        if args.card is not None and not any(key in args.card.lower() for key in CARDS):
+            raise ConfigError("--card", args.card, f"one of {', '.join(CARDS)}", "Or give --gpu-memory-gib alone.")
+        memory = args.gpu_memory_gib * GIB if args.gpu_memory_gib else None
+        return Hardware(card_machine(args.card or f"GPU of {args.gpu_memory_gib:g} GiB", memory), host)
+    if here is None or here.machine.on_cpu:
+        raise ConfigError("--card", None, f"the kind of GPU: {', '.join(CARDS)}", "Or give --gpu-memory-gib.")
+    return replace(here, host_bytes=host)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Medians over the steps of a run, without the first ones; None: not recorded."""
+
+    steps: int
+    values: dict[str, float]
+
+    def get(self, name: str) -> float | None:
+        return self.values.get(name)
+
+
+def recorded_steps(metrics_file: Path) -> Recorded:
+    """Medians of what the trainer and the actor recorded.
+
+    Raises:
+        ConfigError: fewer steps than the first ones, which say little.
+    """
+    rows = list[dict[str, Any]]()
+    rates = list[float]()
+    with metrics_file.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if "finetune/step_s" in row:
+                rows.append(row)
+            elif row.get("actor/output_tokens_per_s"):
+                rates.append(row["actor/output_tokens_per_s"])
+    kept = rows[_WARM_UP_STEPS:]
+    if not kept:
+        raise ConfigError(
+            "--from", str(metrics_file), f"a run of more than {_WARM_UP_STEPS} steps", "Let it train a little longer."
+        )
+    names = {name for row in kept for name, value in row.items() if isinstance(value, int | float)}
+    values = {name: statistics.median(row[name] for row in kept if name in row) for name in names}
+    for name in [name for name in names if "memory" in name]:
+        values[name] = max(row[name] for row in rows if name in row)
+    if rates:
+        values["actor/output_tokens_per_s"] = statistics.median(rates)
+    return Recorded(len(kept), values)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    """Print forecast and record of a run side by side, and what to change."""
+    run = find_run(args.run)
+    config, world = run.config, run.world
+    seen = recorded_steps(run.run_dir.metrics_file)
+    cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
+    here = hardware_here(config, cluster)
+    hardware = _hardware(args, here, world.device == "cuda")
+    samples = seen.get("finetune/samples") or 1.0
+    output = (seen.get("finetune/output_tokens") or 0.0) / samples
+    prompt = max(0.0, (seen.get("finetune/tokens") or 0.0) / samples - output)
+    shape = read_shape(config.model_path) or read_shape(str(run.run_dir.current_model))
+    if shape is None or not world.jobs_of("finetune"):
+        raise ConfigError("--from", args.run, "a run with a trainer and a known model", "Give another run.")
+    forecast = forecast_run(config, world, hardware, shape, (prompt, max(output, 1.0)))
+    print(f"{run.run_dir.root}: {seen.steps} steps of {samples:,.0f} samples of {prompt:,.0f} + {output:,.0f} tokens")
+    print(f"{'':36} {'forecast':>12} {'seen':>12} {'ratio':>7}")
+    for label, expected, name in _compared(forecast):
+        found = seen.get(name)
+        if found is None:
+            continue
+        ratio = f"{expected / found:.2f}" if found else "-"
+        print(f"{label:36} {expected:12,.2f} {found:12,.2f} {ratio:>7}")
+    for line in changes(forecast, seen):
+        print(line)
+
+
+def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
+    """(label, forecast, metric) of all that both sides know."""
+    step, trainer = forecast.step, forecast.trainer
+    assert trainer is not None
+    memory = trainer_memory(trainer)
+    rows: list[tuple[str, float, str]] = [
+        ("peak memory of tensors, GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
+        ("peak memory with reserve, GiB", memory.total / GIB, "finetune/gpu_memory_reserved_peak_gib"),
+        ("peak memory of a rank, GiB", memory.total / GIB, "finetune/memory_peak_gib"),
+    ]
+    if step is not None:
+        rows += [
+            ("seconds a step", step.step_s, "finetune/step_s"),
+            ("of these training, s", step.train_s, "finetune/train_s"),
+            ("of these waiting for samples, s", step.step_s - step.train_s, "finetune/wait_data_s"),
+            ("samples/s", step.samples_s, "finetune/samples_per_s"),
+            (
+                "output tokens/s of the servers",
+                step.samples_s * forecast.work.output_tokens,
+                "actor/output_tokens_per_s",
+            ),
+            ("lag, versions", step.lag, "finetune/lag_mean_versions"),
+        ]
+    return rows
+
+
+def changes(forecast: RunForecast, seen: Recorded) -> list[str]:
+    """What the record of a run suggests to change."""
+    step_s, waited = seen.get("finetune/step_s") or 0.0, seen.get("finetune/wait_data_s") or 0.0
+    config, lines = forecast.config, list[str]()
+    room = forecast.hardware.machine.memory_bytes / GIB
+    peak = seen.get("finetune/gpu_memory_reserved_peak_gib")
+    if step_s and waited > _MUCH_WAITING * step_s:
+        lines.append(
+            f"change: the trainer waited {waited / step_s:.0%} of each step: more servers, or more cards for them "
+            "(world.num_actor_llms), or more rollouts at once (actor.llm_max_rollouts)"
+        )
+    elif step_s and waited < 0.05 * step_s:
+        lag = seen.get("finetune/lag_mean_versions")
+        lines.append("change: the trainer never waited: more cards for it (world.num_finetune_ranks)")
+        if lag is not None and lag > 1.5:
+            lines.append(f"change: samples are {lag:.1f} versions old and none is waited for: a lower max_lag is free")
+    if peak is not None and peak < _SPARE_MEMORY * room:
+        tuned, trainer = config.finetune, forecast.trainer
+        assert trainer is not None
+        if tuned.gradient_checkpointing:
+            total = trainer_memory(replace(trainer, checkpointing=False)).total
+            if total < 0.95 * room * GIB:
+                lines.append(
+                    f"change: finetune.gradient_checkpointing=false fits ({total / GIB:.1f} of {room:.1f} GiB) and "
+                    "saves a quarter of the trainer's time"
+                )
+        longer = 2 * tuned.seq_length
+        total = trainer_memory(replace(trainer, pack_tokens=longer)).total
+        if tuned.seq_packing and total < 0.9 * room * GIB:
+            lines.append(
+                f"change: finetune.seq_length={longer} fits ({total / GIB:.1f} of {room:.1f} GiB): fewer, larger packs"
+            )
+    if (better := better_split(forecast)) is not None:
+        lines.append(f"change: {better}")
+    return lines or ["nothing to change: neither side waits much and the memory is used"]

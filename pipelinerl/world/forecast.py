@@ -1,0 +1,397 @@
+"""Peak memory of trainer ranks and servers, by part. Records in, bytes out: no files, no devices, no torch.
+
+What a trainer rank holds (P values trained by N ranks): fp32 master weights 4 P, AdamW's two moments 8 P, gradients
+4 P (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1, but with fp32 gradients), and what rounded weights lack
+(`finetune/served_values.py`). ZeRO and FSDP divide what their stage shards by N.
+
+Activations are counted tensor by tensor, as autograd keeps them for one decoder layer of transformers under autocast
+(Korthikanti et al. 2022, arXiv 2205.05198, count GPT's the same way); see `_layer_bytes`. With checkpointing only the
+input of each layer stays, and one layer is whole at a time. The head never holds more than a few chunks of logits
+(`rl/logprobs.py`).
+
+A step has several moments at which memory may peak: the head's backward pass, a layer's, the end of the forward pass,
+the optimizer. The forecast is the highest one; its parts are those of that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipelinerl.world.model_shape import ModelShape
+
+GIB = 2**30
+MIB = 2**20
+
+Sharding = Literal["plain", "fsdp", "zero1", "zero2", "zero3"]
+
+WEIGHTS, COPIES, RESTS = "master weights", "weights in 16 bits", "rests of rounded weights"
+GRADIENTS, OPTIMIZER, STEP = "gradients", "optimizer state", "optimizer step"
+ACTIVATIONS, LOGITS, REFERENCE = "activations", "logits and head", "reference model"
+GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "servers' work space"
+SERVED, GRAPHS, BUFFERS, PROCESS = "servers' weights", "CUDA graphs", "update buffers", "processes"
+
+#: The buffer that an update travels in (`weights/buffers.py`).
+_CHUNK_BYTES = 256 * MIB
+#: CUDA's context, cuBLAS and the kernels' code.
+_CONTEXT_BYTES = 0.65 * GIB
+#: Memory that PyTorch's allocator holds and cannot use, of what comes and goes.
+_FRAGMENTS = 0.04
+#: An idle trainer process without a GPU: Python, torch and transformers.
+_TRAINER_PROCESS = 0.9 * GIB
+#: Three processes of a vLLM server without a GPU.
+_SERVER_PROCESSES = 2.9 * GIB
+#: Values that DeepSpeed keeps gathered at most (its default of `stage3_max_live_parameters`).
+_ZERO3_LIVE = 10**9
+
+
+@dataclass(frozen=True)
+class TrainerSetup:
+    """One trainer rank of `ranks`, as the configuration has it.
+
+    Attributes:
+        products: dtype of the matrix products.
+        served_bytes: of a weight in the servers.
+        pack_tokens: of one micro-batch.
+        gathered_bytes: of a parameter that FSDP gathers.
+        several: a step has more than one micro-batch, so that gradients exist during a forward pass.
+    """
+
+    shape: ModelShape
+    ranks: int = 1
+    sharding: Sharding = "plain"
+    products: Literal["bf16", "tf32", "fp32"] = "bf16"
+    served_bytes: int = 2
+    pack_tokens: int = 12000
+    checkpointing: bool = True
+    chunk_tokens: int = 1024
+    lora_rank: int = 0
+    lora_matrices: int = 7
+    entropy: bool = False
+    reference: Literal["none", "device", "host"] = "none"
+    optimizer_on_host: bool = False
+    parameters_on_host: bool = False
+    gathered_bytes: int = 4
+    several: bool = True
+    on_cpu: bool = False
+
+    @property
+    def trained(self) -> int:
+        """Values that the optimizer trains."""
+        return self._adapters if self.lora_rank else self.shape.parameters
+
+    @property
+    def _adapters(self) -> int:
+        """A and B of every matrix of a layer: rank times its two sides."""
+        shape = self.shape
+        width, kv_width = shape.heads * shape.head_dim, shape.kv_values // max(shape.layers, 1) // 2
+        sides = 2 * (shape.hidden + width) + 2 * (shape.hidden + kv_width) + 3 * (shape.hidden + shape.intermediate)
+        return round(self.lora_rank * shape.layers * sides * self.lora_matrices / 7)
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the module itself is in 16 bits, so that nothing is cast and the residual stream is narrow."""
+        return self.products == "bf16" and (
+            self.sharding.startswith("zero") or (self.sharding == "fsdp" and self.gathered_bytes == 2)
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part at the moment of the peak; `host` is in the machine's memory."""
+
+    parts: Mapping[str, float]
+    host: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tensors(self) -> float:
+        """Without what no tensor holds: CUDA, and what the allocator cannot use."""
+        return self.total - self.parts.get(CONTEXT, 0.0) - self.parts.get(PROCESS, 0.0)
+
+    @property
+    def host_total(self) -> float:
+        return sum(self.host.values())
+
+
+def trainer_memory(setup: TrainerSetup) -> Memory:
+    """The peak of one trainer rank."""
+    held, host = _held(setup)
+    peak = max((held | moment for moment in _moments(setup)), key=lambda parts: sum(parts.values()))
+    if setup.on_cpu:
+        peak = peak | {PROCESS: _TRAINER_PROCESS}
+    else:
+        moving = sum(peak.values()) - sum(held.values())
+        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0) + _FRAGMENTS * moving}
+    return Memory({name: size for name, size in peak.items() if size > 0}, host)
+
+
+def least_memory(setup: TrainerSetup) -> float:
+    """Bytes without which no step is possible, whatever the pack: what is held, and the gradients."""
+    held, _ = _held(setup)
+    return sum(held.values()) + _gradients(setup) + (0 if setup.on_cpu else _CONTEXT_BYTES)
+
+
+def _held(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
+    """What a rank holds between steps, on its device and in the host's memory."""
+    shape, share, host = setup.shape, 1 / setup.ranks, dict[str, float]()
+    parts: dict[str, float]
+    if setup.lora_rank:
+        # Only embeddings and vectors of a frozen model stay wide (`lora.keep_products_exact`).
+        narrow = shape.layer_matrices + (0 if shape.tied else shape.embedding)
+        wide = shape.parameters - narrow
+        size = 2 if setup.products == "bf16" and setup.sharding != "fsdp" else 4
+        sharded = share if setup.sharding in ("fsdp", "zero3") else 1
+        parts = {WEIGHTS: (size * narrow + (2 if setup.is_pure else 4) * wide) * sharded + 4 * setup.trained}
+        return parts | {OPTIMIZER: 8 * setup.trained}, host
+    everything = shape.parameters
+    if setup.sharding.startswith("zero"):
+        copies = 2 if setup.products == "bf16" else 4
+        parts = {COPIES: copies * everything * (share if setup.sharding == "zero3" else 1)}
+        states = {WEIGHTS: 4 * everything * share, OPTIMIZER: 8 * everything * share}
+        if setup.parameters_on_host:
+            host[COPIES] = parts.pop(COPIES)
+        (host if setup.optimizer_on_host else parts).update(states)
+        if setup.optimizer_on_host:
+            host[GRADIENTS] = 4 * everything * share
+    else:
+        sharded = share if setup.sharding == "fsdp" else 1
+        parts = {WEIGHTS: 4 * everything * sharded, OPTIMIZER: 8 * everything * sharded}
+        parts[RESTS] = 4 * _rounded(setup) * sharded
+    if setup.reference == "device":
+        parts[REFERENCE] = (2 if setup.products == "bf16" else 4) * everything
+    elif setup.reference == "host":
+        host[REFERENCE] = (2 if setup.products == "bf16" else 4) * everything
+    return parts, host
+
+
+def _rounded(setup: TrainerSetup) -> int:
+    """Parameters that the trainer rounds to the servers' values itself (`served_values.parameters_to_round`)."""
+    shape = setup.shape
+    if setup.served_bytes >= 4 or (setup.sharding == "fsdp" and setup.gathered_bytes == setup.served_bytes):
+        return 0
+    return shape.embedding + shape.vectors if setup.products == "bf16" else shape.parameters
+
+
+def _gradients(setup: TrainerSetup) -> float:
+    if setup.lora_rank:
+        return 4 * setup.trained
+    if setup.optimizer_on_host and setup.sharding in ("zero2", "zero3"):
+        return 0
+    sharded = setup.sharding in ("fsdp", "zero2", "zero3")
+    return 4 * setup.shape.parameters / (setup.ranks if sharded else 1)
+
+
+def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
+    """What comes on top of `_held` at each moment that may be the highest."""
+    shape, tokens = setup.shape, setup.pack_tokens
+    gradients = {GRADIENTS: _gradients(setup)}
+    kept = {ACTIVATIONS: tokens * _kept_bytes(setup)}
+    layer = tokens * _layer_bytes(setup)
+    width = 2 if setup.products == "bf16" else 4
+    # Under autocast weights are cast once a forward pass; without checkpointing the backward pass still needs them.
+    is_cast = setup.products == "bf16" and not setup.is_pure and not setup.lora_rank
+    casts = 2 * shape.active_matrices if is_cast else 0
+    largest = shape.layer_matrices / max(shape.layers, 1)
+    gathered = _gathered(setup)
+    one_layer = 0 if setup.lora_rank else (2 + 4) * largest  # its gradients in both dtypes
+    inner = tokens * (4 * shape.intermediate * width / 2 + 6 * shape.hidden)
+    activations = kept[ACTIVATIONS]
+    moments: list[dict[str, float]] = [
+        {**gradients, **kept, **gathered, LOGITS: _head_bytes(setup), COPIES: 0 if setup.checkpointing else casts},
+        {**gradients, **gathered, ACTIVATIONS: activations + inner, COPIES: casts},
+        {**gradients, STEP: _step_bytes(setup)},
+        {BUFFERS: 2 * max(_CHUNK_BYTES, setup.served_bytes * shape.embedding) + _CHUNK_BYTES},
+    ]
+    if setup.checkpointing:
+        copies = casts / shape.layers + one_layer
+        moments.append({**gradients, **gathered, ACTIVATIONS: activations + layer + inner, COPIES: copies})
+    if setup.is_pure:  # the weights that are held are those of the products
+        moments = [{name: size for name, size in moment.items() if name != COPIES} for moment in moments]
+    return moments
+
+
+def _kept_bytes(setup: TrainerSetup) -> float:
+    """Bytes of a token that stay until the backward pass of its micro-batch."""
+    shape = setup.shape
+    residual = 2 if setup.is_pure else 4
+    width = 2 if setup.products == "bf16" else 4
+    end = (2 * 4 + 2 * width) * shape.hidden  # last residual, final norm, and the rows that the head sees
+    if setup.checkpointing:
+        return shape.layers * residual * shape.hidden + end
+    return shape.layers * _layer_bytes(setup) + end
+
+
+def _layer_bytes(setup: TrainerSetup) -> float:
+    """Bytes of a token that autograd keeps of one decoder layer.
+
+    Norms keep their input and the normalized values in fp32. Under autocast each linear layer keeps a cast copy of its
+    own; without it those with the same input share it. Attention keeps queries, keys, values, its result and one
+    number a head. The gated layer keeps both branches, the activation and the product.
+    """
+    shape = setup.shape
+    width = 2 if setup.products == "bf16" else 4
+    hidden, wide = shape.hidden, shape.heads * shape.head_dim
+    kv_wide = shape.kv_values // max(shape.layers, 1)
+    if setup.is_pure:
+        norms = 2 * (4 + 2 + 2) * hidden
+    elif setup.products == "bf16":
+        norms = 2 * (4 + 4) * hidden + (3 + 2) * 2 * hidden
+    else:
+        norms = 2 * (4 + 4 + 4) * hidden
+    attention = width * (2 * wide + kv_wide) + 4 * shape.heads
+    between = 4 * width * shape.intermediate
+    if setup.lora_rank:
+        # Frozen norms do not keep their products; the matrix after attention gets a copy of its own.
+        norms -= 2 * 4 * hidden
+        attention += width * wide
+        between += 7 * width * setup.lora_rank
+    return norms + attention + between
+
+
+def _head_bytes(setup: TrainerSetup) -> float:
+    """The most that the chunked head holds in its backward pass (`rl/logprobs.py`)."""
+    shape = setup.shape
+    chunk = min(setup.chunk_tokens, setup.pack_tokens) * shape.vocabulary
+    is_16_bit = setup.products == "bf16"
+    weight = 2 * shape.embedding if is_16_bit and not setup.is_pure and (shape.tied or not setup.lora_rank) else 0
+    several = 2 if setup.pack_tokens > setup.chunk_tokens else 1
+    # Logits of this chunk and the one before, and its gradient in 16 bits.
+    logits = (4 * several + (2 if is_16_bit else 0) + (4 if setup.entropy else 0)) * chunk
+    if setup.lora_rank:
+        return weight + logits
+    product = (4 if is_16_bit else 0) * shape.embedding + (6 if is_16_bit else 4) * chunk
+    return weight + 4 * shape.embedding + max(logits, product)
+
+
+def _gathered(setup: TrainerSetup) -> dict[str, float]:
+    """Parameters that a sharded backend has whole for a while, with their gradients."""
+    shape = setup.shape
+    layer = shape.layer_matrices / max(shape.layers, 1)
+    ends = shape.embedding * (1 if shape.tied else 2)
+    if setup.sharding == "fsdp":
+        return {GATHERED: setup.gathered_bytes * (2 * ends + 3 * layer) + 4 * layer}
+    if setup.sharding == "zero3" and not setup.lora_rank:
+        live = min(shape.parameters, _ZERO3_LIVE)
+        return {GATHERED: 2 * live * (1 if setup.ranks > 1 or setup.parameters_on_host else 0) + 2 * layer}
+    if setup.sharding in ("zero1", "zero2") and not setup.lora_rank:
+        return {GATHERED: 2 * shape.parameters if setup.sharding == "zero1" else 2 * max(layer, shape.embedding)}
+    return {}
+
+
+def _step_bytes(setup: TrainerSetup) -> float:
+    """What AdamW needs for itself: a root of the second moment of every value."""
+    if setup.optimizer_on_host:
+        return 0
+    values = setup.trained / (setup.ranks if setup.sharding != "plain" and not setup.lora_rank else 1)
+    further = 4 * values if setup.sharding.startswith("zero") else 0  # gradients of its share as one tensor
+    return 4 * values + further
+
+
+@dataclass(frozen=True)
+class ServerSetup:
+    """One GPU of a server of `gpus` GPUs (or a server on a CPU).
+
+    Attributes:
+        share: of the card's memory that it may take (`gpu-memory-utilization`).
+        cache_bytes: of its KV cache if that is set; None: what is left of its share.
+    """
+
+    shape: ModelShape
+    gpus: int = 1
+    weight_bytes: int = 2
+    kv_bytes: float = 2
+    fp32_head: bool = True
+    share: float = 0.9
+    cache_bytes: float | None = None
+    max_tokens: int = 10000
+    max_sequences: int = 256
+    batched_tokens: int = 8192
+    graphs: bool = True
+    on_cpu: bool = False
+
+
+def server_memory(setup: ServerSetup, card_bytes: float) -> Memory:
+    """The peak of one card of a server. The KV cache takes what its share leaves, and may be below zero."""
+    shape = setup.shape
+    weights = setup.weight_bytes * shape.parameters / setup.gpus
+    if setup.fp32_head and setup.weight_bytes == 2:
+        weights += 2 * shape.embedding / setup.gpus
+    if setup.on_cpu:
+        cache = setup.cache_bytes if setup.cache_bytes is not None else GIB
+        return Memory({SERVED: weights, CACHE: cache, PROCESS: _SERVER_PROCESSES}, {})
+    rows = min(setup.max_sequences, setup.batched_tokens)
+    work = setup.batched_tokens * (4 * shape.hidden + 4 * shape.intermediate / setup.gpus) * 2
+    work += 3 * 4 * rows * shape.vocabulary
+    parts = {SERVED: weights, WORK: work, BUFFERS: 2 * _CHUNK_BYTES, CONTEXT: _CONTEXT_BYTES}
+    if setup.graphs:
+        parts[GRAPHS] = 0.2 * GIB + 6 * MIB * shape.layers
+    rest = setup.share * card_bytes - sum(parts.values())
+    return Memory(parts | {CACHE: rest if setup.cache_bytes is None else setup.cache_bytes}, {})
+
+
+def cache_tokens(setup: ServerSetup, memory: Memory) -> float:
+    """Tokens that the caches of a server's cards hold together."""
+    return memory.parts[CACHE] * setup.gpus / max(setup.shape.kv_bytes(setup.kv_bytes), 1)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a trainer fits: the overrides, the peak of a card and that of the machine then."""
+
+    overrides: str
+    peak: float
+    host: float
+
+
+def remedies(setup: TrainerSetup, room: float, host_room: float, most_ranks: int, longest_sample: int) -> list[Remedy]:
+    """The nearest changes with which the trainer fits, the smallest change first, one of each kind.
+
+    Args:
+        room: bytes of a card; `host_room`: of a machine.
+        most_ranks: cards that there are for the trainer.
+        longest_sample: `finetune.seq_length` cannot be below.
+    """
+    lengths = [setup.pack_tokens]
+    while lengths[-1] // 2 >= max(longest_sample, 256):
+        lengths.append(lengths[-1] // 2)
+    found, kinds = list[Remedy](), set[tuple[Sharding, bool, bool]]()
+    for words, other in _kinds(setup, most_ranks):
+        kind = (other.sharding, other.optimizer_on_host, bool(other.lora_rank))
+        for checkpointing, length in [(flag, tokens) for flag in (setup.checkpointing, True) for tokens in lengths]:
+            changed = replace(other, checkpointing=checkpointing, pack_tokens=length)
+            memory = trainer_memory(changed)
+            host = memory.host_total * changed.ranks
+            if kind in kinds or changed == setup or memory.total > room or host > host_room:
+                continue
+            kinds.add(kind)
+            more = [] if checkpointing == setup.checkpointing else ["finetune.gradient_checkpointing=true"]
+            more += [] if length == setup.pack_tokens else [f"finetune.seq_length={length}"]
+            found.append(Remedy(" ".join([*words, *more]), memory.total, host))
+    return found
+
+
+def _kinds(setup: TrainerSetup, most_ranks: int) -> list[tuple[list[str], TrainerSetup]]:
+    """Ways to train the same model, with their overrides: as it is, over more cards, in the machine's memory, LoRA."""
+    found = [(list[str](), setup)]
+    if setup.on_cpu:
+        return found
+    counts = [count for count in sorted({setup.ranks, 2, 4, 8, 16, 32, 64}) if count >= setup.ranks and count > 1]
+    more = list[tuple[list[str], TrainerSetup]]()
+    if not setup.lora_rank:
+        zero = ["backend=deepspeed", "backend.config=deepspeed_stage3_bf16"]
+        for count in counts:
+            words = zero if count == setup.ranks else [*zero, f"world.num_finetune_ranks={count}"]
+            wider = replace(setup, sharding="zero3", ranks=count, optimizer_on_host=False, parameters_on_host=False)
+            (found if count <= most_ranks else more).append((words, wider))
+        lora = replace(setup, lora_rank=16, sharding="plain", optimizer_on_host=False, parameters_on_host=False)
+        words = [] if setup.sharding == "plain" else ["backend=plain"]
+        found.append((["finetune.lora.enabled=true", *words], lora))
+        offload = replace(setup, sharding="zero2", optimizer_on_host=True, parameters_on_host=False)
+        for stage, other in ((2, offload), (3, replace(offload, sharding="zero3", parameters_on_host=True))):
+            found.append(([zero[0], f"backend.config=deepspeed_stage{stage}_bf16_offload"], other))
+    return [*found, *((["with more cards:", *words], wider) for words, wider in more)]

@@ -1,0 +1,90 @@
+"""`python -m pipelinerl plan`: answers at once, for machines that are not here; refuses what cannot fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.run.plan_command import main, recorded_steps
+
+SIZES = {"7": (3584, 18944, 28, 28, 4), "32": (5120, 27648, 64, 40, 8)}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return folder_of(tmp_path, "7")
+
+
+def folder_of(tmp_path: Path, billions: str) -> Path:
+    folder = tmp_path / f"model-{billions}"
+    folder.mkdir()
+    hidden, inner, layers, heads, kv_heads = SIZES[billions]
+    config = dict(model_type="qwen2", hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers)
+    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=152064)
+    (folder / "config.json").write_text(json.dumps(config | dict(tie_word_embeddings=False, torch_dtype="bfloat16")))
+    return folder
+
+
+PLAIN = ("backend=plain", "finetune.seq_length=12000")
+
+
+@pytest.mark.parametrize(
+    ("billions", "words", "code"),
+    [
+        ("7", ("--gpus=2", "--card=h100", *PLAIN), 2),
+        ("7", ("--gpus=8", "--card=h100"), 0),
+        ("7", ("--gpus=2", "--gpu-memory-gib=80", *PLAIN, "finetune.lora.enabled=true"), 0),
+        ("32", ("--gpus=2", "--card=h200", *PLAIN), 2),
+        ("32", ("--gpus=2", "--card=h100", *PLAIN), 2),
+        ("7", ("--gpus=0", "--ram-gib=23", "backend=plain"), 2),
+        ("7", ("--gpus=0", "--ram-gib=400", "backend=plain"), 0),
+    ],
+)
+def test_what_fits_which_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], billions: str, words: tuple[str, ...], code: int
+) -> None:
+    folder = folder_of(tmp_path, billions)
+    assert main([*words, f"model_path={folder}", f"output_dir={tmp_path}/out"]) == code
+    printed = capsys.readouterr()
+    assert "optimizer state" in printed.out and "samples/s" in printed.out
+    assert ("refused" in printed.err) == (code == 2)
+    if code == 2 and "--gpus=0" not in words:
+        assert "finetune.lora.enabled=true" in printed.err or "num_finetune_ranks=" in printed.err
+
+
+def test_the_nearest_that_fits_does_fit(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a refusal proposes is accepted."""
+    own = [f"model_path={model}", f"output_dir={tmp_path}/out", "--gpus=8", "--card=h100"]
+    assert main([*own, "backend=plain"]) == 2
+    proposed = capsys.readouterr().err.partition("It fits with ")[2].partition(" (")[0].split()
+    assert proposed and main([*own, *[word for word in proposed if "=" in word]]) == 0
+
+
+def test_an_answer_loads_no_torch(tmp_path: Path, model: Path) -> None:
+    code = (
+        "import sys; from pipelinerl.run.plan_command import main\n"
+        f"assert main(['--gpus=8', '--card=h100', 'model_path={model}']) == 0\n"
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    # Measured: 0.6 s alone on the machine.
+    assert time.monotonic() - started < 20
+
+
+def test_the_medians_of_a_run_leave_out_its_first_steps(tmp_path: Path) -> None:
+    seconds = [50.0, 9.0, 2.0, 4.0, 3.0]
+    rows = [{"finetune/step_s": value, "finetune/gpu_memory_peak_gib": 10 - value} for value in seconds]
+    rows.append({"actor/output_tokens_per_s": 100.0})
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = recorded_steps(file)
+    assert found.steps == 3
+    assert found.get("finetune/step_s") == 3.0
+    assert found.get("finetune/gpu_memory_peak_gib") == 8.0
+    assert found.get("actor/output_tokens_per_s") == 100.0

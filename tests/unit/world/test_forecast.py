@@ -1,0 +1,137 @@
+"""Memory by hand for a few shapes: what is held, what activations add, what no change of packs can help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl.world.forecast import (
+    ACTIVATIONS,
+    CACHE,
+    COPIES,
+    GIB,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    RESTS,
+    SERVED,
+    STEP,
+    WEIGHTS,
+    ServerSetup,
+    TrainerSetup,
+    cache_tokens,
+    least_memory,
+    remedies,
+    server_memory,
+    trainer_memory,
+)
+from pipelinerl.world.model_shape import ModelShape, guess_shape
+from pipelinerl.world.rates import Work, card_machine, cpu_machine, server_rate, step_forecast, train_seconds
+
+P_7B, E_7B = 7_615_616_512, 152064 * 3584
+CARD_80, CARD_141 = 79.6 * GIB, 139.8 * GIB
+
+
+def shape(billions: str) -> ModelShape:
+    found = guess_shape(f"Qwen2.5-{billions}B")
+    assert found is not None
+    return found
+
+
+def test_a_plain_rank_of_7_b() -> None:
+    """16 bytes a value held or accumulated, and 4 more inside AdamW: 142 GiB at its peak, with packs of any length."""
+    setup = TrainerSetup(shape("7"))
+    parts = trainer_memory(setup).parts
+    assert parts[WEIGHTS] == 4 * P_7B
+    assert parts[OPTIMIZER] == 8 * P_7B
+    assert parts[GRADIENTS] == 4 * P_7B
+    assert parts[STEP] == 4 * P_7B
+    vectors = 28 * (2 * 3584 + 3584 + 2 * 512) + 3584
+    assert parts[RESTS] == 4 * (E_7B + vectors)
+    assert trainer_memory(setup).tensors / GIB == pytest.approx((20 * P_7B + 4 * (E_7B + vectors)) / GIB)
+    assert least_memory(setup) > CARD_80
+    assert least_memory(setup) < CARD_141 < trainer_memory(setup).total
+
+
+def test_zero_3_on_eight_cards_fits_7_b() -> None:
+    setup = TrainerSetup(shape("7"), ranks=8, sharding="zero3")
+    memory = trainer_memory(setup)
+    assert memory.parts[OPTIMIZER] == P_7B
+    assert memory.total < CARD_80 / 2
+
+
+@pytest.mark.parametrize("room", [CARD_80, CARD_141])
+def test_32_b_in_full_on_one_card(room: float) -> None:
+    setup = TrainerSetup(shape("32"))
+    assert least_memory(setup) > 3 * room
+    found = {each.overrides: each.peak for each in remedies(setup, room, 64 * GIB, 1, 10000)}
+    assert not any(words.startswith("finetune.seq_length") for words in found)
+    assert any("num_finetune_ranks=" in words for words in found)
+    assert ("finetune.lora.enabled=true" in found) == (room == CARD_141)
+    assert all(peak <= room for peak in found.values())
+
+
+def test_activations_of_a_layer_by_hand() -> None:
+    """0.5 B without checkpointing, bf16 products: bytes of a token in one layer, times 24, and the end of the model."""
+    hidden, inner, wide, kv_wide = 896, 4864, 14 * 64, 2 * 2 * 64
+    norms, casts = 2 * (4 + 4) * hidden, (3 + 2) * 2 * hidden
+    attention, gated = 2 * (2 * wide + kv_wide) + 4 * 14, 4 * 2 * inner
+    token = 24 * (norms + casts + attention + gated) + (2 * 4 + 2 * 2) * hidden
+    setup = TrainerSetup(shape("0.5"), pack_tokens=16384, checkpointing=False)
+    parts = trainer_memory(setup).parts
+    assert parts[ACTIVATIONS] == 16384 * token
+    assert parts[COPIES] == 2 * setup.shape.layer_matrices
+    chunk, head = 1024 * 151936, 151936 * 896
+    assert parts[LOGITS] == (2 + 4) * head + 10 * chunk
+    kept = trainer_memory(replace(setup, checkpointing=True))
+    assert kept.parts[ACTIVATIONS] < parts[ACTIVATIONS] / 8
+    assert trainer_memory(replace(setup, chunk_tokens=4096)).total > trainer_memory(setup).total
+
+
+def test_adapters_need_no_state_of_the_model() -> None:
+    memory = trainer_memory(TrainerSetup(shape("7"), lora_rank=16))
+    width, kv_width = 3584, 512
+    sides = 2 * (3584 + width) + 2 * (3584 + kv_width) + 3 * (3584 + 18944)
+    trained = 16 * 28 * sides
+    assert memory.parts[OPTIMIZER] == 8 * trained
+    narrow, wide = P_7B - E_7B - (28 * (2 * 3584 + 4608) + 3584), E_7B + 28 * (2 * 3584 + 4608) + 3584
+    assert memory.parts[WEIGHTS] == 2 * narrow + 4 * wide + 4 * trained
+    assert memory.total < CARD_80 / 2
+
+
+def test_the_cache_is_what_a_server_has_left() -> None:
+    setup = ServerSetup(shape("7"), share=0.9, fp32_head=False)
+    memory = server_memory(setup, CARD_80)
+    assert memory.parts[SERVED] == 2 * P_7B
+    assert memory.total == pytest.approx(0.9 * CARD_80)
+    assert cache_tokens(setup, memory) == pytest.approx(memory.parts[CACHE] / 57344)
+    halves = server_memory(replace(setup, gpus=2), CARD_80)
+    assert halves.parts[SERVED] == P_7B
+    assert server_memory(replace(setup, cache_bytes=GIB), CARD_80).parts[CACHE] == GIB
+    assert server_memory(ServerSetup(shape("72")), CARD_80).parts[CACHE] < 0
+
+
+def test_times_follow_the_work() -> None:
+    card = card_machine("NVIDIA H200")
+    setup, server = TrainerSetup(shape("0.5"), checkpointing=False), ServerSetup(shape("0.5"))
+    work = Work(samples=512, prompt_tokens=64, output_tokens=256, concurrency=256)
+    twice = replace(work, samples=1024)
+    assert train_seconds(setup, twice, card) == pytest.approx(2 * train_seconds(setup, work, card), rel=0.1)
+    assert train_seconds(replace(setup, checkpointing=True), work, card) > 1.2 * train_seconds(setup, work, card)
+    assert server_rate(server, work, card) > 3 * server_rate(server, replace(work, concurrency=16), card)
+    slow = cpu_machine(16 * GIB, 2)
+    assert train_seconds(setup, work, slow) > 50 * train_seconds(setup, work, card)
+
+
+def test_lag_by_littles_law() -> None:
+    """Two batches are under way. Where the servers are slower, a token waits half of two steps; else nearly two."""
+    card, work = card_machine("NVIDIA H200"), Work(512, 64, 256, 256)
+    trainer, server = TrainerSetup(shape("0.5")), ServerSetup(shape("0.5"))
+
+    def lag(servers: int, turns: bool = False) -> float:
+        return step_forecast(trainer, server, servers, work, card, turns=turns, budget=1024).lag
+
+    assert lag(1) == pytest.approx(1.0)
+    assert 1.8 < lag(100) < 2.0
+    assert lag(1, turns=True) == 0
