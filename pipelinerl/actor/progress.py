@@ -33,9 +33,7 @@ class Changes:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for(
-        self, predicate: Callable[[], bool], retry_s: Callable[[], float | None] = lambda: None
-    ) -> None:
+    async def wait_for(self, predicate: Callable[[], bool], retry_s: Callable[[], float | None] = lambda: None) -> None:
         """Return once `predicate` holds; it is checked now, after every `notify`, and after `retry_s()` seconds."""
         while not predicate():
             seconds = retry_s()

@@ -7,7 +7,7 @@ vLLM: sizes come from `config.json`, those of cards from the driver or from `pla
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -36,7 +36,7 @@ from pipelinerl.world.forecast import (
     trainer_memory,
 )
 from pipelinerl.world.model_shape import ModelShape
-from pipelinerl.world.rates import Machine, StepForecast, Work, card_machine, cpu_machine, step_forecast
+from pipelinerl.world.rates import Layout, Machine, StepForecast, Work, card_machine, cpu_machine, step_forecast
 
 _MEMORY_LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 #: vLLM's default of `gpu-memory-utilization`.
@@ -78,6 +78,7 @@ class RunForecast:
     trainer: TrainerSetup | None
     server: ServerSetup | None
     servers: int
+    on_card: int
     cards: int
     uses: list[CardUse]
     work: Work
@@ -107,12 +108,11 @@ def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
     memory = memory_of_machine()
     if config.world.device == "cpu" or not cluster.gpus:
         return Hardware(cpu_machine(memory, cluster.cores), memory)
-    cards = nvml_cards()
-    for wanted in cluster.gpus:
-        for index, card in enumerate(cards):
-            if wanted in (str(index), card.uuid):
-                return Hardware(card_machine(card.name, card.memory_bytes), memory)
-    return None
+    if cluster.gpu_bytes is None:
+        return None
+    first, cards = cluster.gpus[0], nvml_cards()
+    names = [card.name for index, card in enumerate(cards) if first == str(index) or card.uuid.startswith(first)]
+    return Hardware(card_machine(names[0] if names else "GPU", cluster.gpu_bytes), memory)
 
 
 def forecast_run(
@@ -136,12 +136,11 @@ def forecast_run(
     work = Work(config.finetune.samples_per_step, prompt, answer, config.actor.llm_max_rollouts)
     step = None
     if trainer and server and servers:
-        step = step_forecast(
-            trainer, server, servers, work, hardware.machine, turns=_takes_turns(config), budget=_budget(config)
-        )
+        step = step_forecast(trainer, server, _layout(config, world), work, hardware.machine)
     cards = len({(job.node_rank, gpu) for job in world.jobs for gpu in job.gpus})
     uses = [*_uses(config, world, hardware, trainer, server)]
-    return RunForecast(shape, hardware, trainer, server, servers, cards, uses, work, step, config)
+    on_card = _layout(config, world).on_card
+    return RunForecast(shape, hardware, trainer, server, servers, on_card, cards, uses, work, step, config)
 
 
 def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool) -> TrainerSetup:
@@ -192,7 +191,7 @@ def server_setup(config: RunConfig, shape: ModelShape, world: WorldMap, on_cpu: 
     jobs = [*world.jobs_of("actor_llm"), *world.jobs_of("preprocessor_llm")]
     named = str(vllm.option("dtype")[1] or ("float32" if on_cpu else "auto")).lower()
     share = vllm.option("gpu-memory-utilization")[1]
-    cache: float | None = vllm.number("kv-cache-memory-bytes")
+    cache: float | None = jobs[0].cache_bytes or vllm.number("kv-cache-memory-bytes")
     kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
     weight_bytes = 4 if named in _FP32_NAMES else 1 if vllm.quantization else 2
     return ServerSetup(
@@ -223,12 +222,26 @@ def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
     return float(max(1, min(_PROMPT_TOKENS, longest - answer))), answer
 
 
-def _takes_turns(config: RunConfig) -> bool:
-    return isinstance(config.pacing, ConventionalSchedule)
+def _ahead(config: RunConfig) -> float:
+    """Batches under way while the trainer is the slower side, the one in training included."""
+    if config.adaptive_lag:
+        return 2.0
+    batch = config.finetune.samples_per_step
+    return 1 + (2.0 if config.max_lag is None else config.max_lag / batch)
 
 
-def _budget(config: RunConfig) -> float | None:
-    return None if config.max_lag is None else config.finetune.samples_per_step + config.max_lag
+def _layout(config: RunConfig, world: WorldMap) -> Layout:
+    servers = world.jobs_of("actor_llm")
+    users = Counter((job.node_rank, gpu) for job in servers for gpu in job.gpus)
+    ranks = {(job.node_rank, gpu) for job in world.jobs_of("finetune") for gpu in job.gpus}
+    is_in_rounds = isinstance(config.pacing, ConventionalSchedule)
+    return Layout(
+        servers=len(servers),
+        on_card=max(users.values(), default=1),
+        shared=any(place in ranks for place in users),
+        turns=is_in_rounds,
+        ahead=_ahead(config),
+    )
 
 
 def _uses(
@@ -327,7 +340,7 @@ def nearest(forecast: RunForecast) -> list[Remedy]:
     # What other jobs hold on the cards of the trainer stays there.
     own = trainer_memory(trainer).total
     beside = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
-    cards = max(1, forecast.cards - (forecast.servers if forecast.cards > 1 else 0))
+    cards = max(1, forecast.cards - forecast.servers // forecast.on_card)
     room = machine.memory_bytes - max(0.0, beside)
     return remedies(trainer, room, forecast.hardware.host_bytes, cards, _longest(forecast.config))
 
@@ -371,21 +384,21 @@ def better_split(forecast: RunForecast) -> str | None:
     room, best = forecast.hardware.machine.memory_bytes, None
     current = step.step_s if forecast.fits else math.inf
     for ranks in range(1, forecast.cards):
-        servers = (forecast.cards - ranks) // server.gpus
+        servers = (forecast.cards - ranks) // server.gpus * forecast.on_card
         other = replace(trainer, ranks=ranks)
         if not servers or trainer_memory(other).total > room:
             continue
-        found = step_forecast(
-            other, server, servers, forecast.work, forecast.hardware.machine, turns=False, budget=_budget(config)
-        )
+        layout = Layout(servers, forecast.on_card, ahead=_ahead(config))
+        found = step_forecast(other, server, layout, forecast.work, forecast.hardware.machine)
         if best is None or found.step_s < best[0]:
             best = (found.step_s, servers, ranks)
     if best is None or best[0] >= _BETTER * current:
         return None
     seconds, servers, ranks = best
+    several = f" world.servers_per_gpu={forecast.on_card}" if forecast.on_card > 1 else ""
     return (
-        f"a better split: world.num_actor_llms={servers} world.num_finetune_ranks={ranks} would take {seconds:.2f} s a "
-        "step (all splits were tried)"
+        f"a better split: world.num_actor_llms={servers}{several} world.num_finetune_ranks={ranks} would take "
+        f"{seconds:.2f} s a step (all splits were tried)"
     )
 
 

@@ -31,7 +31,7 @@ from pipelinerl.run.fit import (
 from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.preflight import Start, check_disk
 from pipelinerl.streams.open_run import find_run
-from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, usable_cores
+from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, nvml_gpu_memory, usable_cores
 from pipelinerl.world.forecast import GIB, trainer_memory
 from pipelinerl.world.rates import CARDS, card_machine, cpu_machine
 
@@ -58,10 +58,6 @@ def main(argv: list[str]) -> int:
         print(composed.help_text)
         return 0
     config = stage_config(composed.config)
-    cluster = _cluster(args)
-    hardware = _hardware(args, hardware_here(config, cluster), bool(cluster.gpus) and config.world.device != "cpu")
-    with FreePorts(config, cluster.rank, reserve=False) as ports:
-        world = build_world_map(config, cluster, ports)
     shape = read_shape(config.model_path)
     if shape is None:
         raise ConfigError(
@@ -70,8 +66,22 @@ def main(argv: list[str]) -> int:
             "a model whose sizes are known: a folder with config.json, one in the hub's cache, or a name like X-7B",
             "Download its config.json first.",
         )
+    cluster = _cluster(args)
+    hardware = _hardware(args, hardware_here(config, cluster), bool(cluster.gpus) and config.world.device != "cpu")
+    if cluster.gpus:
+        cluster = replace(cluster, gpu_bytes=int(hardware.machine.memory_bytes))
+    with FreePorts(config, cluster.rank, reserve=False) as ports:
+        world = build_world_map(config, cluster, ports, shape)
     forecast = forecast_run(config, world, hardware, shape, _tokens(args))
-    print("\n".join([*lines_of(forecast), *check_disk(Start(config, cluster, os.environ))]))
+    print(
+        "\n".join(
+            [
+                *lines_of(forecast),
+                *(f"note: {note}" for note in world.notes),
+                *check_disk(Start(config, cluster, os.environ)),
+            ]
+        )
+    )
     faults = faults_of(forecast)
     for fault in faults:
         print(f"refused: {fault}", file=sys.stderr)
@@ -109,7 +119,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     """The cluster of the environment, with what the flags say instead."""
     named = args.gpus is not None or args.card is not None or args.gpu_memory_gib is not None
     cores = args.cores or usable_cores()
-    here = None if named and args.nodes else Cluster.from_env(os.environ, nvml_gpu_lister, cores)
+    here = None if named and args.nodes else Cluster.from_env(os.environ, nvml_gpu_lister, cores, nvml_gpu_memory)
     if here is not None and not named and args.nodes is None:
         return here
     nodes = args.nodes or (here.world_size if here else 1)
@@ -182,7 +192,7 @@ def _compare(args: argparse.Namespace) -> None:
     run = find_run(args.run)
     config, world = run.config, run.world
     seen = recorded_steps(run.run_dir.metrics_file)
-    cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores())
+    cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
     here = hardware_here(config, cluster)
     hardware = _hardware(args, here, world.device == "cuda")
     samples = seen.get("finetune/samples") or 1.0

@@ -203,7 +203,7 @@ def check_fit(start: Start) -> list[str]:
     if hardware is None or shape is None or (shape.source == "name" and not start.is_dry_run):
         return []
     with FreePorts(start.config, start.cluster.rank, reserve=False) as ports:
-        world = build_world_map(start.config, start.cluster, ports)
+        world = build_world_map(start.config, start.cluster, ports, shape)
     forecast = forecast_run(start.config, world, hardware, shape)
     for fault in faults_of(forecast):
         raise fault

@@ -64,6 +64,9 @@ _SERVER_SHARE = 0.5
 #: H200, 135 M: 40 ms with 512 requests, 16 to 23 ms with 256), and on a CPU (0.6 M: 8 ms with 64).
 _HOST_S_PER_STEP, _HOST_S_PER_TOKEN = 5e-3, 68e-6
 _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
+#: Where several processes compute on one card at once (one H200, 135 M): four servers beside a trainer make it 2.9
+#: times as slow and get about half of their tokens; one server does not matter. By each server beyond the first.
+_TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.
 _MEASURED_BILLIONS = (0.1, 3.5)
 _MEASURED_CARDS = ("h100", "h200")
@@ -136,14 +139,13 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     return max(flops / setup.ranks / peak, host) + optimizer + travel
 
 
-def server_rate(setup: ServerSetup, work: Work, machine: Machine) -> float:
-    """Output tokens per second of one server with `work.concurrency` sequences."""
+def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int = 1) -> float:
+    """Output tokens per second of one server with `work.concurrency` sequences, of `on_card` servers on its card."""
     shape, count = setup.shape, max(1, min(work.concurrency, setup.max_sequences))
     length = work.prompt_tokens + work.output_tokens / 2
-    weights = setup.weight_bytes * (shape.active_matrices + shape.embedding)
-    reads = weights + count * length * shape.kv_bytes(setup.kv_bytes)
     values = shape.active_matrices + shape.embedding
-    # Prompts are computed once for the tokens of an answer (no more than that: groups share them).
+    reads = setup.weight_bytes * values + count * length * shape.kv_bytes(setup.kv_bytes)
+    # Prompts are computed once for the tokens of an answer (or less: groups share them).
     prompt = work.prompt_tokens / max(work.output_tokens, 1) / 2
     flops = 2 * count * (values + prompt * shape.active_matrices)
     share = 1.0 if machine.on_cpu else _SERVER_SHARE
@@ -152,7 +154,8 @@ def server_rate(setup: ServerSetup, work: Work, machine: Machine) -> float:
     host = _HOST_S_PER_STEP + count * _HOST_S_PER_TOKEN
     if machine.on_cpu:
         host = _CPU_HOST_S_PER_STEP + count * _CPU_HOST_S_PER_TOKEN
-    return count / (device + host)
+    # Hosts work side by side, their steps on the card one after the other.
+    return count / max(device + host, device * on_card)
 
 
 @dataclass(frozen=True)
@@ -186,38 +189,49 @@ class StepForecast:
         return f"the trainer is the limit: the servers could be {factor:.1f} times as slow"
 
 
-def step_forecast(
-    trainer: TrainerSetup,
-    server: ServerSetup,
-    servers: int,
-    work: Work,
-    machine: Machine,
-    *,
-    turns: bool,
-    budget: float | None,
-) -> StepForecast:
-    """One optimizer step with so many servers.
+@dataclass(frozen=True)
+class Layout:
+    """How servers and trainer share the cards, and time.
 
-    The lag follows from Little's law: `budget` samples are under way, one batch leaves a step, so a sample is under way
-    for budget / batch steps; its tokens are on average half as old as the time in which it was sampled.
-
-    Args:
+    Attributes:
+        servers: in all; `on_card` of them on each of their cards, beside the trainer if `shared`.
         turns: servers and trainer take turns.
-        budget: samples under way at most; None: no bound.
+        ahead: batches under way at most while the trainer is the slower side, the one in training included.
+    """
+
+    servers: int
+    on_card: int = 1
+    shared: bool = False
+    turns: bool = False
+    ahead: float = 2.0
+
+
+def step_forecast(
+    trainer: TrainerSetup, server: ServerSetup, layout: Layout, work: Work, machine: Machine
+) -> StepForecast:
+    """One optimizer step.
+
+    Lag: where the servers are slower, the tokens of a batch are on average half as old as their sequences take
+    (Little's law: sequences in progress over sequences a step), and wait half a step for the rest of their batch. Where
+    the trainer is slower, all batches but the one in training are older than its version.
     """
     train_s = train_seconds(trainer, work, machine)
-    rate = servers * server_rate(server, work, machine)
+    rate = layout.servers * server_rate(server, work, machine, layout.on_card)
+    if layout.shared and not layout.turns:
+        others = layout.on_card - 1
+        rate /= 1 + _SERVERS_SLOWED * others
+        train_s *= 1 + _TRAINER_SLOWED * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
-    step_s = generate_s + train_s if turns else max(generate_s, train_s)
-    under_way = (budget if budget is not None else 2 * work.samples) / max(work.samples, 1)
-    sampled = min(1.0, generate_s / max(step_s, 1e-9))
+    step_s = generate_s + train_s if layout.turns else max(generate_s, train_s)
+    in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
+    lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)
     billions = trainer.shape.parameters / 1e9
     known = any(key in machine.name.lower() for key in _MEASURED_CARDS) and trainer.sharding == "plain"
     return StepForecast(
         generate_s=generate_s,
         train_s=train_s,
         step_s=step_s,
-        lag=0.0 if turns else under_way * (1 - sampled / 2),
+        lag=0.0 if layout.turns else lag,
         server_tokens_s=rate,
         trainer_tokens_s=work.tokens / max(train_s, 1e-9),
         samples_s=work.samples / max(step_s, 1e-9),

@@ -27,7 +27,7 @@ from pipelinerl.world.forecast import (
     trainer_memory,
 )
 from pipelinerl.world.model_shape import ModelShape, guess_shape
-from pipelinerl.world.rates import Work, card_machine, cpu_machine, server_rate, step_forecast, train_seconds
+from pipelinerl.world.rates import Layout, Work, card_machine, cpu_machine, server_rate, step_forecast, train_seconds
 
 P_7B, E_7B = 7_615_616_512, 152064 * 3584
 CARD_80, CARD_141 = 79.6 * GIB, 139.8 * GIB
@@ -124,14 +124,24 @@ def test_times_follow_the_work() -> None:
     assert train_seconds(setup, work, slow) > 50 * train_seconds(setup, work, card)
 
 
-def test_lag_by_littles_law() -> None:
-    """Two batches are under way. Where the servers are slower, a token waits half of two steps; else nearly two."""
+def test_lag_of_either_limit() -> None:
+    """Slow servers: 256 of 512 samples are in progress, so a token is a quarter of a step old and waits for half of
+    one. A slow trainer: the batch that waits was sampled by the version before."""
     card, work = card_machine("NVIDIA H200"), Work(512, 64, 256, 256)
     trainer, server = TrainerSetup(shape("0.5")), ServerSetup(shape("0.5"))
 
-    def lag(servers: int, turns: bool = False) -> float:
-        return step_forecast(trainer, server, servers, work, card, turns=turns, budget=1024).lag
+    def lag(layout: Layout) -> float:
+        return step_forecast(trainer, server, layout, work, card).lag
 
-    assert lag(1) == pytest.approx(1.0)
-    assert 1.8 < lag(100) < 2.0
-    assert lag(1, turns=True) == 0
+    assert lag(Layout(1)) == pytest.approx(0.75)
+    assert lag(Layout(100)) == 1.0
+    assert lag(Layout(100, ahead=3.0)) == 2.0
+    assert lag(Layout(1, turns=True)) == 0
+
+
+def test_servers_on_one_card_share_it() -> None:
+    """Hosts side by side until the card is full."""
+    card, work, server = card_machine("NVIDIA H200"), Work(512, 64, 256, 256), ServerSetup(shape("0.5"))
+    alone, four = (server_rate(server, work, card, on_card) for on_card in (1, 4))
+    assert four == pytest.approx(alone)
+    assert server_rate(server, work, card, 100) < alone / 2
