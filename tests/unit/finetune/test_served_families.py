@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from fakes.families import KINDS, logprobs, random_model
+from fakes.families import FAMILIES, KINDS, logprobs, random_model
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
@@ -19,7 +19,9 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("own_experts", [True, False])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    "family", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in KINDS)]
+)
 def test_a_model_with_the_sent_weights_has_the_same_logprobs(family: str, tied: bool, own_experts: bool) -> None:
     """X1: for every family."""
     model = random_model(family, tie_word_embeddings=tied)
