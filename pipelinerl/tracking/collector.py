@@ -38,6 +38,9 @@ RECORDING_KINDS = ("actor", "preprocessor", "finetune")
 #: Steps without learning before the first notice, and between notices.
 FIRST_AFTER_STEPS = 5
 AGAIN_AFTER_STEPS = 50
+#: Steps over which waits are looked at, and the share of their time that is worth a notice.
+WAITING_STEPS, WAITING_SHARE = 50, 0.3
+_IDLE = "server_idle_s_"
 
 
 class LearningWatch:
@@ -80,6 +83,54 @@ class LearningWatch:
         return f"note: {self._filtered} samples, enough for {steps} steps, were filtered in a row: {self._advice}"
 
 
+class WaitingWatch:
+    """Says when the trainer or the servers wait for the other side much of the time.
+
+    Args:
+        advice: what to do about it.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        self._steps = 0
+        self._step_s = self._wait_s = self._idle_s = self._idle_of_s = 0.0
+        self._last_record: float | None = None
+        self._said: str | None = None
+
+    def actor(self, record: MetricRecord) -> None:
+        """Take what the actor recorded of its servers."""
+        idle = [value for name, value in record.values.items() if _IDLE in name]
+        if idle and self._last_record is not None:
+            self._idle_s += sum(idle)
+            self._idle_of_s += len(idle) * max(0.0, record.time - self._last_record)
+        if idle:
+            self._last_record = record.time
+
+    def step(self, record: MetricRecord) -> str | None:
+        """Take the numbers of one step; returns what to tell the user, the same only once."""
+        if (seconds := record.values.get("finetune/step_s")) is None:
+            return None
+        self._steps += 1
+        self._step_s += seconds
+        self._wait_s += record.values.get("finetune/wait_data_s", 0.0)
+        if self._steps < WAITING_STEPS:
+            return None
+        waited = self._wait_s / max(self._step_s, 1e-9)
+        idle = self._idle_s / max(self._idle_of_s, 1e-9)
+        self._steps = 0
+        self._step_s = self._wait_s = self._idle_s = self._idle_of_s = 0.0
+        if waited > WAITING_SHARE:
+            side, share = "the trainer waited for samples", waited
+        elif idle > WAITING_SHARE:
+            side, share = "the servers had nothing to do", idle
+        else:
+            return None
+        if side == self._said:
+            return None
+        self._said = side
+        return f"note: {side} {share:.0%} of the last {WAITING_STEPS} steps, up to step {record.step}: {self._advice}"
+
+
 def _is_due(steps: int) -> bool:
     return steps >= FIRST_AFTER_STEPS and (steps - FIRST_AFTER_STEPS) % AGAIN_AFTER_STEPS == 0
 
@@ -108,6 +159,8 @@ class Collector:
         self._incarnation = incarnation
         self._since = record_time() if incarnation else 0.0
         self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.job("actor_0") / "stdout.log"))
+        # Whoever takes turns waits by design.
+        self._waiting = None if config.schedule == "conventional" else WaitingWatch(_waiting_advice(run_dir))
         self._run_dir = run_dir
         self._max_steps = config.finetune.known_steps
         self._title = run_dir.root.name
@@ -187,13 +240,18 @@ class Collector:
         return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
 
     def _on_metrics(self, record: MetricRecord) -> None:
-        notice = None
+        notices = list[str | None]()
         with self._lock:
             self._state.fold_metrics(record)
-            if "finetune/loss" in record.values and record.time >= self._since:
-                self._show(lambda: self._display.step_recorded(self._state, record))
-                notice = self._learning.step(record)
-        self._tell(notice)
+            if record.time >= self._since:
+                if "finetune/loss" in record.values:
+                    self._show(lambda: self._display.step_recorded(self._state, record))
+                    notices.append(self._learning.step(record))
+                if self._waiting is not None:
+                    self._waiting.actor(record)
+                    notices.append(self._waiting.step(record))
+        for notice in notices:
+            self._tell(notice)
         self._notice_blocked_workers(record)
         self._log(record)
 
@@ -269,6 +327,10 @@ class Collector:
         except Exception as error:  # noqa: BLE001 - a closed terminal never ends a run
             self._display_works = False
             logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
+
+
+def _waiting_advice(run_dir: RunDir) -> str:
+    return f"`python -m pipelinerl plan --from {run_dir.root}` says what to change."
 
 
 def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:
