@@ -30,6 +30,8 @@ OVERHEAD_BYTES = 3 * 2**30
 #: Of the memory that the state of a trainer rank leaves, what servers that share its GPU may use: activations need the
 #: rest.
 SHARE_NEXT_TO_TRAINER = 0.5
+#: What a cache next to a trainer holds besides all running sequences, and its size for tiny models.
+PREFIX_SHARE, LEAST_CACHE_BYTES = 0.25, 2**30
 _STATE_BYTES, _FROZEN_BYTES = 16, 4  # parameter, gradient and two moments in fp32; a frozen parameter
 _DEFAULT_UTILIZATION, _DEFAULT_SEQUENCES = 0.9, 256
 _ACTOR_AND_PREPROCESSOR = 2
@@ -67,11 +69,12 @@ class Needs:
 
     def cache_of(self, servers: int, with_rank: bool) -> int:
         """The cache of each of `servers` servers; below zero if there is no room for them. Next to a trainer no more
-        than they can use."""
+        than they can use well."""
         if self.cache is not None:
             return self.cache
         cache = self.room(with_rank) // servers - self.weights - OVERHEAD_BYTES
-        return min(cache, self.sequences * self.sequence) if with_rank else cache
+        enough = max(int(self.sequences * self.sequence * (1 + PREFIX_SHARE)), LEAST_CACHE_BYTES)
+        return min(cache, enough) if with_rank else cache
 
     def server(self, cache: int) -> int:
         """Memory of one server with this cache."""

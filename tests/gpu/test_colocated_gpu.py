@@ -18,6 +18,7 @@ from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.world import WorldMap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,6 +124,32 @@ def test_a_server_works_beside_a_sharded_rank_on_its_gpu(tmp_path: Path, ranks: 
         timeout_s=800,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    print_updates(run)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "transports"),
+    [
+        (1, ["world.device=auto", "world.num_actor_llms=2"], ["ipc", "ipc"]),
+        (2, ["world.device=cuda", "world.num_actor_llms=2", "world.servers_per_gpu=2"], ["nccl", "nccl"]),
+    ],
+)
+def test_two_servers_share_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, world: list[str], transports: list[str]
+) -> None:
+    """With the trainer, or on another GPU than it. Their caches are computed."""
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} NVIDIA GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(visible_gpu(number) for number in range(gpus)))
+    run = make_whole_run(tmp_path)
+    result = run.run(*world, "backend=plain", timeout_s=800)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{run.logs()}"
+    plan = WorldMap.from_json((run.output_dir / "conf" / "world.json").read_bytes())
+    servers = plan.jobs_of("actor_llm")
+    assert [plan.transport_to(server) for server in servers] == transports
+    assert len({tuple(server.gpus) for server in servers}) == 1 and all(server.cache_bytes for server in servers)
+    rows = [row for row in run.metric_rows() if "weight_update/num_servers" in row]
+    assert {row["weight_update/num_servers"] for row in rows} == {2}
     print_updates(run)
 
 

@@ -365,11 +365,11 @@ def test_a_server_on_the_first_ranks_gpu_gets_its_weights_through_memory() -> No
 
 
 def test_servers_that_share_a_gpu_have_a_fixed_cache() -> None:
-    """By hand: (150.3 GB - 16 B x 135 M) / 2 / 4 - 0.27 GB - 3.2 GB is more than 256 sequences can use."""
+    """By hand: (150.3 GB - 16 B x 135 M) / 2 / 4 - 0.27 GB - 3.2 GB is more than 256 sequences and a quarter need."""
     small = {"gpu_gib": 140, "cores": 16, "model": SMALL, "vllm_kwargs": {"max_model_len": 1024}}
     together = plan(gpus=1, **small).jobs_of("actor_llm")
-    assert {job.cache_bytes for job in together} == {256 * 1024 * 30 * 2 * 3 * 64 * 2}
-    assert {job.memory_share for job in together} == {0.0634}  # (6.04 + 0.27 + 3.22) GB of 150.3 GB
+    assert {job.cache_bytes for job in together} == {256 * 1024 * 30 * 2 * 3 * 64 * 2 * 5 // 4}
+    assert {job.memory_share for job in together} == {0.0734}  # (7.55 + 0.27 + 3.22) GB of 150.3 GB
     assert {plan(gpus=1, **small).transport_to(job) for job in together} == {"ipc"}
     apart = plan(gpus=2, **small)
     # 0.9 of the GPU, divided by four.
