@@ -76,12 +76,13 @@ class AdaptiveLag(MaxLag):
     """`max_lag` as a bound: generation runs ahead only as far as the trainer needs it to.
 
     The budget begins at two batches, the one in training and the next. Then every step's samples come from the version
-    before, a lag of 1. A step that had to wait for its batch raises the budget by the share of the step that it waited,
-    up to the bound. A step without a wait lowers it by a tenth of the samples that lay ready beyond the next batch.
+    before, a lag of 1. A step that had to wait because its batch was incomplete raises the budget by the share of the
+    step that it waited, up to the bound. Other steps lower it by a tenth of the samples that lay ready beyond the next
+    batch.
 
     Servers that are faster than the trainer would stand still when the weights change, and no sequence would get new
-    weights on its way. So shortly before the end of a step they are kept busy with `in_flight` of a batch, even beyond
-    the budget, but not beyond the bound.
+    weights on its way. So shortly before a step ends they get `in_flight` of a batch beyond the budget, and more if
+    these have ended and the step has not, but never more than the bound.
 
     Args:
         samples_per_step: samples that close an optimizer step.
@@ -91,8 +92,8 @@ class AdaptiveLag(MaxLag):
     """
 
     IN_FLIGHT = 0.12
-    #: Shorter waits, as shares of a step, are the streams' own delay.
-    _TOLERATED_WAIT = 0.01
+    # Of what one step may start beyond the budget, in `in_flight`.
+    _MOST_REPEATS = 3
     _LOWERED_BY = 0.1
     _LATE = 0.93
     _SMOOTHING = 0.3
@@ -120,23 +121,28 @@ class AdaptiveLag(MaxLag):
 
     def allows_group(self, budget: SampleBudget) -> bool:
         charged = budget.charged_samples
-        if budget.group_fits(self.budget_samples - charged):
+        allowed = self.budget_samples
+        if self.retry_s() == 0:
+            repeats = self._MOST_REPEATS if budget.running_samples < self._in_flight_samples else 1
+            late = allowed + repeats * self._in_flight_samples
+            allowed = min(late, self._samples_per_step + self._max_lag)
+        if budget.group_fits(allowed - charged):
             return True
-        if budget.running_samples < self._in_flight_samples and self.retry_s() == 0:
-            return budget.group_fits(self._samples_per_step + self._max_lag - charged)
         return budget.running_groups == 0 and charged < self._samples_per_step
 
     def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
         now, began, batch = self._clock(), self._step_began, self._samples_per_step
+        was_complete = self._ready_surplus >= 0
+        self._ready_surplus = budget.charged_samples - budget.running_samples - batch
         self._step_began = now
         if began is None:
             return
         seconds = now - began
         self._step_s = seconds if self._step_s is None else self._step_s + self._SMOOTHING * (seconds - self._step_s)
-        self._ready_surplus = budget.charged_samples - budget.running_samples - batch
-        if message.wait_data_s > self._TOLERATED_WAIT * seconds:
+        if not was_complete:
             self._extra += min(message.wait_data_s / seconds, 1.0) * batch
         else:
+            # A wait for a batch that lay ready is the delay of the streams.
             self._extra -= self._LOWERED_BY * max(self._ready_surplus, 0.0)
         self._extra = min(max(self._extra, 0.0), max(self._max_lag - batch, 0))
 

@@ -153,7 +153,7 @@ def test_the_budget_grows_where_long_answers_end_late() -> None:
 
 
 def test_budget_by_hand() -> None:
-    """Two batches at first; a step that waited for a quarter of its time adds a quarter of a batch."""
+    """Two batches at first; an incomplete batch that cost a quarter of a step adds a quarter of a batch."""
     now = 0.0
     policy = AdaptiveLag(samples_per_step=8, max_lag=16, clock=lambda: now)
     budget = SampleBudget(policy, attempts=1)
@@ -166,15 +166,48 @@ def test_budget_by_hand() -> None:
         policy.step_settled(done, budget)
         return policy.budget_samples
 
+    def publish(first: int, last: int) -> None:
+        for index in range(first, last):
+            budget.start_group(f"g{index}")
+            budget.publish(f"g{index}", [f"g{index}/0"])
+
     assert end_step(0.0, 5.0) == 16, "the first step says nothing about its length"
     assert end_step(4.0, 1.0) == 18
+    publish(0, 8)
     assert end_step(8.0, 4.0) == 24, "8 + 16 is the bound"
-    for index in range(12):
-        budget.start_group(f"g{index}")
-        budget.publish(f"g{index}", [f"g{index}/0"])
-    assert end_step(12.0, 0.0) == pytest.approx(23.6), "4 samples lay ready beyond a batch of 8"
+    assert end_step(12.0, 1.0) == 24, "the batch lay ready: its wait was not for samples"
+    publish(8, 12)
+    assert end_step(16.0, 0.0) == pytest.approx(23.6), "4 samples lay ready beyond a batch of 8"
     assert policy.retry_s() == pytest.approx(0.93 * 4.0)
     assert policy.report() == {"actor/budget_samples": pytest.approx(23.6), "actor/ready_surplus": 4.0}
+
+
+def test_sequences_for_the_update_start_shortly_before_it() -> None:
+    """One group of 2 in 16 beyond the budget once 93 % of a step are over, and another when it has ended."""
+    now = 0.0
+    policy = AdaptiveLag(samples_per_step=16, max_lag=32, in_flight=0.125, clock=lambda: now)
+    budget = SampleBudget(policy, attempts=2)
+    budget.observe_rollout(1)
+    done = StepDone(step=1, time=0.0, group_ids=[], num_samples=16, samples_processed=16)
+
+    def admit(at: float) -> int:
+        nonlocal now
+        now, count = at, 0
+        while budget.allows_group():
+            name = f"{at}/{count}"
+            budget.start_group(name)
+            count += 1
+            if at == 0.0:
+                budget.publish(name, [f"{name}/0", f"{name}/1"])
+        return count
+
+    assert admit(0.0) == 16
+    policy.step_settled(done, budget)
+    now = 10.0
+    policy.step_settled(done, budget)
+    assert [admit(at) for at in (19.2, 19.4)] == [0, 1]
+    budget.publish("19.4/0", ["19.4/0/0", "19.4/0/1"])
+    assert admit(19.6) == 1, "kept busy, one group at a time"
 
 
 def test_a_bound_below_one_batch_stays_the_bound() -> None:
