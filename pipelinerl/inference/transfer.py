@@ -439,13 +439,15 @@ def incomplete_layers(model: torch.nn.Module) -> list[str]:
     """Names of the layers that are still waiting for weights in the update that is open.
 
     A complete layer is processed as soon as its last element arrived, so what still waits is incomplete. Exceptions:
-    layers without parameters; attention layers (their scales are optional); vocabulary layers, whose padding rows never
-    arrive; a head that is tied to the embedding, which receives nothing of its own.
+    layers without parameters, or with none whose elements vLLM counts; attention layers (their scales are optional);
+    vocabulary layers, whose padding rows never arrive; a head that is tied to the embedding, which receives nothing of
+    its own.
     """
     waiting: list[str] = []
     for name, layer in model.named_modules():
         info = layerwise.get_layerwise_info(layer)
-        if not info.can_load() or is_deferred_attention_layer(layer) or not any(True for _ in layer.parameters(False)):
+        has_parameters = any(True for _ in layer.parameters(False)) and info.load_numel_total != 0
+        if not info.can_load() or is_deferred_attention_layer(layer) or not has_parameters:
             continue
         if isinstance(layer, VocabParallelEmbedding):
             tied = isinstance(layer, ParallelLMHead) and _has_tied_head(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import check_checkpoint
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import saved_buffers
+from pipelinerl.weights.source import Bucket, TensorMeta, WeightSource, saved_buffers
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 
@@ -141,3 +142,22 @@ def reopened_difference(model: Path, expected: list[list[float]]) -> float:
         theirs = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         largest = max(largest, float((theirs - torch.tensor(ours)).abs().max()))
     return largest
+
+
+class WithoutSome:
+    """What a sender that leaves tensors out would send."""
+
+    def __init__(self, source: WeightSource, left_out: Collection[str]) -> None:
+        self._source, self._left_out = source, left_out
+
+    def metadata(self) -> list[TensorMeta]:
+        return [meta for meta in self._source.metadata() if meta.name not in self._left_out]
+
+    def buckets(self) -> Iterator[Bucket]:
+        for bucket in self._source.buckets():
+            yield [(name, tensor) for name, tensor in bucket if name not in self._left_out]
+
+
+def last_of_each_kind(names: Collection[str]) -> list[str]:
+    """Of names that differ in numbers alone, the last."""
+    return list({re.sub(r"\d+", "#", name): name for name in names}.values())

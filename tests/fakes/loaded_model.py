@@ -7,15 +7,14 @@ Usage: `python loaded_model.py FAMILY FOLDER`.
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fakes.family_trial import Trial
+from fakes.family_trial import Trial, last_of_each_kind
 from fakes.ports import free_port
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -26,24 +25,10 @@ from pipelinerl.inference import transfer
 from pipelinerl.inference.transfer import PackedTransferEngine, checkpoint_tensors, is_tied
 from pipelinerl.weights.buffers import packed_buffers, update_info_of
 from pipelinerl.weights.manifest import ServerModel, update_problems
-from pipelinerl.weights.source import Bucket, TensorMeta, WeightSource
+from pipelinerl.weights.source import WeightSource
 
 PASS = 5
 FAULTS = ("left out", "ignored", "zeroed", "swapped", "of an earlier pass")
-
-
-class WithoutSome:
-    """What a sender that leaves tensors out would send."""
-
-    def __init__(self, source: WeightSource, left_out: Collection[str]) -> None:
-        self._source, self._left_out = source, left_out
-
-    def metadata(self) -> list[TensorMeta]:
-        return [meta for meta in self._source.metadata() if meta.name not in self._left_out]
-
-    def buckets(self) -> Iterator[Bucket]:
-        for bucket in self._source.buckets():
-            yield [(name, tensor) for name, tensor in bucket if name not in self._left_out]
 
 
 class LoadedModel:
@@ -111,11 +96,6 @@ class _Skipping:
     def __exit__(self, *_: object) -> None:
         type(self._model).load_weights = self._real
         transfer._through_weight_loaders = self._through
-
-
-def last_of_each_kind(names: Collection[str]) -> list[str]:
-    """Of names that differ in numbers alone, the last."""
-    return list({re.sub(r"\d+", "#", name): name for name in names}.values())
 
 
 def faults_found(family: str, folder: Path) -> dict[str, Any]:

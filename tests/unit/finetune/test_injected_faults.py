@@ -1,7 +1,8 @@
 """A tensor of any kind that is missing, zeroed or swapped is found at once; one that stays old within ten steps.
 
-A few vectors of some families have less effect than the probe tolerates (a decay's bias): there names and the checksums
-of buffers are what finds faults.
+A few vectors of some families have less effect than the probe tolerates (a decay's bias), and any vector that moved by
+little: there names, the checksums of buffers, and what the server's loaders read are what finds faults
+(`integration/test_loader_faults`).
 """
 
 from __future__ import annotations
