@@ -190,7 +190,7 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     """What comes on top of `_held` at each moment that may be the highest."""
     shape, tokens = setup.shape, setup.pack_tokens
     gradients = {GRADIENTS: _gradients(setup)}
-    kept = {ACTIVATIONS: tokens * _kept_bytes(setup)}
+    kept = {ACTIVATIONS: tokens * activation_bytes(setup)}
     layer = tokens * _layer_bytes(setup)
     width = 2 if setup.products == "bf16" else 4
     # Under autocast weights are cast once a forward pass; without checkpointing the backward pass still needs them.
@@ -205,7 +205,7 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
         {**gradients, **kept, **gathered, LOGITS: _head_bytes(setup), COPIES: 0 if setup.checkpointing else casts},
         {**gradients, **gathered, ACTIVATIONS: activations + inner, COPIES: casts},
         {**gradients, STEP: _step_bytes(setup)},
-        {BUFFERS: 2 * max(_CHUNK_BYTES, setup.served_bytes * shape.embedding) + _CHUNK_BYTES},
+        {BUFFERS: min(3 * max(_CHUNK_BYTES, setup.served_bytes * shape.embedding), 2 * shape.weight_bytes())},
     ]
     if setup.checkpointing:
         copies = casts / shape.layers + one_layer
@@ -215,7 +215,7 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     return moments
 
 
-def _kept_bytes(setup: TrainerSetup) -> float:
+def activation_bytes(setup: TrainerSetup) -> float:
     """Bytes of a token that stay until the backward pass of its micro-batch."""
     shape = setup.shape
     residual = 2 if setup.is_pure else 4
@@ -243,6 +243,7 @@ def _layer_bytes(setup: TrainerSetup) -> float:
         norms = 2 * (4 + 4) * hidden + (3 + 2) * 2 * hidden
     else:
         norms = 2 * (4 + 4 + 4) * hidden
+    norms += 2 * 4  # the root of each one's mean square
     attention = width * (2 * wide + kv_wide) + 4 * shape.heads
     between = 4 * width * shape.intermediate
     if setup.lora_rank:

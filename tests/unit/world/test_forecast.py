@@ -75,7 +75,7 @@ def test_32_b_in_full_on_one_card(room: float) -> None:
 def test_activations_of_a_layer_by_hand() -> None:
     """0.5 B without checkpointing, bf16 products: bytes of a token in one layer, times 24, and the end of the model."""
     hidden, inner, wide, kv_wide = 896, 4864, 14 * 64, 2 * 2 * 64
-    norms, casts = 2 * (4 + 4) * hidden, (3 + 2) * 2 * hidden
+    norms, casts = 2 * (4 + 4) * hidden + 2 * 4, (3 + 2) * 2 * hidden
     attention, gated = 2 * (2 * wide + kv_wide) + 4 * 14, 4 * 2 * inner
     token = 24 * (norms + casts + attention + gated) + (2 * 4 + 2 * 2) * hidden
     setup = TrainerSetup(shape("0.5"), pack_tokens=16384, checkpointing=False)
