@@ -175,12 +175,11 @@ def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool
         chunk_tokens=tuned.logprob_chunk_tokens,
         lora_rank=tuned.lora.r if tuned.lora.enabled else 0,
         lora_matrices=len(tuned.lora.target_modules) or 7,
-        entropy=tuned.rl.needs_entropy,
         reference=("host" if tuned.rl.reference_offload else "device") if is_own_copy else "none",
         optimizer_on_host=optimizer_on_host,
         parameters_on_host=parameters_on_host,
         gathered_bytes=2 if isinstance(backend, FSDPSettings) and backend.param_dtype == "bf16" else 4,
-        several=of_rank > pack,
+        longest=_longest(config),
         on_cpu=on_cpu,
     )
 
@@ -365,7 +364,9 @@ def lines_of(forecast: RunForecast) -> list[str]:
         )
     step, work = forecast.step, forecast.work
     if step is not None:
-        sure = "measured on such cards, within 20 %" if step.is_measured else "estimated, within a factor of 2"
+        sure = "estimated, within a factor of 2"
+        if step.is_measured:
+            sure = "sizes like it were measured: trainer within 20 %, servers within a factor of 1.5"
         lines.append(
             f"a step of {work.samples:,} samples of {work.prompt_tokens:,.0f} + {work.output_tokens:,.0f} tokens: "
             f"{step.step_s:.2f} s, {step.samples_s:,.1f} samples/s ({sure}); servers {step.server_tokens_s:,.0f} "

@@ -5,7 +5,7 @@ What a trainer rank holds (P values trained by N ranks): fp32 master weights 4 P
 (`finetune/served_values.py`). ZeRO and FSDP divide what their stage shards by N.
 
 Activations are counted tensor by tensor, as autograd keeps them for one decoder layer of transformers under autocast
-(Korthikanti et al. 2022, arXiv 2205.05198, count GPT's the same way); see `_layer_bytes`. With checkpointing only the
+(Korthikanti et al. 2022, arXiv 2205.05198, count GPT's the same way); see `layer_bytes`. With checkpointing only the
 input of each layer stays, and one layer is whole at a time. The head never holds more than a few chunks of logits
 (`rl/logprobs.py`).
 
@@ -29,15 +29,18 @@ Sharding = Literal["plain", "fsdp", "zero1", "zero2", "zero3"]
 WEIGHTS, COPIES, RESTS = "master weights", "weights in 16 bits", "rests of rounded weights"
 GRADIENTS, OPTIMIZER, STEP = "gradients", "optimizer state", "optimizer step"
 ACTIVATIONS, LOGITS, REFERENCE = "activations", "logits and head", "reference model"
-GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "servers' work space"
+GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "work space"
 SERVED, GRAPHS, BUFFERS, PROCESS = "servers' weights", "CUDA graphs", "update buffers", "processes"
 
 #: The buffer that an update travels in (`weights/buffers.py`).
 _CHUNK_BYTES = 256 * MIB
-#: CUDA's context, cuBLAS and the kernels' code.
-_CONTEXT_BYTES = 0.65 * GIB
-#: Memory that PyTorch's allocator holds and cannot use, of what comes and goes.
-_FRAGMENTS = 0.04
+#: CUDA's context and the kernels' code; the work space of cuBLAS (both measured on an H200).
+_CONTEXT_BYTES, _WORK_SPACE = 0.74 * GIB, 0.08 * GIB
+#: Memory that PyTorch's allocator holds and cannot use: a base, and a share of what comes and goes (19 runs, one H200).
+_FRAGMENTS_BASE, _FRAGMENTS = 0.8 * GIB, 0.06
+#: PyTorch has no fp32 kernel for attention with fewer key-value heads: it keeps a matrix of weights for each sample,
+#: and needs two more in the backward pass. Samples are shorter than the longest one.
+_MEAN_LENGTH, _MATRICES_IN_BACKWARD = 0.8, 2
 #: An idle trainer process without a GPU: Python, torch and transformers.
 _TRAINER_PROCESS = 0.9 * GIB
 #: Three processes of a vLLM server without a GPU.
@@ -55,7 +58,7 @@ class TrainerSetup:
         served_bytes: of a weight in the servers.
         pack_tokens: of one micro-batch.
         gathered_bytes: of a parameter that FSDP gathers.
-        several: a step has more than one micro-batch, so that gradients exist during a forward pass.
+        longest: tokens of the longest sample.
     """
 
     shape: ModelShape
@@ -68,12 +71,11 @@ class TrainerSetup:
     chunk_tokens: int = 1024
     lora_rank: int = 0
     lora_matrices: int = 7
-    entropy: bool = False
     reference: Literal["none", "device", "host"] = "none"
     optimizer_on_host: bool = False
     parameters_on_host: bool = False
     gathered_bytes: int = 4
-    several: bool = True
+    longest: int = 2048
     on_cpu: bool = False
 
     @property
@@ -88,6 +90,11 @@ class TrainerSetup:
         width, kv_width = shape.heads * shape.head_dim, shape.kv_values // max(shape.layers, 1) // 2
         sides = 2 * (shape.hidden + width) + 2 * (shape.hidden + kv_width) + 3 * (shape.hidden + shape.intermediate)
         return round(self.lora_rank * shape.layers * sides * self.lora_matrices / 7)
+
+    @property
+    def repeats_heads(self) -> bool:
+        """Whether attention gets keys and values repeated for every head, as its kernels for GPUs in bf16 do."""
+        return not self.on_cpu and self.products == "bf16"
 
     @property
     def is_pure(self) -> bool:
@@ -126,7 +133,8 @@ def trainer_memory(setup: TrainerSetup) -> Memory:
         peak = peak | {PROCESS: _TRAINER_PROCESS}
     else:
         moving = sum(peak.values()) - sum(held.values())
-        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0) + _FRAGMENTS * moving}
+        fragments = min(_FRAGMENTS_BASE, 0.25 * moving) + _FRAGMENTS * moving
+        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0) + fragments}
     return Memory({name: size for name, size in peak.items() if size > 0}, host)
 
 
@@ -138,6 +146,18 @@ def least_memory(setup: TrainerSetup) -> float:
 
 def _held(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
     """What a rank holds between steps, on its device and in the host's memory."""
+    parts, host = _states(setup)
+    if setup.reference != "none":
+        (parts if setup.reference == "device" else host)[REFERENCE] = (
+            2 if setup.products == "bf16" else 4
+        ) * setup.shape.parameters
+    if not setup.on_cpu:
+        parts[WORK] = _WORK_SPACE
+    return parts, host
+
+
+def _states(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
+    """Weights and optimizer."""
     shape, share, host = setup.shape, 1 / setup.ranks, dict[str, float]()
     parts: dict[str, float]
     if setup.lora_rank:
@@ -162,10 +182,6 @@ def _held(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
         sharded = share if setup.sharding == "fsdp" else 1
         parts = {WEIGHTS: 4 * everything * sharded, OPTIMIZER: 8 * everything * sharded}
         parts[RESTS] = 4 * _rounded(setup) * sharded
-    if setup.reference == "device":
-        parts[REFERENCE] = (2 if setup.products == "bf16" else 4) * everything
-    elif setup.reference == "host":
-        host[REFERENCE] = (2 if setup.products == "bf16" else 4) * everything
     return parts, host
 
 
@@ -191,7 +207,8 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     shape, tokens = setup.shape, setup.pack_tokens
     gradients = {GRADIENTS: _gradients(setup)}
     kept = {ACTIVATIONS: tokens * activation_bytes(setup)}
-    layer = tokens * _layer_bytes(setup)
+    layer = tokens * layer_bytes(setup)
+    matrices = _MATRICES_IN_BACKWARD * tokens * _attention_matrix(setup)
     width = 2 if setup.products == "bf16" else 4
     # Under autocast weights are cast once a forward pass; without checkpointing the backward pass still needs them.
     is_cast = setup.products == "bf16" and not setup.is_pure and not setup.lora_rank
@@ -199,17 +216,30 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     largest = shape.layer_matrices / max(shape.layers, 1)
     gathered = _gathered(setup)
     one_layer = 0 if setup.lora_rank else (2 + 4) * largest  # its gradients in both dtypes
-    inner = tokens * (4 * shape.intermediate * width / 2 + 6 * shape.hidden)
+    inner = tokens * (4 * shape.intermediate * width / 2 + 6 * shape.hidden) + matrices
+    last = tokens * 14 * shape.hidden  # gradients of the last norm and of what the head saw
+    # The gradient of a tied head waits for that of the embedding.
+    tied = 4 * shape.embedding if shape.tied and not setup.lora_rank else 0
     activations = kept[ACTIVATIONS]
     moments: list[dict[str, float]] = [
-        {**gradients, **kept, **gathered, LOGITS: _head_bytes(setup), COPIES: 0 if setup.checkpointing else casts},
-        {**gradients, **gathered, ACTIVATIONS: activations + inner, COPIES: casts},
+        {
+            **{**gradients, **gathered, ACTIVATIONS: activations + last},
+            **{LOGITS: _head_bytes(setup), COPIES: 0 if setup.checkpointing else casts},
+        },
+        {
+            **gradients,
+            **gathered,
+            ACTIVATIONS: activations + inner,
+            COPIES: casts,
+            LOGITS: 0 if setup.checkpointing else tied,
+        },
         {**gradients, STEP: _step_bytes(setup)},
         {BUFFERS: min(3 * max(_CHUNK_BYTES, setup.served_bytes * shape.embedding), 2 * shape.weight_bytes())},
     ]
     if setup.checkpointing:
         copies = casts / shape.layers + one_layer
-        moments.append({**gradients, **gathered, ACTIVATIONS: activations + layer + inner, COPIES: copies})
+        parts = {ACTIVATIONS: activations + layer + inner, COPIES: copies, LOGITS: tied}
+        moments.append({**gradients, **gathered, **parts})
     if setup.is_pure:  # the weights that are held are those of the products
         moments = [{name: size for name, size in moment.items() if name != COPIES} for moment in moments]
     return moments
@@ -223,10 +253,10 @@ def activation_bytes(setup: TrainerSetup) -> float:
     end = (2 * 4 + 2 * width) * shape.hidden  # last residual, final norm, and the rows that the head sees
     if setup.checkpointing:
         return shape.layers * residual * shape.hidden + end
-    return shape.layers * _layer_bytes(setup) + end
+    return shape.layers * layer_bytes(setup) + end
 
 
-def _layer_bytes(setup: TrainerSetup) -> float:
+def layer_bytes(setup: TrainerSetup) -> float:
     """Bytes of a token that autograd keeps of one decoder layer.
 
     Norms keep their input and the normalized values in fp32. Under autocast each linear layer keeps a cast copy of its
@@ -244,7 +274,9 @@ def _layer_bytes(setup: TrainerSetup) -> float:
     else:
         norms = 2 * (4 + 4 + 4) * hidden
     norms += 2 * 4  # the root of each one's mean square
-    attention = width * (2 * wide + kv_wide) + 4 * shape.heads
+    # On GPUs keys and values are repeated for every head.
+    attention = width * (2 * wide + (2 * wide if setup.repeats_heads else kv_wide)) + 4 * shape.heads
+    attention += _attention_matrix(setup)
     between = 4 * width * shape.intermediate
     if setup.lora_rank:
         # Frozen norms do not keep their products; the matrix after attention gets a copy of its own.
@@ -252,6 +284,14 @@ def _layer_bytes(setup: TrainerSetup) -> float:
         attention += width * wide
         between += 7 * width * setup.lora_rank
     return norms + attention + between
+
+
+def _attention_matrix(setup: TrainerSetup) -> float:
+    """Bytes of a token's row of attention weights in one layer, if attention has no kernel that does without."""
+    shape = setup.shape
+    if setup.on_cpu or setup.products == "bf16" or shape.kv_heads == shape.heads:
+        return 0
+    return 4 * shape.heads * min(setup.longest, setup.pack_tokens) * _MEAN_LENGTH
 
 
 def _head_bytes(setup: TrainerSetup) -> float:
@@ -262,7 +302,7 @@ def _head_bytes(setup: TrainerSetup) -> float:
     weight = 2 * shape.embedding if is_16_bit and not setup.is_pure and (shape.tied or not setup.lora_rank) else 0
     several = 2 if setup.pack_tokens > setup.chunk_tokens else 1
     # Logits of this chunk and the one before, and its gradient in 16 bits.
-    logits = (4 * several + (2 if is_16_bit else 0) + (4 if setup.entropy else 0)) * chunk
+    logits = (4 * several + (2 if is_16_bit else 0)) * chunk
     if setup.lora_rank:
         return weight + logits
     product = (4 if is_16_bit else 0) * shape.embedding + (6 if is_16_bit else 4) * chunk

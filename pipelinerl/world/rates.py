@@ -1,18 +1,19 @@
 """Seconds of a step and tokens per second of servers and trainer: a roofline, corrected by what was measured.
 
 Trainer: 6 FLOPs a value and token (8 with checkpointing, which computes the forward pass twice), attention and the
-head's logits apart (Kaplan et al. 2020, arXiv 2001.08361, section 2.1), at a share of the card's peak; a micro-batch
-takes at least the time in which the host starts its kernels. The optimizer reads and writes its state at a share of the
-memory bandwidth. Servers: a decoding step reads the weights and the cache once (Pope et al. 2022, arXiv 2211.05102,
-section 2), multiplies, and costs the host a time for each sequence; with small models the host's is the larger part.
+head's logits apart (Kaplan et al. 2020, arXiv 2001.08361, section 2.1), at a share of the card's peak, and the traffic
+of everything between the products; a micro-batch takes at least the time in which the host starts its kernels.
+Servers: a decoding step reads the weights and the cache once (Pope et al. 2022, arXiv 2211.05102, section 2),
+multiplies, and costs the host a time for each sequence; with small models the host's is the larger part.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipelinerl.world.forecast import GIB, ServerSetup, TrainerSetup
+from pipelinerl.world.forecast import GIB, ServerSetup, TrainerSetup, layer_bytes
 
 _TERA = 1e12
 
@@ -48,21 +49,28 @@ CARDS = {
 }
 #: A card of another kind: an A100's speed for want of anything better.
 UNKNOWN_CARD = CARDS["a100"]
-#: One core of a server CPU with AVX2 or AVX-512, in fp32, as PyTorch's products of small models reach it.
-_CPU_CORE_FLOPS, _CPU_BANDWIDTH = 20e9, 15e9
+#: One core of a server's CPU in fp32, as PyTorch reaches it with the quickstart's model beside its server.
+_CPU_CORE_FLOPS, _CPU_BANDWIDTH = 12e9, 15e9
+#: Bytes per second of an optimizer in the machine's memory, and between cards (NVLink, several at once).
+_HOST_BANDWIDTH, _LINK_BANDWIDTH = 20e9, 150e9
 
 # What was measured, and where (docs/benchmarks.md has the table of each).
-#: Share of the peak that products of the trainer reach once the card is full.
-_TRAINER_SHARE = 0.35
-#: Seconds in which the host starts the kernels of one layer, forward and backward.
-_HOST_S_PER_LAYER = 0.0040
+#: Trainer, 19 runs of 0.1 to 3.1 B on one H200, packs of 2,048 to 16,384 tokens: share of the peak that products reach;
+#: how often what a layer keeps of a token crosses the memory (norms, casts, activations), with checkpointing and with
+#: adapters so much more; bytes for each value of the optimizer's step.
+_PRODUCT_SHARE, _CROSSINGS, _CHECKPOINTING_CROSSINGS, _ADAPTER_CROSSINGS = 0.65, 21, 1.15, 1.6
+_OPTIMIZER_BYTES = 135
+#: Seconds in which the host starts the kernels of one layer, forward and backward; with checkpointing and with adapters
+#: so much more, and with products in fp32 or TF32, whose attention has more kernels. Small models and short packs wait.
+_HOST_S_PER_LAYER, _HOST_CHECKPOINTING, _HOST_ADAPTER, _HOST_FP32 = 5.0e-3, 4.0e-3, 3.0e-3, 2.7e-3
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
 #: Share of the peak in prompts and large decoding batches.
 _SERVER_SHARE = 0.5
-#: Seconds of the engine process for a step, and for each sequence of it: uneven answers whose requests come and go (one
-#: H200, 135 M: 40 ms with 512 requests, 16 to 23 ms with 256), and on a CPU (0.6 M: 8 ms with 64).
-_HOST_S_PER_STEP, _HOST_S_PER_TOKEN = 5e-3, 68e-6
+#: Seconds of the engine process for a step: at least, and for each sequence beyond those that the least covers. Uneven
+#: answers whose requests come and go (one H200, 135 M): 40 ms with 512 sequences, 16 to 23 ms with 256, 7 ms with 128.
+_HOST_S_PER_STEP, _HOST_S_PER_TOKEN, _HOST_S_COVERED = 4.5e-3, 86e-6, 4e-3
+#: The same on a CPU (0.6 M: 8 ms with 64).
 _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 #: Where several processes compute on one card at once (one H200, 135 M): four servers beside a trainer make it 2.9
 #: times as slow and get about half of their tokens; one server does not matter. By each server beyond the first.
@@ -114,29 +122,34 @@ class Work:
 
 def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     """Seconds of the trainer's part of a step: micro-batches and optimizer, on `setup.ranks` ranks."""
-    shape = setup.shape
-    passes = 4 if setup.checkpointing else 3  # a backward pass costs two forward passes
-    if setup.lora_rank:
-        passes -= 1  # frozen matrices need no gradient of their own
+    shape, is_lora = setup.shape, bool(setup.lora_rank)
+    # A backward pass costs two forward passes, one of them for gradients of matrices, which frozen ones do without.
+    passes = 3 + setup.checkpointing - is_lora
     attention = 2 * shape.layers * shape.heads * shape.head_dim * work.length  # causal: half of 4
     # The head computes its logits once more in the backward pass, for tokens that were sampled.
-    head = 8 * shape.embedding * work.output_tokens / max(work.length, 1)
-    flops = work.tokens * (passes * (2 * shape.active_matrices + attention) + head)
-    peak = machine.flops * (1 if machine.on_cpu else _TRAINER_SHARE)
-    if setup.products != "bf16" and not machine.on_cpu:
-        peak /= 2.2 if setup.products == "tf32" else 15
-    micro_batches = max(1.0, work.tokens / max(setup.pack_tokens, 1) / setup.ranks)
-    host = 0.0 if machine.on_cpu else micro_batches * shape.layers * _HOST_S_PER_LAYER * passes / 3
-    states = 32 * setup.trained / (setup.ranks if setup.sharding != "plain" else 1)
-    optimizer = states / (machine.bandwidth * _BANDWIDTH_SHARE)
+    head = (6 if is_lora else 8) * shape.embedding * work.output_tokens / max(work.length, 1)
+    tokens = work.tokens / setup.ranks
+    flops = tokens * (passes * (2 * shape.active_matrices + attention) + head)
+    micro_batches = max(1, math.ceil(tokens / max(setup.pack_tokens, 1)))
+    if machine.on_cpu:
+        return flops / machine.flops + _OPTIMIZER_BYTES * setup.trained / machine.bandwidth
+    slower = {"bf16": 1.0, "tf32": 2.0, "fp32": 15.0}[setup.products]
+    kept = shape.layers * layer_bytes(setup) * _CROSSINGS
+    kept *= (_CHECKPOINTING_CROSSINGS if setup.checkpointing else 1) * (_ADAPTER_CROSSINGS if is_lora else 1)
+    device = flops * slower / (machine.flops * _PRODUCT_SHARE) + tokens * kept / machine.bandwidth
+    host = _HOST_S_PER_LAYER + (_HOST_CHECKPOINTING if setup.checkpointing else 0)
+    host += (2 if setup.checkpointing else 1) * (_HOST_ADAPTER if is_lora else 0)
+    host += 0 if setup.products == "bf16" else _HOST_FP32
+    states = setup.trained / (setup.ranks if setup.sharding != "plain" else 1)
+    optimizer = _OPTIMIZER_BYTES * states / machine.bandwidth
     if setup.optimizer_on_host:
-        optimizer = states / 20e9 + 6 * setup.trained / setup.ranks / 20e9
-    # Gradients (and gathered weights) travel between ranks.
+        optimizer = (32 + 6) * states / _HOST_BANDWIDTH
     travel = 0.0
-    if setup.ranks > 1 and not machine.on_cpu:
+    if setup.ranks > 1:
+        # Gradients, and gathered weights where they are sharded, travel between ranks.
         rounds = micro_batches * 3 if setup.sharding in ("fsdp", "zero3") else 2
-        travel = rounds * 2 * setup.trained / 150e9
-    return max(flops / setup.ranks / peak, host) + optimizer + travel
+        travel = rounds * 2 * setup.trained / _LINK_BANDWIDTH
+    return max(device, micro_batches * shape.layers * host) + optimizer + travel
 
 
 def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int = 1) -> float:
@@ -151,7 +164,7 @@ def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int =
     share = 1.0 if machine.on_cpu else _SERVER_SHARE
     bandwidth = machine.bandwidth * (1 if machine.on_cpu else _BANDWIDTH_SHARE)
     device = max(reads / bandwidth, flops / (machine.flops * share)) / setup.gpus
-    host = _HOST_S_PER_STEP + count * _HOST_S_PER_TOKEN
+    host = max(_HOST_S_PER_STEP, count * _HOST_S_PER_TOKEN - _HOST_S_COVERED)
     if machine.on_cpu:
         host = _CPU_HOST_S_PER_STEP + count * _CPU_HOST_S_PER_TOKEN
     # Hosts work side by side, their steps on the card one after the other.

@@ -64,6 +64,7 @@ def test_activations_are_those_of_a_real_model(family: type, kind: str) -> None:
         sharding="zero3" if kind == "module in bf16" else "plain",
         products="fp32" if kind == "fp32" else "bf16",
         checkpointing=False,
+        on_cpu=True,
     )
     found = kept_bytes(model, with_autocast=kind == "bf16")
     # The forecast also counts the rows that the head sees, which this pass does not reach: about 1 %.

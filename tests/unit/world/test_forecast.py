@@ -49,7 +49,8 @@ def test_a_plain_rank_of_7_b() -> None:
     assert parts[STEP] == 4 * P_7B
     vectors = 28 * (2 * 3584 + 3584 + 2 * 512) + 3584
     assert parts[RESTS] == 4 * (E_7B + vectors)
-    assert trainer_memory(setup).tensors / GIB == pytest.approx((20 * P_7B + 4 * (E_7B + vectors)) / GIB)
+    work_space = 0.08 * GIB
+    assert trainer_memory(setup).tensors == pytest.approx(20 * P_7B + 4 * (E_7B + vectors) + work_space)
     assert least_memory(setup) > CARD_80
     assert least_memory(setup) < CARD_141 < trainer_memory(setup).total
 
@@ -73,11 +74,12 @@ def test_32_b_in_full_on_one_card(room: float) -> None:
 
 
 def test_activations_of_a_layer_by_hand() -> None:
-    """0.5 B without checkpointing, bf16 products: bytes of a token in one layer, times 24, and the end of the model."""
-    hidden, inner, wide, kv_wide = 896, 4864, 14 * 64, 2 * 2 * 64
+    """0.5 B without checkpointing, bf16 products: bytes of a token in one layer, times 24, and the end of the model,
+    with the gradients that its backward pass begins with. Keys and values are repeated for all 14 heads."""
+    hidden, inner, wide = 896, 4864, 14 * 64
     norms, casts = 2 * (4 + 4) * hidden + 2 * 4, (3 + 2) * 2 * hidden
-    attention, gated = 2 * (2 * wide + kv_wide) + 4 * 14, 4 * 2 * inner
-    token = 24 * (norms + casts + attention + gated) + (2 * 4 + 2 * 2) * hidden
+    attention, gated = 2 * 4 * wide + 4 * 14, 4 * 2 * inner
+    token = 24 * (norms + casts + attention + gated) + (2 * 4 + 2 * 2 + 14) * hidden
     setup = TrainerSetup(shape("0.5"), pack_tokens=16384, checkpointing=False)
     parts = trainer_memory(setup).parts
     assert parts[ACTIVATIONS] == 16384 * token
