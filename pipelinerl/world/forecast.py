@@ -276,14 +276,14 @@ def layer_bytes(setup: TrainerSetup) -> float:
     norms += 2 * 4  # the root of each one's mean square
     # On GPUs keys and values are repeated for every head.
     attention = width * (2 * wide + (2 * wide if setup.repeats_heads else kv_wide)) + 4 * shape.heads
-    attention += _attention_matrix(setup)
+    weights = _attention_matrix(setup)
     between = 4 * width * shape.intermediate
     if setup.lora_rank:
         # Frozen norms do not keep their products; the matrix after attention gets a copy of its own.
         norms -= 2 * 4 * hidden
         attention += width * wide
         between += 7 * width * setup.lora_rank
-    return norms + attention + between
+    return norms + attention + weights + between
 
 
 def _attention_matrix(setup: TrainerSetup) -> float:
