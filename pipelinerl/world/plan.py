@@ -84,13 +84,13 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model
 def _notes(config: RunConfig, split: _Split, jobs: list[Job]) -> list[str]:
     """What the user did not ask for in so many words."""
     caches = {job.cache_bytes for job in jobs if job.kind == "actor_llm" and job.cache_bytes is not None}
-    cache = f", each with {min(caches) / 2**30:.1f} GiB of key-value cache" if caches else ""
+    cache = f" (key-value cache {min(caches) / 2**30:.1f} GiB each)" if caches else ""
     if split.is_shared and config.world.placement != "colocated":
         count = f"{split.actor_llms} server" + "s" * (split.actor_llms > 1)
-        return [f"one GPU: {count} and the trainer share it and work at the same time{cache}"]
+        return [f"one GPU: {count}{cache} and the trainer share it and work at the same time"]
     if split.llms_per_gpu > 1:
         chosen = config.world.servers_per_gpu
-        return [f"{split.llms_per_gpu} servers on each GPU of the actor{cache} (world.servers_per_gpu={chosen})"]
+        return [f"world.servers_per_gpu={chosen}: {split.llms_per_gpu} servers{cache} on each GPU of the actor"]
     return []
 
 
