@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -24,12 +24,14 @@ from pipelinerl.world import Cluster, WorldMap, nvml_cards
 from pipelinerl.world.forecast import (
     CACHE,
     GIB,
+    OPTIMIZER,
     Memory,
     Remedy,
     ServerSetup,
     Sharding,
     TrainerSetup,
     cache_tokens,
+    held_memory,
     least_memory,
     remedies,
     server_memory,
@@ -252,30 +254,38 @@ def _uses(
         if job.kind in ("actor_llm", "preprocessor_llm", "finetune"):
             for gpu in job.gpus if world.device == "cuda" else [""]:
                 jobs[job.node_rank, gpu].append("rank" if job.kind == "finetune" else "server")
-    is_cpu, memory = world.device == "cpu", hardware.machine.memory_bytes
-    alternate = config.world.placement == "colocated" and not is_cpu
+    is_cpu = world.device == "cpu"
     for kinds, group in groupby(sorted(jobs.items(), key=lambda item: (item[1], item[0])), key=lambda item: item[1]):
         places = [place for place, _ in group]
         names = ", ".join(gpu if world.world_size == 1 else f"{node}:{gpu}" for node, gpu in sorted(places))
-        counts = {kind: kinds.count(kind) for kind in ("server", "rank")}
-        parts, least = defaultdict[str, float](float), 0.0
-        if server and counts["server"]:
-            of_server = server_memory(server, memory)
-            asleep = alternate and counts["rank"]
-            for name, size in of_server.parts.items():
-                parts[name if not asleep else "sleeping servers"] += (
-                    counts["server"] * size if not asleep else _ASLEEP_BYTES / len(of_server.parts)
-                )
-            least += 0 if asleep else counts["server"] * (of_server.total - max(0.0, of_server.parts[CACHE]))
-        if trainer and counts["rank"]:
-            of_rank = trainer_memory(trainer)
-            for name, size in of_rank.parts.items():
-                parts[name] += counts["rank"] * size
-            least += counts["rank"] * least_memory(trainer)
+        servers, ranks = kinds.count("server"), kinds.count("rank")
+        of_server = server_memory(server, hardware.machine.memory_bytes) if server and servers else Memory({}, {})
+        of_rank = trainer_memory(trainer) if trainer and ranks else Memory({}, {})
+        fixed = servers * (of_server.total - max(0.0, of_server.parts.get(CACHE, 0.0)))
+        needed = ranks * least_memory(trainer) if trainer else 0.0
+        parts, least = _sum((servers, of_server.parts), (ranks, of_rank.parts)), fixed + needed
+        if servers and ranks and trainer and config.world.colocated is not None and not is_cpu:
+            held = held_memory(trainer)
+            if config.world.colocated.offload_optimizer:
+                held = {name: size for name, size in held.items() if name != OPTIMIZER}
+            asleep = {"sleeping servers": _ASLEEP_BYTES}
+            turns = [_sum((servers, of_server.parts), (ranks, held)), _sum((servers, asleep), (ranks, of_rank.parts))]
+            parts = max(turns, key=lambda turn: sum(turn.values()))
+            least = max(fixed + ranks * sum(held.values()), needed + servers * _ASLEEP_BYTES)
         if is_cpu:
             parts["actor and launcher"] = _OTHER_PROCESSES
-        words = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
+        words = [
+            f"{count} {kind}{'s' * (count > 1)}" for kind, count in (("server", servers), ("rank", ranks)) if count
+        ]
         yield CardUse("the machine" if is_cpu else f"GPU {names}", " and ".join(words), Memory(parts, {}), least)
+
+
+def _sum(*counted: tuple[int, Mapping[str, float]]) -> dict[str, float]:
+    total = defaultdict[str, float](float)
+    for count, parts in counted:
+        for name, size in parts.items():
+            total[name] += count * size
+    return dict(total)
 
 
 def faults_of(forecast: RunForecast) -> list[ConfigError]:
@@ -332,6 +342,18 @@ def advice_text(forecast: RunForecast) -> str:
     return "It fits with " + ", or ".join(f"{each.overrides} ({_gib(each.peak)})" for each in found[:3]) + "."
 
 
+def _smaller_cache(forecast: RunForecast, use: CardUse) -> str | None:
+    """How much of the card the servers may take, if a smaller cache alone makes room."""
+    room, server = forecast.hardware.machine.memory_bytes, forecast.server
+    cache, excess = use.memory.parts.get(CACHE, 0.0), use.memory.total - room
+    if server is None or server.on_cpu or "rank" not in use.jobs or excess > cache / 2:
+        return None
+    if server.cache_bytes is not None:
+        return f"Set vllm_config.vllm_kwargs.kv-cache-memory-bytes={int(server.cache_bytes * (1 - excess / cache))}."
+    share = math.floor(100 * (server.share - excess / room)) / 100
+    return f"Set vllm_config.vllm_kwargs.gpu-memory-utilization={share}."
+
+
 def nearest(forecast: RunForecast) -> list[Remedy]:
     trainer, machine = forecast.trainer, forecast.hardware.machine
     if trainer is None:
@@ -355,7 +377,7 @@ def lines_of(forecast: RunForecast) -> list[str]:
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
         lines.append(f"memory of {use.name} ({use.jobs}): {_gib(use.memory.total)}: {shown}")
         if use.memory.total > machine.memory_bytes >= use.least:
-            lines.append(f"note: that is more than there is. {advice_text(forecast)}")
+            lines.append(f"note: that is more than there is. {_smaller_cache(forecast, use) or advice_text(forecast)}")
     if forecast.server is not None:
         tokens = cache_tokens(forecast.server, server_memory(forecast.server, machine.memory_bytes))
         longest = max(1, forecast.server.max_tokens)

@@ -47,6 +47,8 @@ _TRAINER_PROCESS = 0.9 * GIB
 _SERVER_PROCESSES = 2.9 * GIB
 #: Values that DeepSpeed keeps gathered at most (its default of `stage3_max_live_parameters`).
 _ZERO3_LIVE = 10**9
+#: Values that its optimizer handles at once (its default of `sub_group_size`).
+_ZERO3_SUB_GROUP = 10**9
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,11 @@ def least_memory(setup: TrainerSetup) -> float:
     """Bytes without which no step is possible, whatever the pack: what is held, and the gradients."""
     held, _ = _held(setup)
     return sum(held.values()) + _gradients(setup) + (0 if setup.on_cpu else _CONTEXT_BYTES)
+
+
+def held_memory(setup: TrainerSetup) -> dict[str, float]:
+    """What a rank holds on its device between steps."""
+    return {**_held(setup)[0], CONTEXT: _CONTEXT_BYTES}
 
 
 def _held(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
@@ -325,12 +332,14 @@ def _gathered(setup: TrainerSetup) -> dict[str, float]:
 
 
 def _step_bytes(setup: TrainerSetup) -> float:
-    """What AdamW needs for itself: a root of the second moment of every value."""
+    """What AdamW needs for itself: a root of the second moment of every value. ZeRO 2 and 3 also copy the gradients of
+    their share, stage 3 of at most `sub_group_size` values at once."""
     if setup.optimizer_on_host:
         return 0
     values = setup.trained / (setup.ranks if setup.sharding != "plain" and not setup.lora_rank else 1)
-    further = 4 * values if setup.sharding.startswith("zero") else 0  # gradients of its share as one tensor
-    return 4 * values + further
+    if setup.sharding == "zero3":
+        return 8 * min(values, _ZERO3_SUB_GROUP)
+    return (8 if setup.sharding == "zero2" else 4) * values
 
 
 @dataclass(frozen=True)

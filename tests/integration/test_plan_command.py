@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.config import RunConfig
+from pipelinerl.config.load import save_config
+from pipelinerl.errors import ConfigError
 from pipelinerl.run.plan_command import main, recorded_steps
+from pipelinerl.rundir.identity import RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.world import Job, WorldMap
 
 SIZES = {"7": (3584, 18944, 28, 28, 4), "32": (5120, 27648, 64, 40, 8)}
 
@@ -75,6 +81,45 @@ def test_an_answer_loads_no_torch(tmp_path: Path, model: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300, stdout=subprocess.DEVNULL)
     # Measured: 0.6 s alone on the machine.
     assert time.monotonic() - started < 20
+
+
+TURNS = ("--gpus=1", "--card=h200", "world=single_gpu", "schedule=conventional", "backend=plain", "model_path=x-3B")
+
+
+def test_a_smaller_cache_makes_room_on_a_card_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server with 0.85 of the card leaves no room for the state of the trainer; with what is proposed it does."""
+    key, own = "vllm_config.vllm_kwargs.gpu-memory-utilization=", [*TURNS, f"output_dir={tmp_path}/out"]
+    assert main([*own, f"{key}0.85"]) == 2
+    share = capsys.readouterr().out.partition(f"Set {key}")[2].split()[0].rstrip(".")
+    assert 0.6 < float(share) < 0.8
+    assert main([*own, f"{key}{share}"]) == 0
+
+
+def test_a_record_against_its_forecast(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trainer that waits half of the time gets more servers, and its memory is compared."""
+    files = RunDir(tmp_path / "run")
+    settings = {"output_dir": str(files.root), "model_path": str(model), "finetune": {"lora": {"enabled": True}}}
+    config = RunConfig.model_validate(settings)
+    files.root.mkdir()
+    write_identity(files.identity_file, RunIdentity(run_id="run-a", incarnation=0))
+    save_config(config, files.config_file)
+    jobs = [
+        Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", gpus, None, None, None, 1)
+        for kind, gpus in (("actor_llm", ["0"]), ("actor", []), ("finetune", ["1"]))
+    ]
+    files.world_file.write_text(WorldMap(jobs, "cuda", 1, 0, "127.0.0.1", 1).to_json())
+    step = {"finetune/step_s": 20.0, "finetune/wait_data_s": 10.0, "finetune/train_s": 9.0, "finetune/samples": 64}
+    step |= {"finetune/tokens": 64 * 500, "finetune/output_tokens": 64 * 300, "finetune/gpu_memory_peak_gib": 25.0}
+    step |= {"finetune/gpu_memory_reserved_peak_gib": 27.0}
+    files.metrics_file.write_text(f"{json.dumps(step)}\n" * 5)
+    assert main(["--from", str(files.root), "--card=h100"]) == 0
+    printed = capsys.readouterr().out
+    assert "64 samples of 200 + 300 tokens" in printed
+    assert "peak memory of tensors" in printed and "25.00" in printed
+    assert "waited 50%" in printed
+    assert "finetune.gradient_checkpointing=false" not in printed  # 12,000 tokens of 7 B do not fit without
+    with pytest.raises(ConfigError):
+        main(["--from", str(tmp_path), "--card=h100"])
 
 
 def test_the_medians_of_a_run_leave_out_its_first_steps(tmp_path: Path) -> None:
