@@ -134,7 +134,7 @@ def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None
 
     if world.placement == "colocated":
         return _colocated_split(world, cluster, per_llm, per_gpu)
-    if _shares_the_only_gpu(world, cluster):
+    if per_llm == 1 and _shares_the_only_gpu(world, cluster):
         servers = per_gpu(1, 1, True)
         llms = world.num_actor_llms or servers
         return _Split("cuda", 1, llms, 0, 1, llms if world.servers_per_gpu == "auto" else servers, is_shared=True)
@@ -294,13 +294,13 @@ def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str
     fractions = (world.actor_fraction, world.preprocessor_fraction, world.finetune_fraction)
     shares = ":".join(f"{fraction:g}" for fraction in fractions)
     got = f"actor:preprocessor:finetune = {shares}, {per_llm} GPU(s) per server"
-    if nodes * gpus == 1:
+    if per_llm > gpus:
+        advice = f"Lower the tensor or pipeline parallel size to {gpus} or less: a server cannot span two nodes."
+    elif nodes * gpus == 1:
         advice = (
             "Use world=auto (one trainer rank, no reference servers) to let servers and trainer share the GPU, "
             "world.placement=colocated to let them alternate, or world.device=cpu."
         )
-    elif per_llm > gpus:
-        advice = f"Lower the tensor or pipeline parallel size to {gpus} or less: a server cannot span two nodes."
     else:
         advice = "Change the fractions, lower the parallel sizes, or use world.placement=colocated."
     return ConfigError("world", got, f"a split that fits {nodes} node(s) x {gpus} GPU(s); it needs {needs}", advice)

@@ -293,6 +293,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {"gpus": 1, "preprocessor_fraction": 1},
         *("world", ("1 for 1 actor servers", "1 for 1 reference servers")),
     ),
+    "one GPU for a parallel server": (
+        {"gpus": 1, **H200, "model": SMALL, "vllm_kwargs": {"tensor-parallel-size": 2}},
+        *("world", ("2 for 1", "parallel size to 1")),
+    ),
     "one GPU of unknown size": ({"gpus": 1, "model": SMALL}, CACHE, ("GPU 0",)),
     "one GPU, a trainer that fills it": (
         {"gpus": 1, "gpu_gib": 80, "cores": 16, "model": LARGE},
