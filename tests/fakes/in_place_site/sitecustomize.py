@@ -22,9 +22,9 @@ def _in_place(module: Any) -> None:
     module.can_load_in_place = lambda model: True
     begin = module.InPlaceLoading.begin
 
-    def told(self: Any) -> None:
+    def told(self: Any, is_noted: bool) -> None:
         print("loading in place", flush=True)
-        begin(self)
+        begin(self, is_noted)
 
     module.InPlaceLoading.begin = told
 
