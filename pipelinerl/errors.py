@@ -14,6 +14,9 @@ prints the message without a traceback and exits with `EXIT_USER_ERROR`. Everyth
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 EXIT_USER_ERROR = 2
 EXIT_RUN_FAILED = 1
 
@@ -82,3 +85,9 @@ class WeightSyncError(PipelineRLError):
 
 class WorkerError(PipelineRLError):
     """A process of the run died or made no progress; the message names it and quotes its last error."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `Did you mean X?`, or a general hint when nothing is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"Did you mean {near[0]!r}?" if near else "Use one of these names."

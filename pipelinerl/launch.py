@@ -23,7 +23,6 @@ from pipelinerl import __version__
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.load import load_config, save_config
-from pipelinerl.config.stages import stage_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
 from pipelinerl.run.join import gathered_nodes, join, say
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
         sys.path += [str(folder) for folder in composed.search_dirs]
         cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
-        config = stage_config(composed.config)
+        config = composed.config.of_stage()
         if config.dry_run:
             return show_plan(composed, config, cluster)
         if cluster.rank > 0:

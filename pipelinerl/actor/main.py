@@ -52,7 +52,6 @@ from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.workers import WorkerPool, rest_collector, worker_command
 from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts
-from pipelinerl.config.stages import has_stage
 from pipelinerl.domains.problem_sets import (
     EpochCounter,
     ProblemOrder,
@@ -133,7 +132,7 @@ class Actor:
         self.publisher = Publisher(
             source=name,
             incarnation=incarnation,
-            groups=hub.loop_writer(ACTOR_TOPIC, name, Group, has_stage(config, "preprocessor")),
+            groups=hub.loop_writer(ACTOR_TOPIC, name, Group, config.has_stage("preprocessor")),
             fates=hub.loop_writer(FATES_TOPIC, name, FateRecord),
             metrics=hub.loop_writer(METRICS_TOPIC, name, MetricRecord),
         )

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from pipelinerl.config.conf_files import conf_dir
 from pipelinerl.config.faults import nearest_key
 from pipelinerl.config.former_keys import DROPPED, RENAMED, UNSUPPORTED
 from pipelinerl.config.keys import is_known, known_keys, value_at
+from pipelinerl.config.load import conf_dir
 from pipelinerl.config.section import DOTTED
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from pipelinerl.config.conf_files import did_you_mean
 from pipelinerl.config.former_keys import fate_of, synonym_of
 from pipelinerl.config.keys import Key, known_keys
 from pipelinerl.config.run import LIKE_TRAINING, RunConfig
 from pipelinerl.config.section import choice_of, section_of
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, did_you_mean
 
 #: What `origin_of` says of a key that was typed.
 COMMAND_LINE = "on the command line"

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.conf_files import config_names
 from pipelinerl.config.keys import Key, known_keys
+from pipelinerl.config.load import config_names
 from pipelinerl.config.section import DOTTED
 from pipelinerl.errors import ConfigError
 

@@ -1,13 +1,15 @@
-"""Saving and loading the resolved configuration of a run, and the `cfg` that user code gets.
+"""Files of configurations: the shipped ones, DeepSpeed's, and the resolved one of a run; the `cfg` that user code gets.
 
-The launcher saves it once in the run directory; every process of the run loads it. The file is plain YAML, and what is
-loaded equals what was saved, odd strings (`"null"`, `"1e-3"`, `"yes"`, `"${x}"`) included.
+The launcher saves the resolved one in the run directory; every process of the run loads it. The file is plain YAML, and
+what is loaded equals what was saved, odd strings (`"null"`, `"1e-3"`, `"yes"`, `"${x}"`) included.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +20,13 @@ from pipelinerl.config.faults import faults_of, raise_faults
 from pipelinerl.config.keys import known_keys
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+_PACKAGE = Path(__file__).resolve().parent.parent
+_DEEPSPEED = "backend.config"
 # YAML readers disagree about these; in quotes they are text for all of them.
 _LOOKS_LIKE_A_NUMBER = re.compile(r"[-+.\d][-+.\deE_:xXoObB]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -118,3 +122,53 @@ def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return _INTERPOLATION.sub(lambda found: found.group(1) * 2 + r"\${", value)
     return value
+
+
+def conf_dir() -> Path:
+    """The folder of the shipped configuration files: inside the installed package, or next to it in a checkout."""
+    installed = _PACKAGE / "conf"
+    return installed if installed.is_dir() else _PACKAGE.parent / "conf"
+
+
+def config_names(folder: Path, suffix: str = ".yaml") -> list[str]:
+    """Return the names (without suffix) of the configuration files directly in `folder`, sorted."""
+    return sorted(path.stem for path in folder.glob(f"*{suffix}"))
+
+
+def find_deepspeed_file(name: str, search_dirs: Sequence[Path] = ()) -> Path:
+    """The file that `backend.config` names: a path, or one in a folder `deepspeed` (the user's first, then ours).
+
+    Raises:
+        ConfigError: there is none; the message lists the names that exist.
+    """
+    as_path = Path(name).expanduser()
+    if as_path.suffix == ".json" and as_path.is_file():
+        return as_path.resolve()
+    folders = [folder / "deepspeed" for folder in (*search_dirs, conf_dir())]
+    for folder in folders:
+        found = folder / f"{name.removesuffix('.json')}.json"
+        if found.is_file():
+            return found.resolve()
+    names = sorted({known for folder in folders for known in config_names(folder, ".json")})
+    expected = f"the path of a .json file or one of {', '.join(names)}"
+    raise ConfigError(_DEEPSPEED, name, expected, did_you_mean(name, names))
+
+
+def read_deepspeed_file(name: str, search_dirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """What the file that `backend.config` names holds.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a JSON object with ZeRO stage 1, 2 or 3.
+    """
+    file = find_deepspeed_file(name, search_dirs)
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(_DEEPSPEED, name, "a readable JSON file", f"Correct {file}: {error}.") from error
+    zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        expected = f"a file with zero_optimization.stage 1, 2 or 3, not {stage!r}"
+        raise ConfigError(_DEEPSPEED, name, expected, f"Edit {file}, or choose backend=plain.")
+    assert isinstance(settings, dict)
+    return settings

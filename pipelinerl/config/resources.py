@@ -263,6 +263,19 @@ class TrackingConfig(Section):
     )
 
 
+_ALL_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier", "actor", "preprocessor", "finetune")
+#: Kinds of jobs by `debug.mode`.
+STAGE_KINDS: dict[str, tuple[str, ...]] = {
+    "": _ALL_KINDS,
+    "open_loop": _ALL_KINDS,
+    "actor": ("actor_llm", "environment", "verifier", "actor"),
+    "preprocessor": ("preprocessor_llm", "preprocessor"),
+    "finetune": ("finetune",),
+}
+#: Modes that read what another run wrote (`debug.streams_from`).
+READING_MODES = ("preprocessor", "finetune")
+
+
 class DebugConfig(Section):
     mode: Literal["", "actor", "preprocessor", "finetune", "open_loop"] = Field(
         default="", description="run stages alone; open_loop: all, but servers keep their first weights"

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.resources import (
+    STAGE_KINDS,
     STREAM_BACKENDS,
     Backend,
     DebugConfig,
@@ -71,6 +72,11 @@ class ConventionalSchedule(Section):
     )
 
 
+_POOLS = {
+    "actor_llm": ("actor_fraction", "num_actor_llms", "actor_gpus"),
+    "preprocessor_llm": ("preprocessor_fraction", "num_preprocessor_llms", "preprocessor_gpus"),
+    "finetune": ("finetune_fraction", "num_finetune_ranks", "finetune_gpus"),
+}
 #: Evaluation samples like training unless it is told otherwise.
 LIKE_TRAINING = ("max_tokens", "temperature", "stop")
 
@@ -144,6 +150,29 @@ class RunConfig(FlatSection):
         if not followed:
             return data
         return {**data, "test_llm": {**(data.get("test_llm") or {}), "parameters": {**followed, **evaluation}}}
+
+    def has_stage(self, kind: str) -> bool:
+        """Whether jobs of that kind are part of `debug.mode`."""
+        return kind in STAGE_KINDS[self.debug.mode]
+
+    def of_stage(self) -> RunConfig:
+        """The configuration of the stages that `debug.mode` names, which the launcher takes before anything else looks
+        at it: the others get no devices, and no weights are sent to servers in mid run. Servers of an open loop are not
+        started again: nobody has their first weights any more."""
+        mode = self.debug.mode
+        if not mode:
+            return self
+        world: dict[str, Any] = {}
+        for kind, (fraction, count, gpus) in _POOLS.items():
+            if not self.has_stage(kind):
+                world |= {fraction: 0.0, count: None, gpus: None}
+        changes: dict[str, Any] = {
+            "world": self.world.model_copy(update=world),
+            "finetune": self.finetune.model_copy(update={"send_weight_updates": False}),
+        }
+        if mode == "open_loop":
+            changes["supervise"] = self.supervise.model_copy(update={"max_server_restarts": 0})
+        return self.model_copy(update=changes)
 
     @property
     def schedule(self) -> str:

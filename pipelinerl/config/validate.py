@@ -15,9 +15,8 @@ from pipelinerl.config.algorithm import GeometricMaskCorrection, IcepopCorrectio
 from pipelinerl.config.faults import raise_faults
 from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK
 from pipelinerl.config.keys import value_at
-from pipelinerl.config.resources import GPU_LISTS, FSDPSettings, RedisStreams
+from pipelinerl.config.resources import GPU_LISTS, READING_MODES, STAGE_KINDS, FSDPSettings, RedisStreams
 from pipelinerl.config.run import ConventionalSchedule, RunConfig
-from pipelinerl.config.stages import READING_MODES, STAGE_KINDS, has_stage
 from pipelinerl.errors import ConfigError
 
 #: Some of the shipped experiments; `--help` lists all.
@@ -45,7 +44,7 @@ def missing_task(config: RunConfig) -> ConfigError | None:
     """
     functions = {"actor.rollout_policy": config.actor.rollout_policy, "dataset_loader": config.dataset_loader}
     missing = [key for key, path in functions.items() if path is None]
-    if not missing or not has_stage(config, "actor"):
+    if not missing or not config.has_stage("actor"):
         return None
     next_step = (
         f"Start an experiment (--config-name {'|'.join(EXPERIMENTS)}, --help lists all), or set actor.rollout_policy "

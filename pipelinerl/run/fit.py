@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.conf_files import read_deepspeed_file
+from pipelinerl.config.load import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings, FSDPSettings
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError

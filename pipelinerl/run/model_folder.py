@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
 from pipelinerl.weights.manifest import read_manifest
@@ -186,9 +185,9 @@ def _context_length(model: dict[str, Any]) -> int | None:
 def _weight_readers(config: RunConfig) -> str:
     """Who loads the weights of the model folder, in words; empty: nobody (servers with `load-format: dummy`)."""
     is_dummy = config.vllm_config.option("load-format")[1] == "dummy"
-    servers = has_stage(config, "actor_llm") or (has_stage(config, "preprocessor_llm") and config.has_reference_pool)
+    servers = config.has_stage("actor_llm") or (config.has_stage("preprocessor_llm") and config.has_reference_pool)
     readers = ["servers"] if servers and not is_dummy else []
-    if has_stage(config, "finetune"):
+    if config.has_stage("finetune"):
         readers.append("a trainer whatever their load-format" if servers and is_dummy else "a trainer")
     return " and ".join(readers)
 

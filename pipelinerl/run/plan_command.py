@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.compose import compose
-from pipelinerl.config.stages import stage_config
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 from pipelinerl.run.fit import (
     Hardware,
@@ -57,7 +56,7 @@ def main(argv: list[str]) -> int:
     if composed.config is None:
         print(composed.help_text)
         return 0
-    config = stage_config(composed.config)
+    config = composed.config.of_stage()
     shape = read_shape(config.model_path)
     if shape is None:
         raise ConfigError(

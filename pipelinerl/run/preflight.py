@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 from pipelinerl.config import RunConfig
 from pipelinerl.config.advice import epoch_notes
 from pipelinerl.config.load import save_config
-from pipelinerl.config.stages import has_stage
 from pipelinerl.config.validate import missing_task
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
@@ -69,7 +68,7 @@ class Start:
 
     @property
     def has_servers(self) -> bool:
-        return has_stage(self.config, "actor_llm") or has_stage(self.config, "preprocessor_llm")
+        return self.config.has_stage("actor_llm") or self.config.has_stage("preprocessor_llm")
 
 
 class Check(NamedTuple):
@@ -214,7 +213,7 @@ def check_fit(start: Start) -> list[str]:
 def check_disk(start: Start) -> list[str]:
     """Say what the run will write, as far as the model's size is known, and what is free."""
     config, tuned = start.config, start.config.finetune
-    parameters = count_parameters(config.model_path) if has_stage(config, "finetune") else None
+    parameters = count_parameters(config.model_path) if config.has_stage("finetune") else None
     if parameters is None:
         return []
     more = len([step for step in tuned.also_save_steps if step <= tuned.last_step])
@@ -256,7 +255,7 @@ def check_servers(start: Start) -> list[str]:
 def check_environment(start: Start) -> list[str]:
     """Name the variables of libraries that the processes will not get."""
     servers = ", ".join(foreign_variables(start.environ)) if start.has_servers else ""
-    trainers = ", ".join(trainer_variables(start.environ)) if has_stage(start.config, "finetune") else ""
+    trainers = ", ".join(trainer_variables(start.environ)) if start.config.has_stage("finetune") else ""
     notes = {
         f"note: the servers do not get {servers}: the run decides on their addresses, access and models": servers,
         f"note: the trainer does not get {trainers}: the configuration decides how it trains": trainers,
@@ -286,7 +285,7 @@ def check_server_files(start: Start) -> list[str]:
 
 def check_adapter_servers(start: Start) -> list[str]:
     """Refuse servers that cannot serve the adapter that the trainer sends."""
-    if has_stage(start.config, "actor_llm"):
+    if start.config.has_stage("actor_llm"):
         check_adapter(start.config, start.config.world.device != "cpu" and bool(start.cluster.gpus))
     return []
 
@@ -307,7 +306,7 @@ def check_tracking(start: Start) -> list[str]:
 
 def check_module_names(start: Start) -> list[str]:
     """Refuse a task in a module that hides one of Python's own from every library."""
-    if not has_stage(start.config, "actor"):
+    if not start.config.has_stage("actor"):
         return []
     paths = {"dataset_loader": start.config.dataset_loader, "actor.rollout_policy": start.config.actor.rollout_policy}
     for key, path in paths.items():
@@ -327,7 +326,7 @@ def check_rollout_policy(start: Start) -> list[str]:
 
 def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> list[str]:
     """Find a function in the text of its file, without importing it."""
-    if has_stage(start.config, "actor"):
+    if start.config.has_stage("actor"):
         if not path:
             raise UserError(f"{key} is not set: a run has no task without it.")
         if (fault := function_fault(path, is_async, start.search_dirs)) is not None:
@@ -342,7 +341,7 @@ def check_domain(start: Start) -> list[str]:
         UserError: with the message of the child.
     """
     config = start.config
-    if not has_stage(config, "actor"):
+    if not config.has_stage("actor"):
         return []
     what = f"dataset_loader {config.dataset_loader} and actor.rollout_policy {config.actor.rollout_policy}"
     with ScratchFolder("check") as folder:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
@@ -91,7 +90,7 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
             changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
             stack.callback(changes.close)
             stack.callback(_stop, _follow_answers(session, hub))
-        trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if has_stage(session.config, "finetune") else None
+        trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if session.config.has_stage("finetune") else None
         jobs = [command.job for command in session.commands]
         policy = ExitPolicy(jobs, trainer, session.identity.incarnation, ends_run=is_leader)
         return Supervisor(session, policy, ServerKeeper(session, time.monotonic(), changes), peers, death_read).run()

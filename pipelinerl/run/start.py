@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config
-from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.role import DEATH_FD_KEY, JOB_KEY, NODE_SECRET_KEY, TOKEN_KEY
@@ -283,7 +282,7 @@ def _reference_keys(old: RunConfig, new: RunConfig) -> dict[str, str]:
         config.finetune.rl.needs_reference and not config.uses_local_reference(config.has_reference_pool)
         for config in (old, new)
     )
-    if not asks or asked or not has_stage(new, "finetune"):
+    if not asks or asked or not new.has_stage("finetune"):
         return {}
     keys = _PLACE_KEYS if old.finetune.rl.needs_reference else _KL_KEYS
     return dict.fromkeys(keys, "batches that wait in the stream have no log-probs of reference servers")
@@ -305,7 +304,7 @@ def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
     # Hidden files are what ranks tell each other when they start.
     folder = run_dir.finetune
     has_weights = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
-    if not has_stage(config, "finetune") or has_weights:
+    if not config.has_stage("finetune") or has_weights:
         return True
     try:
         steps = json.loads(run_dir.summary_file.read_text(encoding="utf-8")).get("steps")

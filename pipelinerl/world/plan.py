@@ -17,7 +17,6 @@ import msgspec
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WorldConfig
-from pipelinerl.config.stages import has_stage
 from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, url_of
 from pipelinerl.world.jobs import Job, WorldMap
@@ -329,7 +328,7 @@ class _Placer:
         clients = [self._job(kind, 0, 0, []) for kind in ("actor", "preprocessor")]
         ranks = self._ranks(self._all_gpus() if split.is_shared else free)
         jobs = [*self._with_group_ports(servers, ranks), *clients, *ranks]
-        return self._with_cores([job for job in jobs if has_stage(self._config, job.kind)])
+        return self._with_cores([job for job in jobs if self._config.has_stage(job.kind)])
 
     def _all_gpus(self) -> list[list[str]]:
         """GPUs of every node, in the order of the node's list."""

@@ -28,7 +28,7 @@ def test_an_installed_wheel_composes_from_any_folder(tmp_path: Path) -> None:
     assert {f"pipelinerl/{name}" for name in shipped} <= names
     code = (
         "import pipelinerl; from pipelinerl.config.compose import compose;"
-        "from pipelinerl.config.conf_files import conf_dir;"
+        "from pipelinerl.config.load import conf_dir;"
         "print(pipelinerl.__file__); print(conf_dir());"
         "print(compose(['--config-name', 'guessing', 'output_dir=x']).config.attempts)"
     )

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import DeepSpeedPlugin
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.conf_files import read_deepspeed_file
+from pipelinerl.config.load import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator

@@ -11,11 +11,9 @@ import pytest
 import yaml
 
 from pipelinerl.config.advice import advice
-from pipelinerl.config.compose import compose
-from pipelinerl.config.conf_files import read_deepspeed_file
+from pipelinerl.config.compose import compose, compose_plain
 from pipelinerl.config.faults import ConfigFaults
-from pipelinerl.config.hydra_compose import compose_plain
-from pipelinerl.config.load import to_run_config
+from pipelinerl.config.load import read_deepspeed_file, to_run_config
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.validate import validate
 from pipelinerl.errors import ConfigError

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.compose import compose
-from pipelinerl.config.conf_files import conf_dir, config_names, find_deepspeed_file
-from pipelinerl.config.hydra_compose import compose_plain
+from pipelinerl.config.compose import compose, compose_plain
 from pipelinerl.config.key_table import GROUPS
+from pipelinerl.config.load import conf_dir, config_names, find_deepspeed_file
 from pipelinerl.config.resources import PlainSettings, VLLMConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.validate import EXPERIMENTS, missing_task

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config import RunConfig, save_config
-from pipelinerl.config.stages import STAGE_KINDS, stage_config
+from pipelinerl.config.resources import STAGE_KINDS
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingBatch
 from pipelinerl.rundir.identity import RunIdentity, write_identity
@@ -29,7 +29,7 @@ def config(mode: str, **sections: object) -> RunConfig:
 
 def planned(run_config: RunConfig, gpus: Sequence[str] = ()) -> list[str]:
     cluster = Cluster(1, 0, "127.0.0.1", None, ("127.0.0.1",), tuple(gpus), 4)
-    return [job.name for job in build_world_map(stage_config(run_config), cluster, Ports()).jobs]
+    return [job.name for job in build_world_map(run_config.of_stage(), cluster, Ports()).jobs]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_a_stage_gets_all_devices() -> None:
 
 def test_no_stage_sends_weights_in_mid_run_and_a_whole_run_stays_as_it_is() -> None:
     whole = config("")
-    assert stage_config(whole) is whole
+    assert whole.of_stage() is whole
     for mode in STAGE_KINDS:
-        assert stage_config(config(mode)).finetune.send_weight_updates is (mode == "")
-    assert stage_config(config("open_loop")).supervise.max_server_restarts == 0
+        assert config(mode).of_stage().finetune.send_weight_updates is (mode == "")
+    assert config("open_loop").of_stage().supervise.max_server_restarts == 0
 
 
 def record_batches(root: Path, steps: int, backend: str = "files") -> Path:
