@@ -3,6 +3,10 @@
 No model is started: the rollout runs against a server that answers as told. The launcher makes the same checks in a
 process of its own, without those of the gold answers: `python -m pipelinerl.analysis.check --run-config FILE` exits
 with 0 if the task is usable, else with 2, and stderr says why not.
+
+The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
+here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None` or
+`validate(problem, config)`, the score of the gold answer, which has to be 1 (None: this problem has none).
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
+import importlib
 import signal
 import sys
 import traceback
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,9 +31,15 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.load import load_config, to_dictconfig
 from pipelinerl.config.validate import missing_task
-from pipelinerl.domains.check import check_answers, checked_problems, count_line, domain_function
-from pipelinerl.domains.problem_sets import Problem, ProblemSets, shared_problems
-from pipelinerl.domains.registry import describe_error, is_await_missing, load_rollout_function, place_of
+from pipelinerl.domains.problem_sets import Problem, ProblemSets, load_problem_sets, shared_problems
+from pipelinerl.domains.registry import (
+    describe_error,
+    gold_score,
+    is_await_missing,
+    load_dataset_loader,
+    load_rollout_function,
+    place_of,
+)
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, RolloutError, UserError
 from pipelinerl.grading import open_verifier
 from pipelinerl.llm import TrainableLLM
@@ -36,10 +47,14 @@ from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
 from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 from pipelinerl.llm.trainable import sampling_parameters
+from pipelinerl.rl.user_function import check_user_functions
 from pipelinerl.run.model_folder import read_model_config
 from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, REMARK
+from pipelinerl.sandbox.main import check_environment
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
+MAX_VALIDATED = 200
+_NEARLY = 1 - 1e-6
 _REPEAT_S = 5.0  # code that swallows the interruption meets it again
 _LAST_RESORT_S = 20.0
 _FRAMES = 6
@@ -58,6 +73,74 @@ class PossibleFault(DomainError):
 
 class _TimeIsUp(BaseException):
     """Raised inside foreign code. Not an `Exception`, so that `except Exception` does not stop it."""
+
+
+def count_line(problems: ProblemSets) -> str:
+    """One line about the problems that were found."""
+    return f"{len(problems.train)} training problems, {len(problems.test)} test problems"
+
+
+def checked_problems(config: RunConfig) -> ProblemSets:
+    """Return the problems after checking all that the run needs of the domain.
+
+    Raises:
+        DomainError: something cannot be used; the message says what to do.
+        ConfigError: a loss or an advantage estimator of the user cannot be imported.
+    """
+    load_rollout_function(config)
+    # Names what is wrong with the path; the module is imported below without such care.
+    load_dataset_loader(config)
+    check_config = domain_function(config, "check_config")
+    if check_config is not None:
+        try:
+            check_config(config)
+        except UserError:
+            raise
+        except Exception as error:
+            raise DomainError(f"check_config refuses the configuration: {describe_error(error)}") from error
+    check_environment(config)
+    check_user_functions(config.finetune.rl)
+    return load_problem_sets(config)
+
+
+def domain_function(config: RunConfig, name: str) -> Callable[..., Any] | None:
+    """Return the optional function `name` of the module that holds the dataset loader."""
+    module = importlib.import_module(str(config.dataset_loader).rpartition(".")[0])
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    return function if callable(function) else None
+
+
+def check_answers(config: RunConfig, problems: ProblemSets) -> str:
+    """Let the domain grade its own gold answers and return one line about it.
+
+    Raises:
+        DomainError: a gold answer does not score 1.
+    """
+    validate = domain_function(config, "validate")
+    if validate is None:
+        return f"{config.dataset_loader}: its module has no validate(problem), so gold answers are not checked"
+    chosen = [*_spread(problems.train), *_spread(problems.test)]
+    num_checked = 0
+    for problem in chosen:
+        try:
+            score = gold_score(validate, problem.data, config)
+        except Exception as error:
+            raise DomainError(f"validate of problem {problem.id!r} raised {describe_error(error)}") from error
+        if score is None:
+            continue
+        num_checked += 1
+        if not score >= _NEARLY:
+            raise DomainError(
+                f"validate: the gold answer of problem {problem.id!r} scores {score}, expected 1. Correct the problem "
+                f"or the grader. Problem: {str(problem.data)[:400]}"
+            )
+    return f"the gold answers of {num_checked} of {len(chosen)} problems were graded, and each scores 1"
+
+
+def _spread(problems: list[Problem]) -> list[Problem]:
+    """Return at most `MAX_VALIDATED` problems, evenly spread."""
+    step = -(-len(problems) // MAX_VALIDATED)
+    return problems[:: max(step, 1)]
 
 
 @contextlib.contextmanager
