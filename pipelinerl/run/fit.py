@@ -33,6 +33,7 @@ from pipelinerl.world.forecast import (
     cache_tokens,
     held_memory,
     least_memory,
+    least_of_server,
     remedies,
     server_memory,
     trainer_memory,
@@ -89,7 +90,10 @@ class RunForecast:
 
     @property
     def fits(self) -> bool:
-        return all(use.memory.total <= self.hardware.machine.memory_bytes for use in self.uses)
+        """Whether all peaks are below what there is, and a server's cache holds one request."""
+        room, server = self.hardware.machine.memory_bytes, self.server
+        has_cache = server is None or cache_tokens(server, server_memory(server, room)) >= server.max_tokens
+        return has_cache and all(use.memory.total <= room for use in self.uses)
 
 
 def memory_of_machine() -> float:
@@ -194,7 +198,9 @@ def server_setup(config: RunConfig, shape: ModelShape, world: WorldMap, on_cpu: 
     share = vllm.option("gpu-memory-utilization")[1]
     cache: float | None = jobs[0].cache_bytes or vllm.number("kv-cache-memory-bytes")
     kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
-    weight_bytes = 4 if named in _FP32_NAMES else 1 if vllm.quantization else 2
+    weight_bytes: float = 4 if named in _FP32_NAMES else 2
+    if vllm.quantization:
+        weight_bytes = 1 if "8" in vllm.quantization else 0.5
     return ServerSetup(
         shape=shape,
         gpus=max(1, len(jobs[0].gpus)),
@@ -203,7 +209,7 @@ def server_setup(config: RunConfig, shape: ModelShape, world: WorldMap, on_cpu: 
         fp32_head=config.fp32_lm_head,
         share=float(share) if isinstance(share, int | float) else _DEFAULT_SHARE,
         cache_bytes=vllm.cpu_kv_cache_gib * GIB if on_cpu else cache,
-        max_tokens=vllm.number("max-model-len") or config.finetune.seq_length,
+        max_tokens=vllm.number("max-model-len") or shape.context or config.finetune.seq_length,
         max_sequences=vllm.number("max-num-seqs") or 256,
         batched_tokens=vllm.number("max-num-batched-tokens") or (2048 if on_cpu else 8192),
         graphs=not on_cpu and vllm.option("enforce-eager")[1] is None,
@@ -220,7 +226,7 @@ def _longest(config: RunConfig) -> int:
 def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
     longest = _longest(config)
     answer = max(1.0, min(config.llm.parameters.max_tokens, longest) * _ANSWER_SHARE)
-    return float(max(1, min(_PROMPT_TOKENS, longest - answer))), answer
+    return float(max(1, min(_PROMPT_TOKENS, longest // 4, longest - answer))), answer
 
 
 def _ahead(config: RunConfig) -> float:
@@ -261,7 +267,7 @@ def _uses(
         servers, ranks = kinds.count("server"), kinds.count("rank")
         of_server = server_memory(server, hardware.machine.memory_bytes) if server and servers else Memory({}, {})
         of_rank = trainer_memory(trainer) if trainer and ranks else Memory({}, {})
-        fixed = servers * (of_server.total - max(0.0, of_server.parts.get(CACHE, 0.0)))
+        fixed = servers * least_of_server(server) if server else 0.0
         needed = ranks * least_memory(trainer) if trainer else 0.0
         parts, least = _sum((servers, of_server.parts), (ranks, of_rank.parts)), fixed + needed
         if servers and ranks and trainer and config.world.colocated is not None and not is_cpu:
@@ -289,14 +295,14 @@ def _sum(*counted: tuple[int, Mapping[str, float]]) -> dict[str, float]:
 
 
 def faults_of(forecast: RunForecast) -> list[ConfigError]:
-    """Why a run cannot work: less memory than without any activation, or a server without room for one request."""
+    """Why a run cannot work: less memory than for weights, gradients and optimizer state."""
     return [*_card_faults(forecast), *_server_faults(forecast)]
 
 
 def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
     room, trainer, config = forecast.hardware.machine.memory_bytes, forecast.trainer, forecast.config
     for use in forecast.uses:
-        if use.least <= room:
+        if use.least <= room or "rank" not in use.jobs:  # servers alone have a message of their own
             continue
         how = (
             "" if trainer is None else ", LoRA" if trainer.lora_rank else f", full training, backend {trainer.sharding}"
@@ -320,18 +326,15 @@ def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
 
 def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
     server, machine = forecast.server, forecast.hardware.machine
-    if server is None or server.on_cpu:
+    if server is None or server.on_cpu or least_of_server(server) <= server.share * machine.memory_bytes:
         return
-    tokens = cache_tokens(server, server_memory(server, machine.memory_bytes))
-    if tokens < server.max_tokens:
-        yield ConfigError(
-            "vllm_config.vllm_kwargs.max_model_len",
-            server.max_tokens,
-            f"at most the {max(0, int(tokens))} tokens that the cache of a server would hold: weights in "
-            f"{server.gpus} GPU(s) leave {_gib(tokens * server.shape.kv_bytes(server.kv_bytes))} of "
-            f"{server.share:g} of {_gib(machine.memory_bytes)}",
-            "Raise vllm_config.vllm_kwargs.tensor-parallel-size or gpu-memory-utilization, or lower max_model_len.",
-        )
+    yield ConfigError(
+        "vllm_config.vllm_kwargs.tensor-parallel-size",
+        server.gpus,
+        f"weights that fit {server.share:g} of the {_gib(machine.memory_bytes)} of a GPU "
+        f"(gpu-memory-utilization); each GPU of a server would hold {_gib(least_of_server(server))} of them",
+        "Raise it so that more GPUs share the weights, or raise gpu-memory-utilization.",
+    )
 
 
 def advice_text(forecast: RunForecast) -> str:
@@ -379,7 +382,7 @@ def lines_of(forecast: RunForecast) -> list[str]:
         if use.memory.total > machine.memory_bytes >= use.least:
             lines.append(f"note: that is more than there is. {_smaller_cache(forecast, use) or advice_text(forecast)}")
     if forecast.server is not None:
-        tokens = cache_tokens(forecast.server, server_memory(forecast.server, machine.memory_bytes))
+        tokens = max(0.0, cache_tokens(forecast.server, server_memory(forecast.server, machine.memory_bytes)))
         longest = max(1, forecast.server.max_tokens)
         lines.append(
             f"cache of a server: {max(0, int(tokens)):,} tokens, {tokens / longest:.0f} requests of {longest:,}"

@@ -143,7 +143,10 @@ def trainer_memory(setup: TrainerSetup) -> Memory:
 def least_memory(setup: TrainerSetup) -> float:
     """Bytes without which no step is possible, whatever the pack: what is held, and the gradients."""
     held, _ = _held(setup)
-    return sum(held.values()) + _gradients(setup) + (0 if setup.on_cpu else _CONTEXT_BYTES)
+    gradients = _gradients(setup)
+    if setup.sharding.startswith("zero"):  # how DeepSpeed keeps them depends on its release
+        gradients = min(gradients, 2 * setup.trained / setup.ranks)
+    return sum(held.values()) + gradients + (0 if setup.on_cpu else _CONTEXT_BYTES)
 
 
 def held_memory(setup: TrainerSetup) -> dict[str, float]:
@@ -353,7 +356,7 @@ class ServerSetup:
 
     shape: ModelShape
     gpus: int = 1
-    weight_bytes: int = 2
+    weight_bytes: float = 2
     kv_bytes: float = 2
     fp32_head: bool = True
     share: float = 0.9
@@ -382,6 +385,11 @@ def server_memory(setup: ServerSetup, card_bytes: float) -> Memory:
         parts[GRAPHS] = 0.2 * GIB + 6 * MIB * shape.layers
     rest = setup.share * card_bytes - sum(parts.values())
     return Memory(parts | {CACHE: rest if setup.cache_bytes is None else setup.cache_bytes}, {})
+
+
+def least_of_server(setup: ServerSetup) -> float:
+    """Bytes of the weights on one of its cards."""
+    return setup.weight_bytes * setup.shape.parameters / setup.gpus
 
 
 def cache_tokens(setup: ServerSetup, memory: Memory) -> float:
@@ -444,4 +452,4 @@ def _kinds(setup: TrainerSetup, most_ranks: int) -> list[tuple[list[str], Traine
         offload = replace(setup, sharding="zero2", optimizer_on_host=True, parameters_on_host=False)
         for stage, other in ((2, offload), (3, replace(offload, sharding="zero3", parameters_on_host=True))):
             found.append(([zero[0], f"backend.config=deepspeed_stage{stage}_bf16_offload"], other))
-    return [*found, *((["with more cards:", *words], wider) for words, wider in more)]
+    return [*found, *(([*words, "(more cards than there are)"], wider) for words, wider in more)]
