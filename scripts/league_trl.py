@@ -1,0 +1,146 @@
+"""TRL's side of `league.py`, in a process of its own: `python scripts/league_trl.py SETTINGS.json STEPS.jsonl`.
+
+On one GPU GRPOTrainer and its vLLM engine share the card (`vllm_mode=colocate`), on two the experimental
+AsyncGRPOTrainer has the second and a vLLM server the first. Without a GPU, for a rehearsal, transformers generates. The
+log has one line for each optimizer step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmark_common import visible_gpus, wait_healthy
+from league_task import problems, reward
+
+_SERVER_TIMEOUT_S = 600.0
+
+
+def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+    return [reward(text[-1]["content"], right) for text, right in zip(completions, answer, strict=True)]
+
+
+def step_of(logs: Mapping[str, Any], samples: int, seconds: float) -> dict[str, Any] | None:
+    """A line of the log from what TRL logs after an optimizer step; None: it is not about a step.
+
+    The names differ: "completions/..." has GRPOTrainer, where all samples come from the version in training, and
+    "batch/..." and "sample/..." has AsyncGRPOTrainer, which does not count samples with tokens of several versions.
+    """
+    if "reward" not in logs:
+        return None
+    is_async = "batch/trained_tokens_per_step" in logs
+    return {
+        "seconds": seconds,
+        "samples": logs["batch/samples_per_step"] if is_async else samples,
+        "output_tokens": logs["batch/trained_tokens_per_step"]
+        if is_async
+        else logs["completions/mean_length"] * samples,
+        "reward": logs["reward"],
+        "lag": logs["sample/staleness_mean"] if is_async else 0.0,
+        "multi_version_samples": None if is_async else 0,
+    }
+
+
+@contextlib.contextmanager
+def vllm_server(model: str, max_model_len: int, log: Path, gpus: str | None) -> Iterator[str]:
+    """The server of AsyncGRPOTrainer on the first GPU, as TRL starts one."""
+    from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    command = build_command(
+        ScriptArguments(model=model, host="127.0.0.1", port=port, dtype="bfloat16", max_model_len=max_model_len)
+    )
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpus("0", gpus), "VLLM_SERVER_DEV_MODE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_healthy(process, url, time.monotonic() + _SERVER_TIMEOUT_S, log)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def train(settings: Mapping[str, Any], log: Path, server_url: str | None) -> None:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+
+    samples, gpus = settings["samples"], settings["gpus"]
+    rows = [{"prompt": row["messages"], "answer": row["answer"]} for row in problems(settings["task"])]
+    micro = min(samples, settings["micro_batch"])
+    words: dict[str, Any] = {
+        "output_dir": str(log.parent / "trl"),
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": samples // micro,
+        "num_generations": settings["group"],
+        "max_completion_length": settings["max_tokens"],
+        "temperature": settings["temperature"],
+        "learning_rate": settings["learning_rate"],
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": settings["warmup_steps"],
+        "adam_beta2": settings["adam_beta2"],
+        "weight_decay": 0.0,
+        "max_grad_norm": settings["clip"],
+        "max_steps": settings["steps"],
+        "seed": settings["seed"],
+        "bf16": gpus > 0,
+        "use_cpu": gpus == 0,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+    }
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.begun = time.monotonic()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
+            step = step_of(logs, samples, time.monotonic() - self.begun)
+            if step is not None:
+                with log.open("a") as file:
+                    file.write(json.dumps(step) + "\n")
+
+    given = {"model": settings["model"], "reward_funcs": rewards, "train_dataset": Dataset.from_list(rows)}
+    if server_url is not None:
+        from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+        words |= {"vllm_server_base_url": server_url, "token_budget": 0, "max_staleness": settings["max_lag_versions"]}
+        AsyncGRPOTrainer(args=AsyncGRPOConfig(**words), callbacks=[Clock()], **given).train()
+        return
+    from trl import GRPOConfig, GRPOTrainer
+
+    # The loss that ours has with one version: every sample counts the same, and rewards lose the mean of their group.
+    words |= {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.0, "use_vllm": gpus > 0}
+    if gpus:
+        words |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
+        words["vllm_max_model_length"] = settings["max_model_len"]
+    GRPOTrainer(args=GRPOConfig(**words), callbacks=[Clock()], **given).train()
+
+
+def main() -> None:
+    settings, log = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    if settings["gpus"] < 2:
+        return train(settings, log, None)
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Before torch starts CUDA.
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus("1", gpus)
+    # The server ends with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with vllm_server(settings["model"], settings["max_model_len"], log.parent / "vllm.log", gpus) as url:
+        train(settings, log, url)
+
+
+if __name__ == "__main__":
+    main()
