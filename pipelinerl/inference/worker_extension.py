@@ -7,8 +7,10 @@ transfer engine, before the worker creates it, and what a server with a sent ada
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.worker_manager import WorkerLoRAManager
 
@@ -23,11 +25,18 @@ if serves_adapter(os.environ):
     load_what_was_sent(WorkerLoRAManager)
 
 
+def narrow_tensors(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of the tensors of `model` that have fewer bits than `dtype`: vLLM rounds what it loads without a word."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize < dtype.itemsize]
+
+
 class WeightUpdateExtension:
     """Methods of the worker; `self` is vLLM's worker. Names are prefixed so that none of vLLM's is hidden."""
 
     vllm_config: Any
     weight_transfer_engine: Any
+    get_model: Callable[[], torch.nn.Module]
     _weight_update_active: bool
 
     def pipelinerl_abort_update(self) -> dict[str, bool]:
@@ -54,6 +63,7 @@ class WeightUpdateExtension:
             tied=is_tied(config),
             dtype=str(config.dtype).removeprefix("torch."),
             adapter_rank=self.vllm_config.lora_config.max_lora_rank if adapter else None,
+            rounded=[] if config.quantization else narrow_tensors(self.get_model(), config.dtype),
             base_checksum=folder_checksum(local_folder(config.model, config.revision)) if adapter else None,
         )
         return model.to_wire()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import queue
 import threading
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from pipelinerl.weights.source import TensorMeta
     from pipelinerl.weights.transport import Sender
+
+logger = logging.getLogger(__name__)
 
 KVCache = Literal["keep", "recompute"]
 Result = TypeVar("Result")
@@ -233,6 +236,11 @@ class ServerLink:
             self.close()
             await self.client.worker_call("pipelinerl_abort_update")
             self.model = ServerModel.from_wire(await self.client.worker_call("pipelinerl_model_info"))
+            if self.model.rounded:
+                text = (
+                    "%s rounds %d tensors, such as %s, to fewer bits than %s has: its policy differs from the trainer's"
+                )
+                logger.warning(text, self.name, len(self.model.rounded), self.model.rounded[0], self.model.dtype)
             self._sender = sender = self._make_sender()
             details = sender.prepare(await self.client.world_size())
             await _together(

@@ -45,6 +45,7 @@ class ServerModel:
         dtype: of its weights, such as `bfloat16`; None: not told.
         adapter_rank: the largest rank that fits, if updates bring an adapter; None: they bring the model.
         base_checksum: `folder_checksum` of the frozen model under an adapter.
+        rounded: tensors that it keeps in fewer bits than `dtype` has, whatever it is sent.
     """
 
     tensors: Mapping[str, Shape] | None = None
@@ -52,6 +53,7 @@ class ServerModel:
     dtype: str | None = None
     adapter_rank: int | None = None
     base_checksum: str | None = None
+    rounded: Sequence[str] = ()
 
     @classmethod
     def from_wire(cls, info: Mapping[str, Any]) -> ServerModel:

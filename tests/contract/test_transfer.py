@@ -13,8 +13,11 @@ from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import XIELU
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
@@ -26,6 +29,7 @@ from pipelinerl.inference.transfer import (
     UpdateInfo,
     can_load_in_place,
 )
+from pipelinerl.inference.worker_extension import narrow_tensors
 from pipelinerl.weights.buffers import packed_buffers, update_info_of
 from pipelinerl.weights.source import ModuleSource
 
@@ -265,3 +269,15 @@ def test_an_update_without_a_pass_is_refused(tmp_path: Path) -> None:
     assert engine_of(tmp_path).parse_update_info(info) == UpdateInfo(**info)
     with pytest.raises(ValueError, match="pass_id"):
         engine_of(tmp_path).parse_update_info({name: value for name, value in info.items() if name != "pass_id"})
+
+
+def test_tensors_in_fewer_bits_than_the_model_are_named() -> None:
+    """vLLM has the parameters of Apertus' activation in bf16 whatever its dtype is; loading rounds without a word."""
+    with set_current_vllm_config(VllmConfig()):
+        wide, activation = torch.nn.Linear(2, 2), XIELU()
+    model = torch.nn.ModuleDict({"wide": wide, "activation": activation})
+    names = [f"activation.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    assert narrow_tensors(model, torch.float32) == names
+    assert narrow_tensors(model, torch.bfloat16) == []
+    default_weight_loader(activation.alpha_p, torch.tensor([1.001]))
+    assert activation.alpha_p.item() == 1.0

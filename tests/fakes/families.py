@@ -90,7 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": dict(residual_dropout=0.1, embedding_dropout=0.1),
     "stablelm": {},
     "gpt2": dict(n_embd=64, n_layer=2, n_head=2),
-    # It has no key and value heads of its own, but vLLM would believe their number.
+    # It has no key and value heads of its own, but vLLM would believe their number; `persimmon` alike.
     "gpt_neox": dict(rotary_pct=0.5, num_key_value_heads=2),
     "gpt_bigcode": dict(n_embd=64, n_layer=2, n_head=2),
     "opt": dict(ffn_dim=64, word_embed_proj_dim=64, dropout=0.1),
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "arcee": {},
     "helium": {},
-    "persimmon": {},
+    "persimmon": dict(num_key_value_heads=2),
     "ministral3": {},
     "qwen3_moe": dict(**EXPERTS),
     "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=32),
@@ -123,6 +123,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "glm4_moe": dict(**EXPERTS, n_group=1, topk_group=1, first_k_dense_replace=1),
     "glm4_moe_lite": dict(
+        head_dim=64,
         **EXPERTS,
         **MLA,
         n_group=1,
@@ -143,8 +144,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(**EXPERTS, **DELTA_NET, shared_expert_intermediate_size=32),
     "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
     "lfm2_moe": dict(**EXPERTS, conv_dim=64, num_dense_layers=1, layer_types=["conv", "full_attention"]),
-    "flex_olmo": dict(**EXPERTS),
-    "afmoe": dict(**EXPERTS, **WINDOW, num_dense_layers=1),
+    "flex_olmo": dict(EXPERTS, moe_intermediate_size=64),
+    "afmoe": dict(
+        **EXPERTS, **WINDOW, num_dense_layers=1, score_func="sigmoid", route_norm=True, n_group=1, topk_group=1
+    ),
     "exaone_moe": dict(**EXPERTS, **WINDOW, first_k_dense_replace=1),
     "jamba": dict(
         num_experts=4,
@@ -157,7 +160,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         use_mamba_kernels=False,
     ),
     "llama4_text": dict(
-        num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=64, moe_layers=[1], attention_chunk_size=16
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        intermediate_size_mlp=64,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=16,
     ),
     "qwen3_5_moe_text": dict(**EXPERTS, **DELTA_NET, shared_expert_intermediate_size=32),
     "solar_open": dict(**EXPERTS, n_group=1, topk_group=1, first_k_dense_replace=1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ class Trial:
     Args:
         family: one of `FAMILIES`.
         folder: for models.
+        dtype: of the servers.
 
     Attributes:
         packed: samples share rows; else each has its own.
@@ -53,8 +54,8 @@ class Trial:
         ConfigError: it cannot be trained.
     """
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, family: str, folder: Path, dtype: str = "float32") -> None:
+        self._folder, self._served = folder, {**SERVED, "dtype": dtype}
         source = folder / "model"
         random_model(family).save_pretrained(source)
         save_tokenizer(source)
@@ -70,7 +71,10 @@ class Trial:
     def _open(self, source: Path) -> None:
         settings = dict(seq_packing=self.packed, train_batch_size=1, learning_rate=1e-2)
         config = RunConfig(
-            output_dir=str(self._folder), model_path=str(source), finetune=settings, vllm_config={"vllm_kwargs": SERVED}
+            output_dir=str(self._folder),
+            model_path=str(source),
+            finetune=settings,
+            vllm_config={"vllm_kwargs": self._served},
         )
         self.policy: PolicyModel = load_policy(config, CPU)
         self.backend = PlainBackend(self.policy, config.finetune, Ranks())
@@ -106,11 +110,13 @@ class Trial:
         for number, (_, buffer) in enumerate(saved_buffers(self.policy.language_model)):
             buffer.add_(0.05 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(number)))
 
-    def served(self, model: Path) -> Iterator[tuple[float, float | None]]:
-        """Largest |log-prob difference| to a server of `model`: with its own weights, and after two updates, each with
-        the difference right before it."""
+    def served(
+        self, model: Path, changes: Sequence[Callable[[], object]] | None = None
+    ) -> Iterator[tuple[float, float | None]]:
+        """Largest |log-prob difference| to a server of `model`: with its own weights, and after an update for each of
+        `changes` (default: a step and `change_all`), each with the difference right before it."""
         with (
-            VLLMProcess(model, self._folder / "server.log", SERVED) as server,
+            VLLMProcess(model, self._folder / "server.log", self._served) as server,
             WeightPublisher(server.token, timeout_s=60) as publisher,
         ):
             publisher.connect([ServerAddress("tiny", server.url)])
@@ -120,10 +126,10 @@ class Trial:
                 return publisher.probe(expected).max_abs_diff
 
             yield difference(), None
-            for version, change in enumerate((self.step, self.change_all), start=1):
+            for version, change in enumerate(changes or (self.step, self.change_all), start=1):
                 change()
                 before = difference()
-                report = publisher.publish(version, self.backend.weight_source(torch.float32))
+                report = publisher.publish(version, self.backend.weight_source(self.policy.served_dtype))
                 assert report.failed == {}
                 yield difference(), before
 

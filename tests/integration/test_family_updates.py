@@ -15,6 +15,7 @@ from fakes.whole_run import environment, make_whole_run
 from safetensors.torch import load_file
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.weights.source import saved_buffers
 
 TOLERANCE = 1e-4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
@@ -62,6 +63,21 @@ def test_w1_a_server_agrees_at_the_start_and_after_every_update(family: str, tmp
         assert difference < TOLERANCE
         # The old weights must be told apart, or the test proves nothing.
         assert before is None or before > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_server_in_bf16_has_the_bias_of_a_router_in_fp32(tmp_path: Path) -> None:
+    """Next to 100 all of these are one value of bf16, and other experts would be chosen."""
+    trial = Trial("glm4_moe", tmp_path, "bfloat16")
+    [(_, bias)] = saved_buffers(trial.policy.language_model)
+
+    def prefer(*experts: int) -> None:
+        bias.copy_(100.0 + 0.05 * torch.tensor(experts))
+
+    prefer(0, 3, 6, 9)
+    for difference, before in trial.served(trial.export(), [lambda: prefer(9, 6, 3, 0)]):
+        assert difference < 0.02
+        assert before is None or before > 0.1
 
 
 @pytest.mark.slow
