@@ -164,7 +164,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=1,
         intermediate_size_mlp=64,
         interleave_moe_layer_step=2,
-        attention_chunk_size=16,
+        attention_chunk_size=32,
     ),
     "qwen3_5_moe_text": dict(**EXPERTS, **DELTA_NET, shared_expert_intermediate_size=32),
     "solar_open": dict(**EXPERTS, n_group=1, topk_group=1, first_k_dense_replace=1),
