@@ -83,6 +83,7 @@ class RunForecast:
     servers: int
     on_card: int
     cards: int
+    ranks_of_node: int
     uses: list[CardUse]
     work: Work
     step: StepForecast | None
@@ -145,8 +146,21 @@ def forecast_run(
         step = step_forecast(trainer, server, _layout(config, world), work, hardware.machine)
     cards = len({(job.node_rank, gpu) for job in world.jobs for gpu in job.gpus})
     uses = [*_uses(config, world, hardware, trainer, server)]
-    on_card = _layout(config, world).on_card
-    return RunForecast(shape, hardware, trainer, server, servers, on_card, cards, uses, work, step, config)
+    of_nodes = Counter(job.node_rank for job in world.jobs_of("finetune"))
+    return RunForecast(
+        shape=shape,
+        hardware=hardware,
+        trainer=trainer,
+        server=server,
+        servers=servers,
+        on_card=_layout(config, world).on_card,
+        cards=cards,
+        ranks_of_node=max(of_nodes.values(), default=0),
+        uses=uses,
+        work=work,
+        step=step,
+        config=config,
+    )
 
 
 def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool) -> TrainerSetup:
@@ -314,7 +328,7 @@ def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
             f"{use.jobs} alone take {_gib(use.least)}, with activations and caches {_gib(use.memory.total)}",
             advice_text(forecast),
         )
-    host = trainer_memory(trainer).host_total * trainer.ranks if trainer else 0
+    host = trainer_memory(trainer).host_total * forecast.ranks_of_node if trainer else 0
     if trainer and host > forecast.hardware.host_bytes:
         yield ConfigError(
             "backend.config",
