@@ -168,7 +168,8 @@ def run_trl(args: argparse.Namespace, task: str, seed: int, folder: Path) -> lis
         "max_tokens": max_tokens(args, task),
         "learning_rate": args.learning_rate,
         "temperature": TEMPERATURE,
-        "warmup_steps": WARMUP_STEPS,
+        # Its first step counts as 0: both reach the full learning rate at the same step.
+        "warmup_steps": WARMUP_STEPS - 1,
         "adam_beta2": ADAM_BETA2,
         "clip": CLIP,
         "max_model_len": MAX_MODEL_LEN,
