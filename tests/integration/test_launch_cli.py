@@ -126,7 +126,9 @@ def test_o4_a_dry_run_plans_for_the_gpus_in_the_environment(launch: Launch, tmp_
 
 
 def test_an_impossible_split_is_refused_with_the_numbers(launch: Launch, tmp_path: Path) -> None:
-    done = launch("output_dir=out", "dry_run=true", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    done = launch(
+        "output_dir=out", "dry_run=true", "world.num_finetune_ranks=2", cwd=tmp_path, CUDA_VISIBLE_DEVICES="0"
+    )
     assert_refused(done, "1 node(s) x 1 GPU(s)", "colocated")
 
 
