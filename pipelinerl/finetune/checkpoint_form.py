@@ -1,4 +1,4 @@
-"""The weights of a model in the form of its checkpoint, which is what servers and other programs load.
+"""Names and form of a model's weights in its checkpoint, which is what servers and other programs load.
 
 transformers keeps some models otherwise than their checkpoints do: all experts of a layer are one tensor, or a family
 has other names. It converts while it loads, and back in `save_pretrained`, which needs the whole model at once. Here
@@ -25,7 +25,30 @@ from transformers.core_model_loading import (
 )
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune.policy import LANGUAGE_MODEL
 from pipelinerl.weights.source import Bucket, TensorMeta
+
+#: Begins the names of the language model's parameters in a policy.
+LANGUAGE_PREFIX = f"{LANGUAGE_MODEL}."
+_BASE = ".base_layer."
+_ADAPTER_PARTS = (".lora_A.", ".lora_B.")
+
+
+def is_adapter_part(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return any(part in name for part in _ADAPTER_PARTS)
+
+
+def checkpoint_name(name: str) -> str | None:
+    """Checkpoint name of a policy parameter; None for what the servers never see (the value head, an adapter)."""
+    is_sent = name.startswith(LANGUAGE_PREFIX) and not is_adapter_part(name)
+    return name.removeprefix(LANGUAGE_PREFIX).replace(_BASE, ".") if is_sent else None
+
+
+def export_name(name: str) -> str:
+    """Name of a policy parameter in an exported model: the checkpoint's; a value head and parts of an adapter as they
+    are."""
+    return checkpoint_name(name) or name.removeprefix(LANGUAGE_PREFIX)
 
 
 @dataclass

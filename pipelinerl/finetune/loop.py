@@ -37,7 +37,14 @@ from pipelinerl.finetune.ranks import Ranks, joined_ranks
 from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
 from pipelinerl.finetune.server_pool import open_pool
 from pipelinerl.finetune.step import StepResult, StepRunner
-from pipelinerl.finetune.weight_sync import WeightSync, batch_tokens, check_checkpoint, text_tokens
+from pipelinerl.finetune.weight_sync import (
+    WeightSync,
+    batch_tokens,
+    check_checkpoint,
+    probe_is_due,
+    text_tokens,
+    update_is_due,
+)
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
@@ -190,13 +197,13 @@ class Trainer:
             trained = perf_counter()
             is_last, is_stopped = self._is_complete(), False
             update_starts = trained
-            if self._update_is_due(is_last):
+            if update_is_due(self.context.config, self.state.step, is_last):
                 is_stopped = not self.pauses.before_update(self.state.step)
                 update_starts = perf_counter()
                 if is_stopped:
                     logger.info("asked to stop while rollouts were ending: version %d is not sent", self.state.step)
                 else:
-                    is_probed = is_first_update or is_last or self._probe_is_due()
+                    is_probed = is_first_update or is_last or probe_is_due(self.context.config, self.state.step)
                     self._deliver(batch_tokens(batch.samples) if is_probed else [], is_last)
                     is_first_update = False
             delivered = perf_counter()
@@ -243,7 +250,7 @@ class Trainer:
         step = self.state.step
         is_saved = step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
         exported = self._save() if is_saved else None
-        if self.best and self._update_is_due(is_last=False):
+        if self.best and update_is_due(self.context.config, step):
             self.best.offer(step, exported)
         return is_saved
 
@@ -251,7 +258,7 @@ class Trainer:
         """No batch follows: send what was not sent yet. False: asked to stop meanwhile."""
         step = self.state.step
         logger.info("the passes over the problems are over: step %d was the last one", step)
-        if not self.config.send_weight_updates or step % self.update_interval == 0:
+        if not self.config.send_weight_updates or update_is_due(self.context.config, step):
             return True
         if not self.pauses.before_update(step):
             return False
@@ -307,14 +314,6 @@ class Trainer:
 
     def _is_complete(self) -> bool:
         return self.state.is_complete(self.config, self.update_interval)
-
-    def _update_is_due(self, is_last: bool) -> bool:
-        return self.config.send_weight_updates and (is_last or self.state.step % self.update_interval == 0)
-
-    def _probe_is_due(self) -> bool:
-        """From the configuration and the step alone: all ranks agree, and a resumed run keeps the rhythm."""
-        every = self.context.config.supervise.probe_every_n_updates
-        return every > 0 and self.state.step // self.update_interval % every == 0
 
     def _save(self, with_training_state: bool = True) -> Path:
         """Save model and training state; returns the folder of the model."""

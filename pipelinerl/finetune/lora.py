@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, and the names of parameters with and without them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model.
 
 The only file that knows peft, which is optional. Sharded weights are merged tensor by tensor, which peft cannot do.
 """
@@ -18,16 +18,17 @@ from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.policy import LANGUAGE_MODEL, PolicyModel
+from pipelinerl.finetune.checkpoint_form import LANGUAGE_PREFIX, export_name, is_adapter_part
+from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.tensor_files import write_tensors
 
-_PREFIX = f"{LANGUAGE_MODEL}."
 ADAPTER = "adapter"
 _NAME = "default"
-_BASE = ".base_layer."
-_PARTS = (".lora_A.", ".lora_B.")
 #: What a layer that multiplies with its matrix does, and nothing else: some routers are linear layers by their class.
 _PRODUCTS = (torch.nn.Linear.forward, Conv1D.forward)
+
+
+ValueOf = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,23 +119,6 @@ def adapters_off(policy: PolicyModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def is_adapter_part(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter."""
-    return any(part in name for part in _PARTS)
-
-
-def checkpoint_name(name: str) -> str | None:
-    """Checkpoint name of a policy parameter; None for what the servers never see (the value head, an adapter)."""
-    is_sent = name.startswith(_PREFIX) and not is_adapter_part(name)
-    return name.removeprefix(_PREFIX).replace(_BASE, ".") if is_sent else None
-
-
-def export_name(name: str) -> str:
-    """Name of a policy parameter in an exported model: the checkpoint's; a value head and parts of an adapter as they
-    are."""
-    return checkpoint_name(name) or name.removeprefix(_PREFIX)
-
-
 def adapter_name(name: str, renamed: Callable[[str], str]) -> str | None:
     """Name of a policy parameter in an update that sends the adapter alone; None for all others.
 
@@ -143,7 +127,7 @@ def adapter_name(name: str, renamed: Callable[[str], str]) -> str | None:
     """
     if not is_adapter_part(name):
         return None
-    layer, _, part = name.removeprefix(_PREFIX).replace(f".{_NAME}.", ".").partition(".lora_")
+    layer, _, part = name.removeprefix(LANGUAGE_PREFIX).replace(f".{_NAME}.", ".").partition(".lora_")
     return f"{renamed(f'{layer}.weight').removesuffix('.weight')}.lora_{part}"
 
 
@@ -173,18 +157,20 @@ def scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
     return tensor.detach() if scale in (None, 1.0) else tensor.detach().float() * scale
 
 
-def merged_value(policy: PolicyModel) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def merged_value(policy: PolicyModel, value_of: ValueOf) -> ValueOf:
     """A function from a parameter of `policy` to its merged value, W + alpha / r * B @ A in fp32.
 
-    Merging happens when it is called, for that one tensor, so no second copy of the model ever exists.
+    Merging happens when it is called, for that one tensor, so no second copy of the model ever exists. `value_of` gives
+    what a parameter that is not merged is sent as.
     """
     table = updates(policy)
 
-    def value_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        update = table.get(id(tensor))
-        return tensor if update is None else tensor.detach().float() + update.value()
+    def merged(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        value = value_of(name, tensor)
+        update = table.get(id(value))
+        return value if update is None else value.detach().float() + update.value()
 
-    return value_of
+    return merged
 
 
 def save_adapter(folder: Path, policy: PolicyModel, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -196,7 +182,9 @@ def save_adapter(folder: Path, policy: PolicyModel, tensors: Mapping[str, torch.
     trained = {}
     for name, parameter in policy.language_model.named_parameters():
         if parameter.requires_grad:
-            trained[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = tensors[export_name(_PREFIX + name)]
+            trained[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = tensors[
+                export_name(LANGUAGE_PREFIX + name)
+            ]
     folder.mkdir()
     assert policy.adapter_config is not None
     policy.adapter_config.save_pretrained(str(folder))

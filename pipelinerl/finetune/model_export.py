@@ -19,7 +19,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
-from pipelinerl.finetune.lora import ADAPTER, export_name, has_adapters, is_adapter_part, save_adapter
+from pipelinerl.finetune.checkpoint_form import export_name, is_adapter_part
+from pipelinerl.finetune.lora import ADAPTER, has_adapters, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.tensor_files import write_tensors

@@ -1,4 +1,4 @@
-"""Gives the servers the trainer's weights after a step and verifies them. Every rank takes part.
+"""When the servers get the trainer's weights; gives them those and verifies them. Every rank takes part.
 
 Rank 0 publishes; the other ranks take part in gathering a sharded model and in the probe's forward pass. A server that
 could not be updated is dropped and reported to the launcher, and samples no more.
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.schedule import update_interval
 from pipelinerl.errors import ConfigError, WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.packing_check import token_batch
@@ -41,6 +43,18 @@ _PROBE_TEXTS = (
     "Two numbers add up to 42; the first is 17, so the second is 25.",
     "To find a number between 1 and 100, guess the middle of what is left.",
 )
+
+
+def update_is_due(config: RunConfig, step: int, is_last: bool = False) -> bool:
+    """Whether the servers get the weights of `step`. From the configuration and the step alone: all ranks agree, and a
+    resumed run keeps the rhythm."""
+    return config.finetune.send_weight_updates and (is_last or step % update_interval(config) == 0)
+
+
+def probe_is_due(config: RunConfig, step: int) -> bool:
+    """Whether the update of `step`, neither the first nor the last, is followed by a probe."""
+    every = config.supervise.probe_every_n_updates
+    return every > 0 and step // update_interval(config) % every == 0
 
 
 def probe_tolerance(computed: torch.dtype, tf32: bool, server: str | None) -> float:

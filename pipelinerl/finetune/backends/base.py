@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.checkpoint_form import CheckpointForm
+from pipelinerl.finetune.checkpoint_form import CheckpointForm, checkpoint_name, export_name
 from pipelinerl.finetune.lora import (
+    ValueOf,
     adapter_name,
-    checkpoint_name,
-    export_name,
+    has_adapters,
     merged_value,
     scaled,
     sends_merged,
@@ -53,7 +53,6 @@ from pipelinerl.weights.source import (
 
 NamedParameter = tuple[str, torch.nn.Parameter]
 Rename = Callable[[str], str | None]
-ValueOf = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class Backend:
@@ -127,9 +126,9 @@ class Backend:
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
         """The whole model in checkpoint names, adapters merged, cast to `dtype`; gathered bucket by bucket if sharded.
         The value head belongs to an exported model only."""
-        merged, masters = merged_value(self.policy), self._served.values_in(dtype)
-        rename = export_name if with_value_head else checkpoint_name
-        return self._source(rename, dtype, lambda name, parameter: merged(name, masters(name, parameter)), self._form)
+        masters = self._served.values_in(dtype)
+        value_of = merged_value(self.policy, masters) if has_adapters(self.policy) else masters
+        return self._source(export_name if with_value_head else checkpoint_name, dtype, value_of, self._form)
 
     def export_source(self) -> WeightSource:
         """The weights of an exported model, in the dtype that products are computed in."""
