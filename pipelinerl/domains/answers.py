@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from pipelinerl.llm.tool_calls import after_thinking
+from pipelinerl.llm.tokens import after_thinking
 
 # Python refuses integers of more than 4300 digits; no task here needs more than these.
 MAX_DIGITS = 18

@@ -25,7 +25,7 @@ from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.tool_calls import after_thinking
+from pipelinerl.llm.tokens import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
 from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, check_sandbox, run_program

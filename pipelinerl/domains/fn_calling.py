@@ -19,7 +19,8 @@ from pipelinerl.domains.answers import same_value
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.tool_calls import ParsedToolCalls, after_thinking, arguments_of, parse_tool_calls
+from pipelinerl.llm.tokens import after_thinking
+from pipelinerl.llm.tool_calls import ParsedToolCalls, arguments_of, parse_tool_calls
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 

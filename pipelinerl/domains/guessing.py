@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from pipelinerl.domains.data import check_names
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
-from pipelinerl.llm.tool_calls import after_thinking
+from pipelinerl.llm.tokens import after_thinking
 from pipelinerl.llm.trainable import llm_async_generate, make_training_text
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 

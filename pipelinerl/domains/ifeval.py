@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.tool_calls import after_thinking
+from pipelinerl.llm.tokens import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 

@@ -12,7 +12,7 @@ from pipelinerl.domains.data import check_names, optional
 from pipelinerl.domains.text_game import play, seeded_problems
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.tool_calls import after_thinking
+from pipelinerl.llm.tokens import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import GameStep, text_game
 

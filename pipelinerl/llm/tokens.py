@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from pipelinerl.errors import RolloutError
 
+THINK, THOUGHT = "<think>", "</think>"  # around what a model thinks
 # Tokenizer classes that are fully described by their files. For other names `AutoTokenizer` decides by model type: a
 # Qwen2 model with its own tokenizer would keep the vocabulary and silently get Qwen2's pre-tokenizer.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -205,6 +206,16 @@ class ChatRenderer:
 def is_begun(last: Sequence[dict[str, Any]]) -> bool:
     """Return whether the last message is an answer that the model is to continue."""
     return any(each.get("role") == "assistant" and each.get("content") and not each.get("tool_calls") for each in last)
+
+
+def after_thinking(text: str) -> str:
+    """Return what a model states: what follows its last `</think>`, without thoughts that are not finished."""
+    return text.rpartition(THOUGHT)[2].partition(THINK)[0]
+
+
+def opened_thinking(prompt_text: str | None) -> str:
+    """Return the `<think>` at the end of a prompt, where templates of models that think may put it; else nothing."""
+    return THINK if prompt_text is not None and prompt_text.rstrip().endswith(THINK) else ""
 
 
 def cut_at(text: str, stop: str) -> str:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-_THINK, _THOUGHT = "<think>", "</think>"
+from pipelinerl.llm.tokens import THOUGHT, after_thinking
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _ENDS_OF_MESSAGE = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>")
@@ -46,7 +47,7 @@ def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
     """
     found = ParsedToolCalls(content="")
     stated = after_thinking(text)
-    begin = text.rfind(_THOUGHT) + len(_THOUGHT) if _THOUGHT in text else 0
+    begin = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
     before, text, after = text[:begin], stated, text[begin + len(stated) :]
     if _OPEN in text:
         found.content = _read_tagged(text, found, id_prefix)
@@ -59,16 +60,6 @@ def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
         found.content = _read_bare(text, found, id_prefix)
     found.content = f"{before}{found.content}{after}".strip()
     return found
-
-
-def after_thinking(text: str) -> str:
-    """Return what a model states: what follows its last `</think>`, without thoughts that are not finished."""
-    return text.rpartition(_THOUGHT)[2].partition(_THINK)[0]
-
-
-def opened_thinking(prompt_text: str | None) -> str:
-    """Return the `<think>` at the end of a prompt, where templates of models that think may put it; else nothing."""
-    return _THINK if prompt_text is not None and prompt_text.rstrip().endswith(_THINK) else ""
 
 
 def arguments_of(call: dict[str, Any]) -> dict[str, Any]:

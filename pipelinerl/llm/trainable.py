@@ -15,8 +15,8 @@ from pipelinerl.config.task import EvaluationParameters, LLMParameters
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
 from pipelinerl.llm.client import Completion, Verdict, classify, post, read_completion, reason_of, retry_delay_s
-from pipelinerl.llm.tokens import ChatRenderer, cut_at, is_begun
-from pipelinerl.llm.tool_calls import opened_thinking, parse_tool_calls
+from pipelinerl.llm.tokens import ChatRenderer, cut_at, is_begun, opened_thinking
+from pipelinerl.llm.tool_calls import parse_tool_calls
 from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, Transcript, Turn, continuation, sampled_text
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
 from pipelinerl.rollouts import STEP_REWARD, TrainingText

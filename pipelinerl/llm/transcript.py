@@ -8,8 +8,7 @@ from typing import Any
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm.client import is_finished
-from pipelinerl.llm.tokens import ChatRenderer
-from pipelinerl.llm.tool_calls import opened_thinking
+from pipelinerl.llm.tokens import ChatRenderer, opened_thinking
 from pipelinerl.records import IGNORED_LABEL, VersionSpan
 from pipelinerl.rollouts import TrainingText
 

@@ -1,4 +1,4 @@
-"""Which groups make the next batch, when it may be written, and which batch is the last. No clock, I/O or threads.
+"""Which groups make the next batch, what it holds, when it may be written, which is the last. No clock, I/O or threads.
 
 Whole groups leave in the order in which they came. Rejections are returned to the caller, which writes their fates.
 """
@@ -10,10 +10,20 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import Rounds
 from pipelinerl.errors import StreamError
 from pipelinerl.preprocess.scoring import Rejection, reject_stale
-from pipelinerl.records import Group, StepDone, TrainerMessage, TrainerStarted, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import (
+    Group,
+    StepDone,
+    TrainerMessage,
+    TrainerStarted,
+    TrainingBatch,
+    TrainingDone,
+    WeightUpdateSuccess,
+)
+from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
 
 # Groups with their offset in the stream `actor`; `record.samples` are the trainable ones.
@@ -144,6 +154,32 @@ class Batcher:
 
 def num_samples(groups: Groups) -> int:
     return sum(len(group.record.samples) for group in groups)
+
+
+def make_batch(
+    step: int,
+    groups: Groups,
+    config: FinetuneConfig,
+    num_ranks: int,
+    actor_offset: int,
+    epochs_done: float,
+    incarnation: int,
+    metrics: dict[str, float],
+) -> TrainingBatch:
+    """The batch of one optimizer step, planned for `num_ranks` ranks; `metrics` are of its scoring."""
+    samples = [sample for group in groups for sample in group.record.samples]
+    lengths = [len(sample.input_ids) for sample in samples]
+    return TrainingBatch(
+        id=f"{incarnation}-{step}",
+        step=step,
+        samples=samples,
+        group_ids=[group.record.id for group in groups],
+        plan=make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size),
+        actor_offset=actor_offset,
+        epochs_done=epochs_done,
+        incarnation=incarnation,
+        metrics=metrics,
+    )
 
 
 class TrainerView:

@@ -21,15 +21,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import rounds_of, update_interval
 from pipelinerl.errors import NoRoom
-from pipelinerl.preprocess.batcher import Batcher, Groups, LastStep, TrainerView
+from pipelinerl.preprocess.batcher import Batcher, Groups, LastStep, TrainerView, make_batch
 from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
 from pipelinerl.preprocess.reference import ReferenceServers
 from pipelinerl.preprocess.scoring import GroupScorer, ReferenceScorer, Rejection
 from pipelinerl.records import FateRecord, Group, MetricRecord, PassesOver, TrainerMessage, TrainingBatch, record_time
-from pipelinerl.rl.packing import make_plan
 from pipelinerl.role import RoleContext, run_role
 from pipelinerl.streams.base import (
     ACTOR_TOPIC,
@@ -104,9 +102,8 @@ class PreprocessLoop:
             rounds=rounds,
             step_samples=resume.step_samples,
         )
-        self._outputs = Outputs(
-            context.streams, context.job.name, context.incarnation, config.finetune, trainer_ranks=trainer_ranks
-        )
+        self._finetune, self._num_ranks, self._incarnation = config.finetune, max(trainer_ranks, 1), context.incarnation
+        self._outputs = Outputs(context.streams, context.job.name, context.incarnation, is_read=trainer_ranks > 0)
         # Without a trainer nobody ends with the passes.
         max_epochs = config.finetune.max_epochs if trainer_ranks else None
         self._last_step = LastStep(max_epochs, update_interval(config), resume.next_step - 1, resume.epochs_done)
@@ -184,7 +181,10 @@ class PreprocessLoop:
             oldest = self._batcher.oldest_offset
             statistics = self._scorer.take_statistics()
             offset = self._digested_offset if oldest is None else oldest
-            self._outputs.write_batch(self._step, groups, offset, epochs_done, statistics)
+            batch = make_batch(
+                self._step, groups, self._finetune, self._num_ranks, offset, epochs_done, self._incarnation, statistics
+            )
+            self._outputs.write_batch(batch)
             self._outputs.write_metrics(self._step, self._batcher.num_batches, statistics)
             self._heartbeat.progress()
             last.close(self._step, epochs_done)
@@ -219,17 +219,13 @@ class Outputs:
     """What the preprocessor writes: fates, batches, metrics, and that the passes are over.
 
     Args:
-        trainer_ranks: ranks that batches are planned for; 0: no trainer reads them.
+        is_read: a trainer reads the batches.
     """
 
-    def __init__(
-        self, streams: StreamHub, job_name: str, incarnation: int, config: FinetuneConfig, trainer_ranks: int
-    ) -> None:
+    def __init__(self, streams: StreamHub, job_name: str, incarnation: int, *, is_read: bool) -> None:
         self._job_name = job_name
         self._incarnation = incarnation
-        self._config = config
-        self._num_ranks = max(trainer_ranks, 1)
-        self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch, is_consumed=trainer_ranks > 0)
+        self._batches = streams.writer(TRAINING_DATA_TOPIC, job_name, TrainingBatch, is_consumed=is_read)
         self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
         self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
         self._passes = streams.writer(PASSES_TOPIC, job_name, PassesOver)
@@ -261,39 +257,21 @@ class Outputs:
         if bundles:
             self._fates.flush()
 
-    def write_batch(
-        self, step: int, groups: Groups, actor_offset: int, epochs_done: float, statistics: dict[str, float]
-    ) -> None:
-        """Plan and publish one optimizer step.
+    def write_batch(self, batch: TrainingBatch) -> None:
+        """Publish one optimizer step.
 
         Raises:
             NoRoom: the stream is full, and after `stop_waiting` nobody reads a batch any more.
         """
-        samples = [sample for group in groups for sample in group.record.samples]
-        lengths = [len(sample.input_ids) for sample in samples]
-        config = self._config
-        plan = make_plan(lengths, self._num_ranks, config.seq_length, config.seq_packing, config.train_batch_size)
-        self._batches.write(
-            TrainingBatch(
-                id=f"{self._incarnation}-{step}",
-                step=step,
-                samples=samples,
-                group_ids=[group.record.id for group in groups],
-                plan=plan,
-                actor_offset=actor_offset,
-                epochs_done=epochs_done,
-                incarnation=self._incarnation,
-                metrics=statistics,
-            )
-        )
+        self._batches.write(batch)
         self._batches.flush()
         logger.info(
             "batch %d: %d samples of %d groups, %d micro-batches%s",
-            step,
-            len(samples),
-            len(groups),
-            sum(len(rank) for rank in plan),
-            "".join(f", {name.partition('/')[2]} {value:.3f}" for name, value in statistics.items()),
+            batch.step,
+            len(batch.samples),
+            len(batch.group_ids),
+            sum(len(rank) for rank in batch.plan),
+            "".join(f", {name.partition('/')[2]} {value:.3f}" for name, value in batch.metrics.items()),
         )
 
     def write_passes_over(self, step: int, max_epochs: int) -> None:
