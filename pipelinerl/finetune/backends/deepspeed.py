@@ -19,9 +19,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator
+from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, make_accelerator
 from pipelinerl.finetune.checkpoint_form import CheckpointForm
-from pipelinerl.finetune.lora import updates
+from pipelinerl.finetune.lora import ValueOf, updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.rl.microbatch import MicroBatch

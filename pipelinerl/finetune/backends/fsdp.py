@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import FSDPSettings
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, ValueOf, make_accelerator
+from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, make_accelerator
 from pipelinerl.finetune.checkpoint_form import CheckpointForm
-from pipelinerl.finetune.lora import has_adapters
+from pipelinerl.finetune.lora import ValueOf, has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.rl.microbatch import MicroBatch
