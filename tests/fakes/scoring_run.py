@@ -81,7 +81,8 @@ def start_run(
         "output_dir": str(root / "run"),
         "model_path": str(model),
         "attempts": 2,
-        "max_lag": 8,
+        # Rounds bound the lag themselves.
+        **({} if overrides.get("schedule") == "conventional" else {"max_lag": 8}),
         "dataset_loader": "my_task.load_problems",
         "train_dataset_names": ["train"],
         "test_dataset_names": ["test"],
