@@ -121,7 +121,7 @@ def train(settings: Mapping[str, Any], log: Path, server_url: str | None) -> Non
         return
     from trl import GRPOConfig, GRPOTrainer
 
-    # The loss that ours has with one version: every sample counts the same, and rewards lose the mean of their group.
+    # Our loss with one version: every sample counts the same, and the group mean is subtracted from rewards.
     words |= {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.0, "use_vllm": gpus > 0}
     if gpus:
         words |= {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}

@@ -73,7 +73,7 @@ class MaxLag(LagPolicy):
 
 
 class AdaptiveLag(MaxLag):
-    """`max_lag` as a bound: generation runs ahead only as far as the trainer needs it to.
+    """`max_lag` as a bound: generation runs ahead only as far as the trainer needs.
 
     The budget begins at two batches, the one in training and the next. Then every step's samples come from the version
     before, a lag of 1. A step that had to wait because its batch was incomplete raises the budget by the share of the
@@ -154,7 +154,7 @@ class AdaptiveLag(MaxLag):
 
     def report(self) -> dict[str, float]:
         return {
-            "actor/budget_samples": self.budget_samples,  #: samples that may be admitted and without a fate
+            "actor/budget_samples": self.budget_samples,  #: the most samples that may be admitted and without a fate
             #: samples that lay ready beyond a batch when the trainer took one; below 0: as many were missing
             "actor/ready_surplus": self._ready_surplus,
         }

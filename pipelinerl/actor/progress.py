@@ -35,10 +35,13 @@ class Changes:
 
     async def wait_for(self, predicate: Callable[[], bool], retry_s: Callable[[], float | None] = lambda: None) -> None:
         """Return once `predicate` holds; it is checked now, after every `notify`, and after `retry_s()` seconds."""
-        while not predicate():
+        while True:
+            # Before the check: what may change by time alone is then either seen by it or still to come.
             seconds = retry_s()
+            if predicate():
+                return
             with contextlib.suppress(TimeoutError):
-                # Zero would spin: what holds by then was just checked.
+                # Zero has been checked, and would spin.
                 async with asyncio.timeout(seconds or None):
                     await self._changed.wait()
 

@@ -50,7 +50,7 @@ class PipelineSchedule(Section):
     )
     adaptive_lag: bool = Field(
         default=True,
-        description="run ahead only as far as the trainer needs it, so that samples are fresh; false: always max_lag",
+        description="run ahead only as far as the trainer needs, so that samples are fresh; false: always max_lag",
     )
     pop_old_data: bool = Field(
         default=True, description="with max_lag=null, new groups replace the oldest ready ones when training is slow"

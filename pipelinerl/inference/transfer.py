@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 #: `0` in a server's environment: load layer by layer, whatever the model.
 IN_PLACE_VARIABLE = "PIPELINERL_IN_PLACE_RELOAD"
-#: One update of so many notes which tensors the loaders read, the first and that after a failure included: it costs
+#: One update in so many records which tensors the loaders read, the first and one after a failure included: it costs
 #: about 0.1 ms for each tensor.
 NOTED_EVERY = 10
 

@@ -245,22 +245,20 @@ def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
 
 def _ahead(config: RunConfig) -> float:
     """Batches under way while the trainer is the slower side, the one in training included."""
-    if config.adaptive_lag:
-        return 2.0
-    batch = config.finetune.samples_per_step
-    return 1 + (2.0 if config.max_lag is None else config.max_lag / batch)
+    most = 2.0 if config.max_lag is None else config.max_lag / config.finetune.samples_per_step
+    return 1 + (min(most, 1.0) if config.adaptive_lag else most)
 
 
 def _layout(config: RunConfig, world: WorldMap) -> Layout:
     servers = world.jobs_of("actor_llm")
     users = Counter((job.node_rank, gpu) for job in servers for gpu in job.gpus)
     ranks = {(job.node_rank, gpu) for job in world.jobs_of("finetune") for gpu in job.gpus}
-    is_in_rounds = isinstance(config.pacing, ConventionalSchedule)
+    takes_turns = isinstance(config.pacing, ConventionalSchedule) or config.max_lag == 0
     return Layout(
         servers=len(servers),
         on_card=max(users.values(), default=1),
         shared=any(place in ranks for place in users),
-        turns=is_in_rounds,
+        turns=takes_turns,
         ahead=_ahead(config),
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
+from urllib.parse import quote, unquote
 
 from pipelinerl.config.resources import STREAM_BACKENDS, StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
@@ -23,8 +24,8 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 OWNER_FILE = "run_id"
-#: Names every stream that was opened for writing, one a line: what has to be there when the run is resumed.
-OPENED_FILE = "opened"
+#: Holds an empty file for every stream that was opened for writing: what has to be there when the run is resumed.
+OPENED_FOLDER = "opened"
 
 
 def backend_of(config: StreamsConfig) -> type[StreamBackend]:
@@ -207,7 +208,7 @@ def _visible(folder: Path) -> list[Path]:
 
 def _opened(root: Path) -> list[str]:
     try:
-        return list(dict.fromkeys((root / OPENED_FILE).read_text(encoding="utf-8").split()))
+        return sorted(unquote(file.name) for file in (root / OPENED_FOLDER).iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -215,12 +216,12 @@ def _opened(root: Path) -> list[str]:
 
 
 def _note_opened(root: Path, name: str) -> None:
-    """Add a stream that has a folder. Processes of all nodes do so at once: each line is one write at the end."""
-    if name in _opened(root) or not (root / name).is_dir():
+    """Note a stream that has a folder. A file each: processes of several nodes do so at once, on a shared disk."""
+    if not (root / name).is_dir():
         return
     try:
-        with (root / OPENED_FILE).open("ab", buffering=0) as file:
-            file.write(f"{name}\n".encode())
+        (root / OPENED_FOLDER).mkdir(exist_ok=True)
+        (root / OPENED_FOLDER / quote(name, safe="")).touch()
     except OSError as error:
         raise StreamError(f"{root}: cannot hold streams: {error}") from error
 

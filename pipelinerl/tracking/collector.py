@@ -160,7 +160,8 @@ class Collector:
         self._since = record_time() if incarnation else 0.0
         self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.job("actor_0") / "stdout.log"))
         # Whoever takes turns waits by design.
-        self._waiting = None if config.schedule == "conventional" else WaitingWatch(_waiting_advice(run_dir))
+        takes_turns = config.schedule == "conventional" or config.max_lag == 0
+        self._waiting = None if takes_turns else WaitingWatch(_waiting_advice(run_dir))
         self._run_dir = run_dir
         self._max_steps = config.finetune.known_steps
         self._title = run_dir.root.name

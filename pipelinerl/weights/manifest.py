@@ -11,7 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class ServerModel:
     dtype: str | None = None
     adapter_rank: int | None = None
     base_checksum: str | None = None
-    rounded: Sequence[str] = ()
+    rounded: Sequence[str] = field(default_factory=list)
 
     @classmethod
     def from_wire(cls, info: Mapping[str, Any]) -> ServerModel:

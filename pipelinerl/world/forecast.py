@@ -26,7 +26,7 @@ MIB = 2**20
 
 Sharding = Literal["plain", "fsdp", "zero1", "zero2", "zero3"]
 
-WEIGHTS, COPIES, RESTS = "master weights", "weights in 16 bits", "rests of rounded weights"
+WEIGHTS, COPIES, RESTS = "master weights", "weights in 16 bits", "rounding remainders"
 GRADIENTS, OPTIMIZER, STEP = "gradients", "optimizer state", "optimizer step"
 ACTIVATIONS, LOGITS, REFERENCE = "activations", "logits and head", "reference model"
 GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "work space"

@@ -10,6 +10,7 @@ multiplies, and costs the host a time for each sequence; with small models the h
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,19 +27,24 @@ class CardKind(NamedTuple):
     bandwidth: float
 
 
-#: NVIDIA's data sheets. Found in the driver's name of a card by the first key that it contains.
+#: NVIDIA's data sheets. Found in the driver's name of a card by the first key that it contains as whole words.
 CARDS = {
     "b200": CardKind(178.4, 2250 * _TERA, 8.0 * _TERA),
     "gh200": CardKind(95.6, 989 * _TERA, 4.0 * _TERA),
     "h200": CardKind(139.8, 989 * _TERA, 4.8 * _TERA),
     "h100 pcie": CardKind(79.6, 756 * _TERA, 2.0 * _TERA),
+    "h100 nvl": CardKind(93.6, 835 * _TERA, 3.9 * _TERA),
     "h100": CardKind(79.6, 989 * _TERA, 3.35 * _TERA),
     "h800": CardKind(79.6, 989 * _TERA, 3.35 * _TERA),
     "h20": CardKind(95.6, 148 * _TERA, 4.0 * _TERA),
-    "a100-40": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
+    "a100 40": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
+    "a100 40gb": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
+    "a100 sxm4 40gb": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
+    "a100 pcie 40gb": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
     "a100": CardKind(79.2, 312 * _TERA, 2.0 * _TERA),
     "a800": CardKind(79.2, 312 * _TERA, 2.0 * _TERA),
     "l40s": CardKind(44.4, 362 * _TERA, 0.86 * _TERA),
+    "l40": CardKind(44.4, 181 * _TERA, 0.86 * _TERA),
     "a6000": CardKind(47.5, 155 * _TERA, 0.77 * _TERA),
     "a10g": CardKind(22.1, 70 * _TERA, 0.6 * _TERA),
     "a10": CardKind(22.1, 125 * _TERA, 0.6 * _TERA),
@@ -56,12 +62,12 @@ _HOST_BANDWIDTH, _LINK_BANDWIDTH = 20e9, 150e9
 
 # What was measured, and where (docs/benchmarks.md has the table of each).
 #: Trainer, 19 runs of 0.1 to 3.1 B on one H200, packs of 2,048 to 16,384 tokens: share of the peak that products reach;
-#: how often what a layer keeps of a token crosses the memory (norms, casts, activations), with checkpointing and with
-#: adapters so much more; bytes for each value of the optimizer's step.
+#: how often what a layer keeps of a token crosses the memory (norms, casts, activations), factors on it with
+#: checkpointing and with adapters; bytes for each value of the optimizer's step.
 _PRODUCT_SHARE, _CROSSINGS, _CHECKPOINTING_CROSSINGS, _ADAPTER_CROSSINGS = 0.65, 21, 1.15, 1.6
 _OPTIMIZER_BYTES = 135
-#: Seconds in which the host starts the kernels of one layer, forward and backward; with checkpointing and with adapters
-#: so much more, and with products in fp32 or TF32, whose attention has more kernels. Small models and short packs wait.
+#: Seconds in which the host starts the kernels of one layer, forward and backward; added with checkpointing, with
+#: adapters, and with products in fp32 or TF32, whose attention has more kernels. Small models and short packs wait.
 _HOST_S_PER_LAYER, _HOST_CHECKPOINTING, _HOST_ADAPTER, _HOST_FP32 = 5.0e-3, 4.0e-3, 3.0e-3, 2.7e-3
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
@@ -77,7 +83,7 @@ _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 _TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.
 _MEASURED_BILLIONS = (0.1, 3.5)
-_MEASURED_CARDS = ("h100", "h200")
+_MEASURED_CARDS = ("h200",)
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,13 @@ def cpu_machine(memory_bytes: float, cores: int) -> Machine:
     return Machine(f"{cores} CPU cores", memory_bytes, cores * _CPU_CORE_FLOPS, _CPU_BANDWIDTH, on_cpu=True)
 
 
+def _is_named(key: str, name: str) -> bool:
+    return f" {key} " in f" {re.sub(r'[^a-z0-9]+', ' ', name.lower())} "
+
+
 def card_machine(name: str, memory_bytes: float | None = None) -> Machine:
     """A card by its name (the driver's, or a key of `CARDS`); `memory_bytes`: None: that of its data sheet."""
-    kind = next((kind for key, kind in CARDS.items() if key in name.lower()), UNKNOWN_CARD)
+    kind = next((kind for key, kind in CARDS.items() if _is_named(key, name)), UNKNOWN_CARD)
     return Machine(name, memory_bytes or kind.memory_gib * GIB, kind.flops, kind.bandwidth)
 
 
@@ -239,7 +249,7 @@ def step_forecast(
     in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
     lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)
     billions = trainer.shape.parameters / 1e9
-    known = any(key in machine.name.lower() for key in _MEASURED_CARDS) and trainer.sharding == "plain"
+    known = any(_is_named(key, machine.name) for key in _MEASURED_CARDS) and trainer.sharding == "plain"
     return StepForecast(
         generate_s=generate_s,
         train_s=train_s,

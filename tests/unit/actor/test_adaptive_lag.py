@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipelinerl.actor.budget import AdaptiveLag, LagPolicy, MaxLag, SampleBudget
+from pipelinerl.actor.progress import Changes
 from pipelinerl.records import StepDone
 
 GROUP = 8
@@ -220,3 +222,18 @@ def test_a_bound_below_one_batch_stays_the_bound() -> None:
         on_policy.start_group(f"g{count}")
         count += 1
     assert count == 4
+
+
+async def test_a_wait_looks_again_after_the_time_that_it_was_told() -> None:
+    """Also if what it waits for comes true between the check and the question how long."""
+    looks = 0
+
+    def predicate() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 2
+
+    left = iter([0.01])
+    async with asyncio.timeout(5):
+        await Changes().wait_for(predicate, lambda: next(left, None))
+    assert looks == 2

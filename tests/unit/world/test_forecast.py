@@ -147,3 +147,20 @@ def test_servers_on_one_card_share_it() -> None:
     alone, four = (server_rate(server, work, card, on_card) for on_card in (1, 4))
     assert four == pytest.approx(alone)
     assert server_rate(server, work, card, 100) < alone / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.6),
+        ("NVIDIA H100 NVL", 93.6),
+        ("NVIDIA GH200 480GB", 95.6),
+        ("NVIDIA A100-SXM4-40GB", 39.4),
+        ("NVIDIA A100-SXM4-80GB", 79.2),
+        ("NVIDIA L40", 44.4),
+        ("NVIDIA L4", 22.1),
+        ("l40s", 44.4),
+    ],
+)
+def test_a_card_is_found_by_whole_words(name: str, gib: float) -> None:
+    assert card_machine(name).memory_bytes == gib * GIB
