@@ -89,7 +89,11 @@ def count_parameters(model_path: str) -> int | None:
 
 
 def read_shape(model_path: str) -> ModelShape | None:
-    """Sizes of a model from its files here or in the hub's cache, else a guess by its name; None: nothing is known."""
+    """Sizes of a model; None: nothing is known.
+
+    They come from its `config.json`, here or in the hub's cache, and in a folder the headers of the weight files tell
+    the number of parameters. Else the name is a guess.
+    """
     found = shape_of(read_model_config(model_path), count_parameters(model_path))
     return found or guess_shape(model_path)
 

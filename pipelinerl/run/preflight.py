@@ -196,17 +196,18 @@ def check_model_path(start: Start) -> list[str]:
 def check_fit(start: Start) -> list[str]:
     """Refuse a run that cannot fit its cards whatever its packs are; a dry run gets the whole forecast.
 
-    A model that is known by its name alone is refused in a dry run only.
+    Only what the weight files say refuses a run: a `config.json` or a name may stand for other layers than are counted.
     """
     hardware, shape = hardware_here(start.config, start.cluster), read_shape(start.config.model_path)
-    if hardware is None or shape is None or (shape.source == "name" and not start.is_dry_run):
+    if hardware is None or shape is None:
         return []
     with FreePorts(start.config, start.cluster.rank, reserve=False) as ports:
         world = build_world_map(start.config, start.cluster, ports, shape)
     forecast = forecast_run(start.config, world, hardware, shape)
-    for fault in faults_of(forecast):
-        raise fault
-    lines = lines_of(forecast)
+    faults = faults_of(forecast)
+    if faults and shape.source == "weight files":
+        raise faults[0]
+    lines = [*lines_of(forecast), *(f"note: it may not fit: {fault}" for fault in faults)]
     return lines if start.is_dry_run else [line for line in lines if line.startswith("note: ")]
 
 

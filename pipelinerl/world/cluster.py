@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipelinerl.errors import ConfigError
 
@@ -118,7 +118,10 @@ class Card(NamedTuple):
 
 
 def nvml_cards() -> list[Card]:
-    """This machine's NVIDIA GPUs by index, through NVML; none if there is no driver."""
+    """This machine's NVIDIA GPUs by index, through NVML; none if there is no driver.
+
+    What NVML does not tell of a card (the memory of one that is divided by MIG, for instance) is empty or zero.
+    """
     try:
         import pynvml
     except ImportError:
@@ -127,13 +130,20 @@ def nvml_cards() -> list[Card]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return []
+
+    def answer(ask: Callable[[Any], Any], of: Any, otherwise: Any = None) -> Any:
+        try:
+            return ask(of)
+        except pynvml.NVMLError:
+            return otherwise
+
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [answer(pynvml.nvmlDeviceGetHandleByIndex, index) for index in range(pynvml.nvmlDeviceGetCount())]
         return [
             Card(
-                str(pynvml.nvmlDeviceGetUUID(handle)),
-                str(pynvml.nvmlDeviceGetName(handle)),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                str(answer(pynvml.nvmlDeviceGetUUID, handle, "")),
+                str(answer(pynvml.nvmlDeviceGetName, handle, "GPU")),
+                int(answer(lambda each: pynvml.nvmlDeviceGetMemoryInfo(each).total, handle, 0)),
             )
             for handle in handles
         ]

@@ -172,8 +172,8 @@ def _states(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
     parts: dict[str, float]
     if setup.lora_rank:
         # Only embeddings and vectors of a frozen model stay wide (`lora.keep_products_exact`).
-        narrow = shape.layer_matrices + (0 if shape.tied else shape.embedding)
-        wide = shape.parameters - narrow
+        wide = min(shape.embedding + shape.vectors, shape.parameters)
+        narrow = shape.parameters - wide
         size = 2 if setup.products == "bf16" and setup.sharding != "fsdp" else 4
         sharded = share if setup.sharding in ("fsdp", "zero3") else 1
         parts = {WEIGHTS: (size * narrow + (2 if setup.is_pure else 4) * wide) * sharded + 4 * setup.trained}

@@ -41,7 +41,8 @@ class ModelShape:
 
     Attributes:
         parameters: all values, a tied head once.
-        layer_matrices: values in the matrices of all decoder layers, all experts included.
+        layer_matrices: values in the matrices of all decoder layers, all experts included, as far as they are known.
+        vectors: norms and biases.
         active_matrices: those of them that one token passes through.
         kv_values: values that the cache keeps of one token.
         context: positions that it was made for; 0: not stated.
@@ -57,6 +58,7 @@ class ModelShape:
     tied: bool
     parameters: int
     layer_matrices: int
+    vectors: int
     active_matrices: int
     kv_values: int
     context: int = 0
@@ -67,17 +69,6 @@ class ModelShape:
     def embedding(self) -> int:
         """Values of the embedding; of a head that is not tied there are as many."""
         return self.vocabulary * self.hidden
-
-    @property
-    def vectors(self) -> int:
-        """Norms and biases."""
-        heads = self.embedding * (1 if self.tied else 2)
-        return max(0, self.parameters - self.layer_matrices - heads)
-
-    @property
-    def products(self) -> int:
-        """Values that one token is multiplied with, the head included."""
-        return self.active_matrices + self.embedding
 
     def weight_bytes(self, dtype: str | None = None) -> int:
         """Bytes of the weights in `dtype`; None: that of the checkpoint."""
@@ -123,7 +114,9 @@ def shape_of(config: Mapping[str, Any], parameters: int | None = None) -> ModelS
     tied = config.get("tie_word_embeddings")
     is_tied = tied if isinstance(tied, bool) else family.startswith(_TIED)
     vectors = layers * (2 * hidden + attention_vectors) + hidden
-    total = all_matrices + vectors + vocabulary * hidden * (1 if is_tied else 2)
+    heads_and_vectors = vocabulary * hidden * (1 if is_tied else 2) + vectors
+    if parameters:  # the weight files may hold less than a decoder of these sizes has (or more: other kinds of layers)
+        all_matrices = min(all_matrices, max(0, parameters - heads_and_vectors))
     stated = config.get("dtype") or config.get("torch_dtype")
     return ModelShape(
         hidden=hidden,
@@ -134,9 +127,10 @@ def shape_of(config: Mapping[str, Any], parameters: int | None = None) -> ModelS
         head_dim=head_dim,
         vocabulary=vocabulary,
         tied=is_tied,
-        parameters=parameters or total,
+        parameters=parameters or all_matrices + heads_and_vectors,
         layer_matrices=all_matrices,
-        active_matrices=active,
+        vectors=vectors,
+        active_matrices=min(active, all_matrices),
         kv_values=layers * kv_values,
         context=size("max_position_embeddings", "n_positions"),
         source="weight files" if parameters else "config.json",

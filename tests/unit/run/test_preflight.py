@@ -20,9 +20,12 @@ from pipelinerl import launch
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run import preflight
+from pipelinerl.run.fit import Hardware
 from pipelinerl.run.model_folder import count_parameters
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
 from pipelinerl.world import Cluster, usable_cores
+from pipelinerl.world.model_shape import guess_shape
+from pipelinerl.world.rates import card_machine
 
 
 def start(changes: dict[str, Any], nodes: int = 1, gpus: tuple[str, ...] = (), **environ: str) -> Start:
@@ -333,3 +336,20 @@ def test_parameters_are_counted_from_the_headers(tmp_path: Path) -> None:
         (tmp_path / "model-1.safetensors").write_bytes(damage)
         assert count_parameters(str(tmp_path)) is None
     assert count_parameters("owner/name") is None
+
+
+@pytest.mark.parametrize("is_dry_run", [False, True])
+@pytest.mark.parametrize("source", ["weight files", "config.json", "name"])
+def test_only_counted_weights_refuse_a_start(monkeypatch: pytest.MonkeyPatch, source: Any, is_dry_run: bool) -> None:
+    """A formula may count layers that a model of another kind does not have."""
+    shape = guess_shape("x/70b")
+    assert shape is not None
+    monkeypatch.setattr(preflight, "read_shape", lambda path: replace(shape, source=source))
+    hardware = Hardware(card_machine("H100", 80e9), 10**12)
+    monkeypatch.setattr(preflight, "hardware_here", lambda config, cluster: hardware)
+    run = replace(start({}, gpus=("0", "1")), is_dry_run=is_dry_run)
+    if source == "weight files":
+        with pytest.raises(ConfigError):
+            preflight.check_fit(run)
+    else:
+        assert sum(line.startswith("note: it may not fit") for line in preflight.check_fit(run)) == 2

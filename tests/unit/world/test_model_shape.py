@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipelinerl.world.forecast import WEIGHTS, TrainerSetup, held_memory
 from pipelinerl.world.model_shape import guess_shape, shape_of
 
 QWEN_7B = dict(
@@ -35,6 +36,19 @@ def test_qwen_7b_by_hand() -> None:
     assert shape.kv_bytes() == 28 * 2 * 4 * 128 * 2
     assert guess_shape("Qwen/Qwen2.5-7B-Instruct") is not None
     assert guess_shape("Qwen/Qwen2.5-7B-Instruct").parameters == shape.parameters  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("counted", [3_000_000_000, 30_000_000_000])
+def test_layers_of_other_kinds_than_are_counted(counted: int) -> None:
+    """No more matrices than the weight files hold; what the formula does not know is no norm or bias."""
+    shape, computed = shape_of(QWEN_7B, counted), shape_of(QWEN_7B)
+    assert shape is not None and computed is not None
+    assert (shape.parameters, shape.vectors) == (counted, 28 * (2 * 3584 + 3584 + 2 * 512) + 3584)
+    rest = counted - 2 * 152064 * 3584 - shape.vectors
+    assert shape.layer_matrices == shape.active_matrices == min(computed.layer_matrices, rest)
+    weights = held_memory(TrainerSetup(shape, lora_rank=8, lora_matrices=0))[WEIGHTS]
+    wide = 152064 * 3584 + shape.vectors
+    assert weights == 2 * (counted - wide) + 4 * wide  # frozen matrices in 16 bits
 
 
 SMALL = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=512)

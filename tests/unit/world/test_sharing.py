@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes.decoder_shape import decoder_shape
 
 from pipelinerl.config import RunConfig
-from pipelinerl.world import Cluster, nvml_gpu_memory
+from pipelinerl.world import Cluster, nvml_cards, nvml_gpu_memory
 from pipelinerl.world import cluster as cluster_module
 from pipelinerl.world.cluster import Card
 from pipelinerl.world.sharing import free_cores, needs_of, servers_on_gpu
@@ -79,3 +81,28 @@ def test_the_memory_of_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     # Only of the visible ones.
     cluster = Cluster.from_env({"CUDA_VISIBLE_DEVICES": "0"}, lambda: [], 4, nvml_gpu_memory)
     assert (cluster.gpus, cluster.gpu_bytes) == (("0",), 80)
+
+
+def test_a_card_that_does_not_tell_its_memory_is_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is divided by MIG, and one that shares the machine's memory."""
+
+    class NVMLError(Exception): ...
+
+    def told(handle: int) -> Any:
+        if handle:
+            raise NVMLError
+        return SimpleNamespace(total=80)
+
+    fake = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+        nvmlDeviceGetName=lambda handle: told(handle) and "H100",
+        nvmlDeviceGetMemoryInfo=told,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert nvml_cards() == [("GPU-0", "H100", 80), ("GPU-1", "GPU", 0)]
+    assert (nvml_gpu_memory(["0"]), nvml_gpu_memory(["0", "1"])) == (80, None)
