@@ -16,8 +16,6 @@ from pathlib import Path
 import psutil
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.load import read_deepspeed_file
-from pipelinerl.config.resources import DeepSpeedSettings, FSDPSettings
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.world import Cluster, WorldMap, nvml_cards
@@ -28,7 +26,6 @@ from pipelinerl.world.forecast import (
     Memory,
     Remedy,
     ServerSetup,
-    Sharding,
     TrainerSetup,
     cache_tokens,
     held_memory,
@@ -40,15 +37,13 @@ from pipelinerl.world.forecast import (
 )
 from pipelinerl.world.model_shape import ModelShape
 from pipelinerl.world.rates import Layout, Machine, StepForecast, Work, card_machine, cpu_machine, step_forecast
+from pipelinerl.world.setups import longest_sample, server_setup, trainer_setup
 
 _MEMORY_LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-#: vLLM's default of `gpu-memory-utilization`.
-_DEFAULT_SHARE = 0.9
 #: What a sleeping server keeps on its card: CUDA's context and graphs.
 _ASLEEP_BYTES = 1.2 * GIB
 #: Launcher, actor and preprocessor together.
 _OTHER_PROCESSES = 1.0 * GIB
-_FP32_NAMES = ("float32", "float")
 #: Prompts are short beside answers unless told otherwise, and answers half as long as they may be.
 _PROMPT_TOKENS, _ANSWER_SHARE = 256, 0.5
 _BETTER = 0.9
@@ -138,7 +133,11 @@ def forecast_run(
     ranks, servers = len(world.jobs_of("finetune")), len(world.jobs_of("actor_llm"))
     all_servers = servers + len(world.jobs_of("preprocessor_llm"))
     trainer = trainer_setup(config, shape, ranks, on_cpu) if ranks else None
-    server = server_setup(config, shape, world, on_cpu) if all_servers else None
+    server = server_setup(config, shape, on_cpu) if all_servers else None
+    if server is not None:
+        first = next(job for kind in ("actor_llm", "preprocessor_llm") for job in world.jobs_of(kind))
+        cache = server.cache_bytes if first.cache_bytes is None else first.cache_bytes
+        server = replace(server, gpus=max(1, len(first.gpus)), cache_bytes=cache)
     prompt, answer = tokens or _assumed_tokens(config)
     work = Work(config.finetune.samples_per_step, prompt, answer, config.actor.llm_max_rollouts)
     step = None
@@ -163,82 +162,8 @@ def forecast_run(
     )
 
 
-def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool) -> TrainerSetup:
-    """The record of one trainer rank."""
-    tuned, backend = config.finetune, config.backend
-    products = ("fp32" if on_cpu else "bf16") if tuned.dtype == "auto" else tuned.dtype
-    sharding: Sharding = "plain"
-    optimizer_on_host = parameters_on_host = False
-    if isinstance(backend, DeepSpeedSettings):
-        zero = read_deepspeed_file(backend.config)["zero_optimization"]
-        stages: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
-        sharding = stages[zero["stage"]]
-        optimizer_on_host, parameters_on_host = (
-            (zero.get(f"offload_{what}") or {}).get("device") == "cpu" for what in ("optimizer", "param")
-        )
-    elif isinstance(backend, FSDPSettings):
-        sharding = "fsdp"
-    named = config.vllm_config.option("dtype")[1]
-    is_wide = str(named).lower() in _FP32_NAMES or (named is None and on_cpu)
-    pack = tuned.seq_length if tuned.seq_packing else tuned.train_batch_size * _longest(config)
-    of_rank = -(-tuned.samples_per_step * _longest(config) // max(ranks, 1))
-    reference = config.uses_local_reference(config.has_reference_pool)
-    is_own_copy = reference and not (tuned.lora.enabled and tuned.lora.bias == "none")
-    return TrainerSetup(
-        shape=shape,
-        ranks=max(ranks, 1),
-        sharding=sharding,
-        products=products,
-        served_bytes=4 if is_wide and products != "bf16" else 2,
-        pack_tokens=min(pack, of_rank),
-        checkpointing=tuned.gradient_checkpointing,
-        chunk_tokens=tuned.logprob_chunk_tokens,
-        lora_rank=tuned.lora.r if tuned.lora.enabled else 0,
-        lora_matrices=len(tuned.lora.target_modules) or 7,
-        reference=("host" if tuned.rl.reference_offload else "device") if is_own_copy else "none",
-        optimizer_on_host=optimizer_on_host,
-        parameters_on_host=parameters_on_host,
-        gathered_bytes=2 if isinstance(backend, FSDPSettings) and backend.param_dtype == "bf16" else 4,
-        longest=_longest(config),
-        on_cpu=on_cpu,
-    )
-
-
-def server_setup(config: RunConfig, shape: ModelShape, world: WorldMap, on_cpu: bool) -> ServerSetup:
-    """The record of one card of a server."""
-    vllm = config.vllm_config
-    jobs = [*world.jobs_of("actor_llm"), *world.jobs_of("preprocessor_llm")]
-    named = str(vllm.option("dtype")[1] or ("float32" if on_cpu else "auto")).lower()
-    share = vllm.option("gpu-memory-utilization")[1]
-    cache: float | None = jobs[0].cache_bytes or vllm.number("kv-cache-memory-bytes")
-    kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
-    weight_bytes: float = 4 if named in _FP32_NAMES else 2
-    if vllm.quantization:
-        weight_bytes = 1 if "8" in vllm.quantization else 0.5
-    return ServerSetup(
-        shape=shape,
-        gpus=max(1, len(jobs[0].gpus)),
-        weight_bytes=weight_bytes,
-        kv_bytes=1 if "fp8" in kv_dtype else max(weight_bytes, 2),
-        fp32_head=config.fp32_lm_head,
-        share=float(share) if isinstance(share, int | float) else _DEFAULT_SHARE,
-        cache_bytes=vllm.cpu_kv_cache_gib * GIB if on_cpu else cache,
-        max_tokens=vllm.number("max-model-len") or shape.context or config.finetune.seq_length,
-        max_sequences=vllm.number("max-num-seqs") or 256,
-        batched_tokens=vllm.number("max-num-batched-tokens") or (2048 if on_cpu else 8192),
-        graphs=not on_cpu and vllm.option("enforce-eager")[1] is None,
-        on_cpu=on_cpu,
-    )
-
-
-def _longest(config: RunConfig) -> int:
-    """Tokens of the longest sample that can come."""
-    served = config.vllm_config.number("max-model-len") or config.finetune.seq_length
-    return min(served, config.finetune.seq_length)
-
-
 def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
-    longest = _longest(config)
+    longest = longest_sample(config)
     answer = max(1.0, min(config.llm.parameters.max_tokens, longest) * _ANSWER_SHARE)
     return float(max(1, min(_PROMPT_TOKENS, longest // 4, longest - answer))), answer
 
@@ -378,7 +303,7 @@ def nearest(forecast: RunForecast) -> list[Remedy]:
     beside = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
     cards = max(1, forecast.cards - forecast.servers // forecast.on_card)
     room = machine.memory_bytes - max(0.0, beside)
-    return remedies(trainer, room, forecast.hardware.host_bytes, cards, _longest(forecast.config))
+    return remedies(trainer, room, forecast.hardware.host_bytes, cards, longest_sample(forecast.config))
 
 
 def lines_of(forecast: RunForecast) -> list[str]:

@@ -66,7 +66,7 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model
     """
     split = _split_cluster(config, cluster, model)
     needs = needs_of(config, cluster, model, split.finetune_ranks) if split.device == "cuda" else None
-    jobs = with_memory(config, _Placer(config, cluster, split, ports).jobs(), needs)
+    jobs, doubts = with_memory(config, _Placer(config, cluster, split, ports).jobs(), needs)
     first_rank = next((job for job in jobs if job.kind == "finetune"), None)
     master_node = 0 if first_rank is None else first_rank.node_rank
     return WorldMap(
@@ -76,7 +76,7 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model
         rank=cluster.rank,
         master_addr=cluster.hosts[master_node],
         master_port=cluster.master_port or ports.take(master_node, DEFAULT_MASTER_PORT, "MASTER_PORT"),
-        notes=_notes(config, split, jobs),
+        notes=[*_notes(config, split, jobs), *doubts],
     )
 
 

@@ -15,8 +15,10 @@ import msgspec
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import Cluster
+from pipelinerl.world.forecast import least_memory, least_of_server, trainer_memory
 from pipelinerl.world.jobs import Job
 from pipelinerl.world.model_shape import ModelShape
+from pipelinerl.world.setups import server_setup, trainer_setup
 
 #: More were not measured.
 MOST_SERVERS = 4
@@ -27,15 +29,11 @@ CORES_PER_SERVER = 2
 WEIGHT_SHARE, FIXED_SHARE, LEAST_SEQUENCES = 0.15, 0.5, 8
 #: Of a server besides weights and cache: CUDA context, graphs, activations, logits.
 OVERHEAD_BYTES = 3 * 2**30
-#: Of the memory that the state of a trainer rank leaves, what servers that share its GPU may use: activations need the
-#: rest.
-SHARE_NEXT_TO_TRAINER = 0.5
+#: Of a GPU, what stays free beside a trainer rank's peak and the servers there: the peak is a forecast.
+FREE_NEXT_TO_TRAINER = 0.05
 #: What a cache next to a trainer holds besides all running sequences, and its size for tiny models.
 PREFIX_SHARE, LEAST_CACHE_BYTES = 0.25, 2**30
-_STATE_BYTES, _FROZEN_BYTES = 16, 4  # parameter, gradient and two moments in fp32; a frozen parameter
-_DEFAULT_UTILIZATION, _DEFAULT_SEQUENCES = 0.9, 256
 _ACTOR_AND_PREPROCESSOR = 2
-_WIDE = ("float32", "float")
 _CACHE = "kv-cache-memory-bytes"
 
 
@@ -49,8 +47,10 @@ class Needs:
         weights: of one server.
         sequence: cache of one sequence of full length.
         sequences: that a server runs at most.
-        rank: state of a trainer rank, without activations.
+        rank: peak of a trainer rank.
+        least_rank: what no step of it is possible without.
         cache: of one server, if the user chose it.
+        is_counted: whether the weight files tell the number of parameters.
     """
 
     gpu: int
@@ -59,13 +59,15 @@ class Needs:
     sequence: int
     sequences: int
     rank: int
+    least_rank: int
     cache: int | None
+    is_counted: bool
 
     def room(self, with_rank: bool) -> int:
         """What all servers of the GPU may use together."""
         if not with_rank:
             return self.usable
-        return min(self.usable, int(SHARE_NEXT_TO_TRAINER * (self.gpu - self.rank)))
+        return min(self.usable, int((1 - FREE_NEXT_TO_TRAINER) * self.gpu) - self.rank)
 
     def cache_of(self, servers: int, with_rank: bool) -> int:
         """The cache of each of `servers` servers; below zero if there is no room for them. Next to a trainer no more
@@ -75,6 +77,11 @@ class Needs:
         cache = self.room(with_rank) // servers - self.weights - OVERHEAD_BYTES
         enough = max(int(self.sequences * self.sequence * (1 + PREFIX_SHARE)), LEAST_CACHE_BYTES)
         return min(cache, enough) if with_rank else cache
+
+    def is_impossible(self, servers: int, with_rank: bool) -> bool:
+        """Whether servers without the room that they should have cannot work at all."""
+        is_too_much = not with_rank or self.least_rank + servers * self.weights > self.gpu
+        return self.is_counted and is_too_much
 
     def server(self, cache: int) -> int:
         """Memory of one server with this cache."""
@@ -89,27 +96,21 @@ def needs_of(config: RunConfig, cluster: Cluster, model: ModelShape | None, rank
     """What servers and ranks of this run take; None if the model or the memory of the GPUs is not known.
 
     Args:
-        ranks: of the trainer; all but the plain backend divide its state.
+        ranks: of the trainer.
     """
     if model is None or cluster.gpu_bytes is None:
         return None
-    vllm = config.vllm_config
-    value_bytes = 4 if str(vllm.option("dtype")[1]).lower() in _WIDE else 2
-    cache_bytes = 1 if str(vllm.option("kv-cache-dtype")[1]).lower().startswith("fp8") else value_bytes
-    share = vllm.option("gpu-memory-utilization")[1]
-    share = share if isinstance(share, int | float) else _DEFAULT_UTILIZATION
-    # Without a limit of the run's, vLLM uses the model's.
-    context = vllm.number("max-model-len") or model.context or config.finetune.seq_length
-    state = _FROZEN_BYTES if config.finetune.lora.enabled else _STATE_BYTES
-    parts = 1 if config.backend.type == "plain" else max(1, ranks)
+    server, trainer = server_setup(config, model, False), trainer_setup(config, model, ranks, False)
     return Needs(
         gpu=cluster.gpu_bytes,
-        usable=int(share * cluster.gpu_bytes),
-        weights=model.parameters * value_bytes,
-        sequence=context * model.kv_values * cache_bytes,
-        sequences=vllm.number("max-num-seqs") or _DEFAULT_SEQUENCES,
-        rank=model.parameters * state // parts,
-        cache=vllm.number(_CACHE),
+        usable=int(server.share * cluster.gpu_bytes),
+        weights=int(least_of_server(server)),
+        sequence=int(server.max_tokens * model.kv_bytes(server.kv_bytes)),
+        sequences=server.max_sequences,
+        rank=int(trainer_memory(trainer).total),
+        least_rank=int(least_memory(trainer)),
+        cache=config.vllm_config.number(_CACHE),
+        is_counted=model.source == "weight files",
     )
 
 
@@ -143,8 +144,11 @@ def servers_on_gpu(needs: Needs | None, cores: int, with_rank: bool) -> int:
     return 1
 
 
-def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> list[Job]:
+def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tuple[list[Job], list[str]]:
     """Give servers that share their GPU, with each other or with a rank that works at the same time, a fixed cache.
+
+    Returns:
+        The jobs, and what may not fit.
 
     Raises:
         ConfigError: there is no room for them, or it is not known how much there is.
@@ -154,6 +158,7 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> list
         heavy = [job for job in heavy if job.kind != "finetune"]
     users = Counter((job.node_rank, gpu) for job in heavy for gpu in job.gpus)
     ranks = {(job.node_rank, gpu) for job in heavy if job.kind == "finetune" for gpu in job.gpus}
+    notes = list[str]()
 
     def shared(job: Job) -> Job:
         places = [(job.node_rank, gpu) for gpu in job.gpus]
@@ -166,11 +171,15 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> list
         own = needs.on_each_of(len(places))
         cache, place = min((own.cache_of(users[place] - (place in ranks), place in ranks), place) for place in places)
         if own.cache is None and cache < own.sequence:
-            raise _no_room(config, own, users[place], place in ranks)
+            fault = _no_room(config, own, users[place], place in ranks)
+            if own.is_impossible(users[place] - (place in ranks), place in ranks):
+                raise fault
+            cache = own.sequence
+            notes.append(f"servers get the cache of one request, and may not fit: {fault}")
         share = min(own.server(cache), own.usable) / own.gpu
         return msgspec.structs.replace(job, cache_bytes=cache, memory_share=round(share, 4))
 
-    return [shared(job) for job in jobs]
+    return [shared(job) for job in jobs], list(dict.fromkeys(notes))
 
 
 def _unknown_room(job: Job) -> ConfigError:
@@ -186,7 +195,8 @@ def _unknown_room(job: Job) -> ConfigError:
 
 def _no_room(config: RunConfig, needs: Needs, users: int, with_rank: bool) -> ConfigError:
     servers = users - with_rank
-    next_to = f" next to a trainer with a state of {_gb(needs.rank)}, without its activations" if with_rank else ""
+    trainer = f"a peak of {_gb(needs.rank)}, {_gb(needs.least_rank)} without activations"
+    next_to = f" next to a trainer with {trainer}" if with_rank else ""
     least = needs.server(needs.sequence)
     return ConfigError(
         "world.servers_per_gpu",
