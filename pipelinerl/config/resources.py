@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from pipelinerl.config.section import Choice, FlatSection, Section
+
+#: What vLLM takes after a number: decimal factors in lower case, binary ones in upper case.
+_SUFFIXES = {
+    letter: base**power for base, letters in ((1000, "kmgt"), (1024, "KMGT")) for power, letter in enumerate(letters, 1)
+}
+_NUMBER = re.compile(r"[0-9]+([KMGT]|(\.[0-9]+)?[kmgt])?")
 
 
 class VLLMConfig(Section):
@@ -28,11 +35,12 @@ class VLLMConfig(Section):
         return f"vllm_config.vllm_kwargs.{name}", None
 
     def number(self, name: str) -> int | None:
-        """A server option as a whole number; None if it is not set or not one."""
-        _, value = self.option(name)
-        if isinstance(value, bool):
+        """A server option as a whole number (`4g`, `10k` as vLLM reads them); None if it is not set or not one."""
+        text = str(self.option(name)[1]).strip()
+        if not _NUMBER.fullmatch(text):
             return None
-        return value if isinstance(value, int) else int(value) if str(value).isdecimal() else None
+        factor = _SUFFIXES.get(text[-1])
+        return int(text) if factor is None else int(float(text[:-1]) * factor)
 
 
 class PlainSettings(Section):

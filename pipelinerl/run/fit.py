@@ -263,12 +263,16 @@ def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
 
 def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
     server, machine = forecast.server, forecast.hardware.machine
-    if server is None or server.on_cpu or least_of_server(server) <= server.share * machine.memory_bytes:
+    if server is None or server.on_cpu:
+        return
+    # With a cache of a fixed size vLLM does not look at its share.
+    share = server.share if server.cache_bytes is None else 1.0
+    if least_of_server(server) <= share * machine.memory_bytes:
         return
     yield ConfigError(
         "vllm_config.vllm_kwargs.tensor-parallel-size",
         server.gpus,
-        f"weights that fit {server.share:g} of the {_gib(machine.memory_bytes)} of a GPU "
+        f"weights that fit {share:g} of the {_gib(machine.memory_bytes)} of a GPU "
         f"(gpu-memory-utilization); each GPU of a server would hold {_gib(least_of_server(server))} of them",
         "Raise it so that more GPUs share the weights, or raise gpu-memory-utilization.",
     )

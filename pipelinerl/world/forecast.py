@@ -352,6 +352,7 @@ class ServerSetup:
     Attributes:
         share: of the card's memory that it may take (`gpu-memory-utilization`).
         cache_bytes: of its KV cache if that is set; None: what is left of its share.
+        offloaded_bytes: of its weights that are in the machine's memory.
     """
 
     shape: ModelShape
@@ -361,6 +362,7 @@ class ServerSetup:
     fp32_head: bool = True
     share: float = 0.9
     cache_bytes: float | None = None
+    offloaded_bytes: float = 0
     max_tokens: int = 10000
     max_sequences: int = 256
     batched_tokens: int = 8192
@@ -371,7 +373,7 @@ class ServerSetup:
 def server_memory(setup: ServerSetup, card_bytes: float) -> Memory:
     """The peak of one card of a server. The KV cache takes what its share leaves, and may be below zero."""
     shape = setup.shape
-    weights = setup.weight_bytes * shape.parameters / setup.gpus
+    weights = least_of_server(setup)
     if setup.fp32_head and setup.weight_bytes == 2:
         weights += 2 * shape.embedding / setup.gpus
     if setup.on_cpu:
@@ -389,7 +391,7 @@ def server_memory(setup: ServerSetup, card_bytes: float) -> Memory:
 
 def least_of_server(setup: ServerSetup) -> float:
     """Bytes of the weights on one of its cards."""
-    return setup.weight_bytes * setup.shape.parameters / setup.gpus
+    return max(0.0, setup.weight_bytes * setup.shape.parameters / setup.gpus - setup.offloaded_bytes)
 
 
 def cache_tokens(setup: ServerSetup, memory: Memory) -> float:

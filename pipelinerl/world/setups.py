@@ -59,6 +59,7 @@ def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSe
     vllm = config.vllm_config
     named = str(vllm.option("dtype")[1] or ("float32" if on_cpu else "auto")).lower()
     share = vllm.option("gpu-memory-utilization")[1]
+    offloaded = vllm.option("cpu-offload-gb")[1]
     kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
     weight_bytes: float = 4 if named in _FP32_NAMES else 2
     if vllm.quantization:
@@ -70,6 +71,7 @@ def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSe
         fp32_head=config.fp32_lm_head,
         share=float(share) if isinstance(share, int | float) else _DEFAULT_SHARE,
         cache_bytes=vllm.cpu_kv_cache_gib * GIB if on_cpu else vllm.number("kv-cache-memory-bytes"),
+        offloaded_bytes=offloaded * GIB if isinstance(offloaded, int | float) and not on_cpu else 0,
         max_tokens=vllm.number("max-model-len") or shape.context or config.finetune.seq_length,
         max_sequences=vllm.number("max-num-seqs") or 256,
         batched_tokens=vllm.number("max-num-batched-tokens") or (2048 if on_cpu else 8192),

@@ -165,7 +165,8 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
         if job not in heavy or job.kind == "finetune" or all(users[place] == 1 for place in places):
             return job
         if needs is None:
-            if config.vllm_config.number(_CACHE) is None:
+            share = config.vllm_config.option("gpu-memory-utilization")[1]
+            if config.vllm_config.number(_CACHE) is None and share is None:
                 raise _unknown_room(job)
             return job
         own = needs.on_each_of(len(places))

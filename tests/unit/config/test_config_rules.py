@@ -14,6 +14,7 @@ from pipelinerl.config.advice import advice
 from pipelinerl.config.compose import compose, compose_plain
 from pipelinerl.config.faults import ConfigFaults
 from pipelinerl.config.load import read_deepspeed_file, to_run_config
+from pipelinerl.config.resources import VLLMConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.validate import validate
 from pipelinerl.errors import ConfigError
@@ -268,3 +269,17 @@ def test_the_denominator_of_a_preset_is_that_of_its_paper(preset: str, aggregati
     composed = compose(["output_dir=x", f"finetune={preset}"])
     assert composed.notes == []
     assert composed.config is not None and composed.config.finetune.rl.aggregation == aggregation
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        *[("4g", 4 * 10**9), ("4G", 4 * 2**30), ("10k", 10_000), ("10K", 10_240), ("25.6k", 25_600)],
+        *[("0.5t", 5 * 10**11), ("4096", 4096), (4096, 4096), (" 16 ", 16)],
+        *[("1.5K", None), ("1.5", None), ("4gb", None), ("", None), ("auto", None)],
+        *[(-1, None), (None, None), (True, None)],
+    ],
+)
+def test_numbers_of_servers_are_read_as_vllm_does(value: Any, read: int | None) -> None:
+    for key in ("kv_cache_memory_bytes", "kv-cache-memory-bytes"):
+        assert VLLMConfig(vllm_kwargs={key: value}).number("kv-cache-memory-bytes") == read

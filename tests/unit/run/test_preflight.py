@@ -20,10 +20,10 @@ from pipelinerl import launch
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run import preflight
-from pipelinerl.run.fit import Hardware
+from pipelinerl.run.fit import Hardware, faults_of, forecast_run
 from pipelinerl.run.model_folder import count_parameters
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
-from pipelinerl.world import Cluster, usable_cores
+from pipelinerl.world import Cluster, FreePorts, build_world_map, usable_cores
 from pipelinerl.world.model_shape import guess_shape
 from pipelinerl.world.rates import card_machine
 
@@ -353,3 +353,22 @@ def test_only_counted_weights_refuse_a_start(monkeypatch: pytest.MonkeyPatch, so
             preflight.check_fit(run)
     else:
         assert sum(line.startswith("note: it may not fit") for line in preflight.check_fit(run)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "is_refused"),
+    [
+        ("x/7b", {"gpu-memory-utilization": 0.1}, True),  # 15.2 GB of weights
+        ("x/7b", {"gpu-memory-utilization": 0.1, "kv-cache-memory-bytes": "4g"}, False),
+        ("x/70b", {"kv-cache-memory-bytes": "4g"}, True),
+        ("x/70b", {"cpu-offload-gb": 70}, False),  # 140 - 75.2 GB
+        ("x/70b", {"cpu-offload-gb": 60}, True),
+    ],
+)
+def test_weights_of_a_server_that_do_not_fit_its_gpu(name: str, kwargs: dict[str, Any], is_refused: bool) -> None:
+    run, shape = start({"vllm_config": {"vllm_kwargs": kwargs}}, gpus=("0", "1")), guess_shape(name)
+    assert shape is not None
+    with FreePorts(run.config, 0, reserve=False) as ports:
+        world = build_world_map(run.config, run.cluster, ports, shape)
+    faults = faults_of(forecast_run(run.config, world, Hardware(card_machine("H100", 80e9), 10**12), shape))
+    assert any(fault.key.endswith("tensor-parallel-size") for fault in faults) == is_refused

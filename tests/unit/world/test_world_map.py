@@ -117,6 +117,15 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "0 0 / 0 / 1",
     ),
+    "lists: servers and a rank on a GPU of unknown size, with a share that the user chose": (
+        {
+            "gpus": 1,
+            "actor_gpus": [[0], [0]],
+            "finetune_gpus": [0],
+            "vllm_kwargs": {"gpu_memory_utilization": 0.2},
+        },
+        "0 0 /  / 0",
+    ),
     "lists: a server in turns with ranks": (
         {"gpus": 2, "actor_gpus": [[1]], "finetune_gpus": [0, 1], "placement": "colocated"},
         "1 /  / 0 1",
