@@ -29,8 +29,9 @@ CORES_PER_SERVER = 2
 WEIGHT_SHARE, FIXED_SHARE, LEAST_SEQUENCES = 0.15, 0.5, 8
 #: Of a server besides weights and cache: CUDA context, graphs, activations, logits.
 OVERHEAD_BYTES = 3 * 2**30
-#: Of a GPU, what stays free beside a trainer rank's peak and the servers there: the peak is a forecast.
-FREE_NEXT_TO_TRAINER = 0.05
+#: Of a GPU, what stays free beside a trainer rank's peak and the servers there: the peak is a forecast. Where that
+#: leaves too little for one sequence, the second number counts.
+FREE_NEXT_TO_TRAINER, LEAST_FREE = 0.05, 0.02
 #: What a cache next to a trainer holds besides all running sequences, and its size for tiny models.
 PREFIX_SHARE, LEAST_CACHE_BYTES = 0.25, 2**30
 _ACTOR_AND_PREPROCESSOR = 2
@@ -74,9 +75,17 @@ class Needs:
         than they can use well."""
         if self.cache is not None:
             return self.cache
-        cache = self.room(with_rank) // servers - self.weights - OVERHEAD_BYTES
+        cache = self._cache_in(self.room(with_rank), servers)
         enough = max(int(self.sequences * self.sequence * (1 + PREFIX_SHARE)), LEAST_CACHE_BYTES)
         return min(cache, enough) if with_rank else cache
+
+    def tight_cache_of(self, servers: int) -> int:
+        """The same where almost nothing stays free next to a trainer, and one sequence at least."""
+        room = min(self.usable, int((1 - LEAST_FREE) * self.gpu) - self.rank)
+        return max(self.sequence, self._cache_in(room, servers))
+
+    def _cache_in(self, room: int, servers: int) -> int:
+        return room // servers - self.weights - OVERHEAD_BYTES
 
     def is_impossible(self, servers: int, with_rank: bool) -> bool:
         """Whether servers without the room that they should have cannot work at all."""
@@ -175,8 +184,8 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
             fault = _no_room(config, own, users[place], place in ranks)
             if own.is_impossible(users[place] - (place in ranks), place in ranks):
                 raise fault
-            cache = own.sequence
-            notes.append(f"servers get the cache of one request, and may not fit: {fault}")
+            cache = own.tight_cache_of(users[place] - (place in ranks))
+            notes.append(f"servers get a cache of {_gb(cache)}, and may not fit: {fault}")
         share = min(own.server(cache), own.usable) / own.gpu
         return msgspec.structs.replace(job, cache_bytes=cache, memory_share=round(share, 4))
 
