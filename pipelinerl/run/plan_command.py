@@ -32,7 +32,7 @@ from pipelinerl.run.preflight import Start, check_disk
 from pipelinerl.streams.open_run import find_run
 from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, nvml_gpu_memory, usable_cores
 from pipelinerl.world.forecast import GIB, trainer_memory
-from pipelinerl.world.rates import CARDS, card_machine, cpu_machine
+from pipelinerl.world.rates import CARDS, card_kind, card_machine, cpu_machine
 
 #: The first steps compile kernels and wait for the first samples.
 _WARM_UP_STEPS = 2
@@ -137,7 +137,7 @@ def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -
     if not has_gpus:
         return Hardware(cpu_machine(host, args.cores or usable_cores()), host)
     if args.card is not None or args.gpu_memory_gib is not None:
-        if args.card is not None and not any(key in args.card.lower() for key in CARDS):
+        if args.card is not None and card_kind(args.card) is None:
             raise ConfigError("--card", args.card, f"one of {', '.join(CARDS)}", "Or give --gpu-memory-gib alone.")
         memory = args.gpu_memory_gib * GIB if args.gpu_memory_gib else None
         return Hardware(card_machine(args.card or f"GPU of {args.gpu_memory_gib:g} GiB", memory), host)

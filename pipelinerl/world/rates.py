@@ -27,7 +27,7 @@ class CardKind(NamedTuple):
     bandwidth: float
 
 
-#: NVIDIA's data sheets. Found in the driver's name of a card by the first key that it contains as whole words.
+#: NVIDIA's data sheets. Found in the driver's name of a card by the first key whose words it has.
 CARDS = {
     "b200": CardKind(178.4, 2250 * _TERA, 8.0 * _TERA),
     "gh200": CardKind(95.6, 989 * _TERA, 4.0 * _TERA),
@@ -37,10 +37,7 @@ CARDS = {
     "h100": CardKind(79.6, 989 * _TERA, 3.35 * _TERA),
     "h800": CardKind(79.6, 989 * _TERA, 3.35 * _TERA),
     "h20": CardKind(95.6, 148 * _TERA, 4.0 * _TERA),
-    "a100 40": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
     "a100 40gb": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
-    "a100 sxm4 40gb": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
-    "a100 pcie 40gb": CardKind(39.4, 312 * _TERA, 1.56 * _TERA),
     "a100": CardKind(79.2, 312 * _TERA, 2.0 * _TERA),
     "a800": CardKind(79.2, 312 * _TERA, 2.0 * _TERA),
     "l40s": CardKind(44.4, 362 * _TERA, 0.86 * _TERA),
@@ -102,12 +99,17 @@ def cpu_machine(memory_bytes: float, cores: int) -> Machine:
 
 
 def _is_named(key: str, name: str) -> bool:
-    return f" {key} " in f" {re.sub(r'[^a-z0-9]+', ' ', name.lower())} "
+    return set(key.split()) <= set(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def card_kind(name: str) -> CardKind | None:
+    """The data sheet of a card by its name; None: not in `CARDS`."""
+    return next((kind for key, kind in CARDS.items() if _is_named(key, name)), None)
 
 
 def card_machine(name: str, memory_bytes: float | None = None) -> Machine:
     """A card by its name (the driver's, or a key of `CARDS`); `memory_bytes`: None: that of its data sheet."""
-    kind = next((kind for key, kind in CARDS.items() if _is_named(key, name)), UNKNOWN_CARD)
+    kind = card_kind(name) or UNKNOWN_CARD
     return Machine(name, memory_bytes or kind.memory_gib * GIB, kind.flops, kind.bandwidth)
 
 
