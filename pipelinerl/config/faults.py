@@ -91,6 +91,9 @@ def faults_of(
         place = _place_of(fault["loc"], data)
         key = place.key
         if key in found:
+            if fault["type"] == "literal_error":  # another branch of the same union
+                first = found[key]
+                found[key] = ConfigError(key, first.got, f"{first.expected}, or {_expected(fault)}", first.next_step)
             continue
         origin = f"It was set {origin_of(key)}."
         if fault["type"] == "extra_forbidden":

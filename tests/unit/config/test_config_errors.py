@@ -122,6 +122,12 @@ def test_wrong_types_are_one_line_each() -> None:
     assert "'cuda'" in fault("world.device=tpu").expected and "1" in fault("attempts=0").expected
 
 
+@pytest.mark.parametrize("key", ["max_lag", "world.servers_per_gpu"])
+def test_a_word_beside_numbers_is_named(key: str) -> None:
+    error = fault(f"{key}=zero")
+    assert error.got == "zero" and "integer" in error.expected and "'auto'" in error.expected
+
+
 def test_evaluation_that_follows_training_is_not_blamed_as_well(tmp_path: Path) -> None:
     assert faults("llm.parameters.temperature=-1") == [("llm.parameters.temperature", -1)]
     found = with_file(tmp_path, "defaults: [base, _self_]\nllm: {parameters: {temperature: -1}}\n")
