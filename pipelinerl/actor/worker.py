@@ -268,6 +268,7 @@ def make_llm(config: RunConfig, url: str, tokenizer: Any, *, evaluation: bool) -
         model_name=_MODEL_NAME,
         tokenizer=tokenizer,
         parameters=sampling_parameters(section.parameters),
+        template_kwargs=config.llm.chat_template_kwargs,
         token=os.environ.get(TOKEN_KEY, ""),
         collect_logprobs=not evaluation,
         request_timeout_s=config.actor.request_timeout_s,

@@ -283,12 +283,13 @@ class _TryingRenderer(ChatRenderer):
     """
 
     def __init__(self, tokenizer: Any, config: RunConfig) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, config.llm.chat_template_kwargs)
         self._model_path, self._models = config.model_path, None
         try:
             trust = config.finetune.trust_remote_code
             self._models = ChatRenderer(
-                load_tokenizer(config.model_path, trust_remote_code=trust, local_files_only=True)
+                load_tokenizer(config.model_path, trust_remote_code=trust, local_files_only=True),
+                config.llm.chat_template_kwargs,
             )
         except Exception:  # noqa: BLE001 - whoever needs the model says what is wrong with it
             return

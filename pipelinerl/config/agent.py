@@ -42,6 +42,11 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
         "model_path": data.get("model_path"),
         "trust_remote_code": bool((data.get("finetune") or {}).get("trust_remote_code")),
     }
+    if agent.get("apply_chat_template") and actor.get("system_prompt"):
+        data["dataset_loader_params"]["system_prompt"] = actor["system_prompt"]
+    llm = data.get("llm")
+    if isinstance(llm, dict) and llm.get("chat_template_kwargs"):
+        data["dataset_loader_params"]["chat_template_kwargs"] = llm["chat_template_kwargs"]
     data["train_dataset_names"] = names = _data_sets(prompts, "agent.prompt_data", search_dirs)
     if agent.get("prompt_data_probs") is not None:
         data["dataset_loader_params"]["shares"] = _shares(agent["prompt_data_probs"], names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,10 @@ class EvaluationParameters(LLMParameters):
 
 class LLMConfig(Section):
     parameters: LLMParameters = LLMParameters()
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="further arguments of the model's chat template, as `enable_thinking: false`; in evaluations too",
+    )
 
 
 class EvaluationConfig(Section):
@@ -71,7 +75,8 @@ class ActorConfig(Section):
         default=None, description="Python file with `async step(state, action, label, **kwargs)` (docs/agents.md)"
     )
     system_prompt: str | None = Field(
-        default=None, description="system prompt of built-in tasks, in place of their own"
+        default=None,
+        description="system prompt of built-in tasks in place of their own, and with agent.apply_chat_template",
     )
     task_template: str | None = Field(
         default=None, description="text around `{task}`, in built-in tasks of one question"

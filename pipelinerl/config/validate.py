@@ -22,6 +22,11 @@ from pipelinerl.errors import ConfigError
 #: Some of the shipped experiments; `--help` lists all.
 EXPERIMENTS = ("math", "guessing", "quickstart")
 _CPU_BLOCK = 32
+#: Arguments of a chat template that the code that renders a prompt decides on.
+_TEMPLATE_TAKEN = {
+    *("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"),
+}
 
 Faults = Iterator[tuple[str, str, str]]
 
@@ -187,6 +192,13 @@ def _lengths(config: RunConfig) -> Faults:
         yield key, f"a multiple of {_CPU_BLOCK} on a CPU", f"Set it to {_CPU_BLOCK}."
 
 
+def _chat_template(config: RunConfig) -> Faults:
+    taken = sorted(_TEMPLATE_TAKEN & config.llm.chat_template_kwargs.keys())
+    if taken:
+        expected = f"arguments of the model's own; {', '.join(taken)} is set by each prompt"
+        yield "llm.chat_template_kwargs", expected, "Leave it out."
+
+
 def _world(config: RunConfig) -> Faults:
     """Somebody samples and somebody trains, unless the mode says otherwise."""
     world, stages = config.world, STAGE_KINDS[config.debug.mode]
@@ -268,6 +280,6 @@ def _agent_function(config: RunConfig) -> Faults:
 
 
 _RULES = (
-    *(_groups, _reference, _loss, _updates, _trainer, _adapter, _lengths, _world, _gpu_lists, _run),
-    *(_stage_alone, _agent_function),
+    *(_groups, _reference, _loss, _updates, _trainer, _adapter, _lengths, _chat_template, _world, _gpu_lists),
+    *(_run, _stage_alone, _agent_function),
 )

@@ -31,6 +31,8 @@ def load_prompts(
     max_samples: int | None = None,
     shares: Mapping[str, float] | None = None,
     trust_remote_code: bool = False,
+    chat_template_kwargs: Mapping[str, Any] = {},
+    system_prompt: str | None = None,
 ) -> list[dict[str, Any]]:
     """Return one problem per row: `{"id", "dataset", "state", "label"}`.
 
@@ -45,11 +47,13 @@ def load_prompts(
         max_samples: limit on the rows of all data sets together; with `shares`, each gets its share of the limit.
         shares: how often the prompts of each data set are drawn, whatever their number; None: all equally often.
         trust_remote_code: for the tokenizer.
+        chat_template_kwargs: further arguments of the chat template.
+        system_prompt: with `apply_chat_template`, the system message of prompts that have none.
 
     Raises:
         DomainError: the data cannot be loaded, or a row lacks these columns.
     """
-    renderer = ChatRenderer(load_tokenizer(model_path, trust_remote_code=trust_remote_code))
+    renderer = ChatRenderer(load_tokenizer(model_path, trust_remote_code=trust_remote_code), chat_template_kwargs)
     problems = []
     drawn = _fractions(dataset_names, shares)
     left = None if drawn else max_samples
@@ -67,7 +71,7 @@ def load_prompts(
         left = left if left is None else left - len(rows)
         for index, row in enumerate(rows):
             where = f"{name}, row {index}"
-            state = _state(row, where, input_key, apply_chat_template, renderer)
+            state = _state(row, where, input_key, apply_chat_template, renderer, system_prompt)
             if prompt_max_len is not None and len(renderer.encode_prompt(state)) > prompt_max_len:
                 too_long += 1
                 continue
@@ -89,7 +93,14 @@ def _fractions(dataset_names: Sequence[str], shares: Mapping[str, float] | None)
     return {name: shares[name] / total for name in dataset_names}
 
 
-def _state(row: dict[str, Any], where: str, input_key: str, apply_chat_template: bool, renderer: ChatRenderer) -> str:
+def _state(
+    row: dict[str, Any],
+    where: str,
+    input_key: str,
+    apply_chat_template: bool,
+    renderer: ChatRenderer,
+    system_prompt: str | None,
+) -> str:
     if input_key not in row:
         raise DomainError(_missing("agent.input_key", input_key, where, row))
     value = row[input_key]
@@ -103,6 +114,8 @@ def _state(row: dict[str, Any], where: str, input_key: str, apply_chat_template:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise DomainError(f"{DATA_KEY}: {where}: {input_key!r} is neither text nor a list of messages.")
+    if system_prompt and messages[0].get("role") not in ("system", "developer"):
+        messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
         return renderer.render_text([for_template(message) for message in messages])
     except RolloutError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,15 @@ class ChatRenderer:
 
     Encodes with a private copy of the fast tokenizer, so that nobody can change its truncation or padding. A tokenizer
     without a fast backend is used under a lock.
+
+    Args:
+        tokenizer: of the model.
+        template_kwargs: further arguments of its chat template (`llm.chat_template_kwargs`).
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] = {}) -> None:
         self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs)
         self._lock = threading.Lock()
         self._fast: Tokenizer | None = None
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -124,6 +129,7 @@ class ChatRenderer:
         continued = add_generation_prompt is None and is_begun(messages[-1:])
         opens = add_generation_prompt is not False and not continued
         turn = {"add_generation_prompt": opens, **({"continue_final_message": True} if continued else {})}
+        turn = {**self._template_kwargs, **turn}
         chat = list(messages)
         if "developer" not in str(getattr(self._tokenizer, "chat_template", "")):
             chat = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in chat]

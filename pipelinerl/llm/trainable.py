@@ -69,6 +69,7 @@ class TrainableLLM:
         tokenizer: Hugging Face tokenizer with a chat template.
         parameters: sampling parameters (`max_tokens`, `temperature`, `top_p`, `top_k`, `min_tokens`, `stop`,
             `ignore_eos`).
+        template_kwargs: further arguments of the chat template.
         token: secret of the server; never shown by `repr`.
         collect_logprobs: request the log-probs that training needs.
         max_model_len: longest prompt and output together, in tokens; None leaves the check to the server.
@@ -82,6 +83,7 @@ class TrainableLLM:
     model_name: str
     tokenizer: Any = None
     parameters: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     token: str = field(default="", repr=False)
     collect_logprobs: bool = True
     max_model_len: int | None = None
@@ -96,7 +98,7 @@ class TrainableLLM:
     def renderer(self) -> ChatRenderer:
         """Chat template and tokenizer, made at the first use and shared by all copies made later."""
         if self._renderer is None:
-            self._renderer = ChatRenderer(self.tokenizer)
+            self._renderer = ChatRenderer(self.tokenizer, self.template_kwargs)
         return self._renderer
 
     @property

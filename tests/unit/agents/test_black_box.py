@@ -123,6 +123,25 @@ async def test_limits_of_the_agent_are_kept_within_those_of_the_run(run: Any, se
     assert first["max_tokens"] == 100 and second["max_tokens"] == 2 and second["stop"] == ["x"]
 
 
+async def test_arguments_of_the_chat_template_reach_every_turn(run: Any, server: FakeServer, texts: Any) -> None:
+    async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
+        messages = [{"role": "user", "content": "q"}]
+        async with aiohttp.ClientSession() as session:
+            for _ in range(2):
+                async with post(base_url, api_key, session, messages=messages) as response:
+                    said = (await response.json())["choices"][0]["message"]
+                messages += [said, {"role": "user", "content": "r"}]
+        return 0
+
+    template = "{% for m in messages %}({{ m.content }}){% if m.role == 'assistant' %}{{ eos_token }}{% endif %}" + (
+        "{% endfor %}{% if add_generation_prompt and not enable_thinking %}!{% endif %}"
+    )
+    await run(agent, template_kwargs={"chat_template": template, "enable_thinking": False})
+    first, second = (request["token_ids"] for request in server.requests)
+    assert first == texts.ids("(q)!")[:-1]
+    assert second[-4:] == texts.ids("(r)!")[:-1]
+
+
 async def test_a_full_context_is_told_in_openais_words_and_the_turns_before_are_kept(run: Any) -> None:
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         async with aiohttp.ClientSession() as session:

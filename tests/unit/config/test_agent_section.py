@@ -23,6 +23,7 @@ def test_the_function_alone_is_enough_of_a_configuration(tmp_path: Path) -> None
     assert (config.actor.rollout_policy, config.dataset_loader) == (AGENT_ROLLOUT, PROMPT_LOADER)
     assert config.train_dataset_names == [str(prompts)] and config.test_dataset_names == []
     assert config.dataset_loader_params["input_key"] == "q" and config.dataset_loader_params["model_path"] == "m"
+    assert {"chat_template_kwargs", "system_prompt"}.isdisjoint(config.dataset_loader_params)
 
 
 def composed(folder: Path, *words: str) -> Any:

@@ -48,6 +48,16 @@ def test_prompts(model: str, tmp_path: Path) -> None:
     assert (plain["state"], plain["label"], plain["dataset"]) == ("as it is", "", str(tmp_path / "prompts.jsonl"))
 
 
+def test_a_system_prompt_and_arguments_of_the_template(model: str, tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "8"}]
+    name = rows(tmp_path, {"input": "7"}, {"input": own})
+    problems = load_prompts(
+        [name], model_path=model, apply_chat_template=True, system_prompt="be",
+        chat_template_kwargs={"chat_template": "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"},
+    )  # fmt: skip
+    assert [each["state"] for each in problems] == ["[system be][user 7]", "[system own][user 8]"]
+
+
 def test_several_data_sets_follow_one_another(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Files of 2, 1 and 2 rows of the same name: rows 1 to 4 are taken, and every id is there once."""
     names = []

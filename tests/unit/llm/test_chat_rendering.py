@@ -72,6 +72,15 @@ def test_template_and_ids(tokenizer: PreTrainedTokenizerFast) -> None:
     assert renderer.render(user("a b"), tools)[1] == [6, 2, 4, 5, 3]
 
 
+def test_arguments_of_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """`llm.chat_template_kwargs`; what the renderer itself decides on stays as it decided."""
+    thinking = "{% if enable_thinking is false %}b{% endif %}"
+    tokenizer.chat_template = TEMPLATE + thinking
+    renderer = ChatRenderer(tokenizer, {"enable_thinking": False, "add_generation_prompt": False})
+    assert renderer.render(user("a")) == ("<user> a <assistant>b", [2, 4, 3, 5])
+    assert ChatRenderer(tokenizer).render(user("a"))[1] == [2, 4, 3]
+
+
 def test_cached_chats_are_told_apart_and_belong_to_nobody(tokenizer: PreTrainedTokenizerFast) -> None:
     renderer = ChatRenderer(tokenizer)
     contents: list[Any] = ["a", "b", 1, True, None, [1], (1,), float("nan"), object()]
