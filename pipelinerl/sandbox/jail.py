@@ -257,7 +257,8 @@ def start_program(python: str, ready: int, is_root: bool, user: int, kernel_user
 def wait_for(child: int, cpu_s: float) -> None:
     """End as the child does. What was killed at its limit of processor time ends as with SIGXCPU.
 
-    The kernel enforces the limit by a clock that counts in ticks, for each thread: it may be ahead of the usage it reports.
+    The kernel enforces the limit by a clock that counts in ticks, for each thread: it may be ahead of the usage that it
+    reports.
     """
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
