@@ -13,6 +13,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.records import (
     FateRecord,
     StepDone,
+    StepEnding,
     TrainerMessage,
     TrainerStarted,
     TrainingDone,
@@ -82,6 +83,8 @@ class TrainingProgress:
                 self.version = message.version
             case TrainerStarted() if message.incarnation == self._incarnation:
                 self._trainer_at(message.step)
+            case StepEnding() if message.incarnation == self._incarnation:
+                self.budget.policy.step_ending()
             case StepDone():
                 self.budget.policy.step_trained(message)
                 if message.incarnation == self._incarnation:

@@ -140,7 +140,9 @@ class Trainer:
         self.first_probe = text_tokens(tokenizer, policy.language_model.config.get_text_config().vocab_size)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         schedule = schedule_of(self.config)
-        self.steps = StepRunner(self.backend, self.config, ranks, schedule, pad_id, reference, self.heartbeat.progress)
+        self.steps = StepRunner(
+            self.backend, self.config, ranks, schedule, pad_id, reference, self.heartbeat.progress, self._step_ending
+        )
         self.reporter = self._open_reporter(stack) if ranks.is_first else None
         self._connect(stack)
 
@@ -253,6 +255,10 @@ class Trainer:
         if self.best and update_is_due(self.context.config, step):
             self.best.offer(step, exported)
         return is_saved
+
+    def _step_ending(self, step: int) -> None:
+        if self.reporter and self.weights is not None and update_is_due(self.context.config, step):
+            self.reporter.step_ending(step)
 
     def _deliver_rest(self) -> bool:
         """No batch follows: send what was not sent yet. False: asked to stop meanwhile."""

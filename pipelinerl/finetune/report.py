@@ -1,7 +1,7 @@
 """What the trainer reports to the rest of the run: messages, fates and metrics (rank 0).
 
-`TrainerStarted` comes first. Order of one step: weight update, fates of the trained samples, `StepDone`, metrics.
-`TrainingDone` comes last.
+`TrainerStarted` comes first. Order of one step: `StepEnding`, weight update, fates of the trained samples, `StepDone`,
+metrics. `TrainingDone` comes last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pipelinerl.records import (
     FateRecord,
     Sample,
     StepDone,
+    StepEnding,
     TrainerMessage,
     TrainerStarted,
     TrainingBatch,
@@ -68,6 +69,10 @@ class Reporter:
             )
         )
         self.messages.flush()
+
+    def step_ending(self, step: int) -> None:
+        # Not flushed: only the moment counts.
+        self.messages.write(StepEnding(step=step, time=self.clock(), incarnation=self.incarnation))
 
     def step_done(self, batch: TrainingBatch, state: TrainerState, wait_data_s: float) -> None:
         """Settle the samples of `batch` as trained, one fate record per group, then announce the step.

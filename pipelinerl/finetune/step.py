@@ -53,6 +53,7 @@ class StepRunner:
     Args:
         reference: replaces the reference log-probs of the batch.
         on_micro_batch: called after each micro-batch, as a sign of life: a step can take an hour.
+        before_last: called with the step before its last micro-batch.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StepRunner:
         pad_id: int = 0,
         reference: ReferenceModel | None = None,
         on_micro_batch: Callable[[], object] = lambda: None,
+        before_last: Callable[[int], object] = lambda step: None,
     ) -> None:
         self._backend = backend
         self._config = config
@@ -72,6 +74,7 @@ class StepRunner:
         self._pad_id = pad_id
         self._reference = reference
         self._on_micro_batch = on_micro_batch
+        self._before_last = before_last
 
     def run(self, batch: TrainingBatch, entropy_control: EntropyControl | None = None) -> StepResult:
         """Train on `batch` and update the weights. Waits for the other ranks in the last backward.
@@ -109,7 +112,8 @@ class StepRunner:
         diagnostics = DiagnosticsSum(self._config.rl.weight_bound)
         for number, micro_batch in enumerate(micro_batches, start=1):
             micro_batch, layout = self._backend.policy.placed(micro_batch, self._ranks.device)
-            is_last = number == len(micro_batches)
+            if is_last := number == len(micro_batches):
+                self._before_last(batch.step)
             outputs = self._backend.forward(micro_batch, layout, is_last=is_last)
             inputs = LossInputs.of(
                 micro_batch,

@@ -53,6 +53,15 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
     schema: int = SCHEMA_VERSION
 
 
+class StepEnding(msgspec.Struct, frozen=True, kw_only=True, tag="step_ending"):
+    """The last micro-batch of the optimizer step `step` begins; the servers get new weights right after it."""
+
+    step: int
+    time: float
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
     """The optimizer step `step` is done; its samples are settled as trained. Sent after the weights were sent.
 
@@ -79,7 +88,7 @@ class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done
     schema: int = SCHEMA_VERSION
 
 
-TrainerMessage = TrainerStarted | WeightUpdateSuccess | StepDone | TrainingDone
+TrainerMessage = TrainerStarted | WeightUpdateSuccess | StepEnding | StepDone | TrainingDone
 
 
 class PassesOver(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ BATCH = 512
 LARGEST = 2 * BATCH
 #: Seconds between tokens of a sequence, by sequences on the server: an engine with a 0.1 B model on one H200.
 RUNNING, TOKEN_S = (1, 32, 128, 512), (0.003, 0.004, 0.0072, 0.04)
-WARM_UP, STEPS = 6, 20
+WARM_UP, STEPS = 8, 22
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Simulation:
     servers: int
     trainer_s: float
     lengths: Callable[[np.random.Generator], float]
+    micro_batches: int
     tick_s: float = 0.01
     now: float = 0.0
     ends: list[float] = field(default_factory=list)
@@ -42,6 +43,7 @@ class Simulation:
     def run(self, steps: int) -> Simulation:
         rng = np.random.default_rng(1)
         budget = SampleBudget(self.policy(lambda: self.now), GROUP)
+        is_ending = False
         budget.observe_rollout(1)
         slots = self.servers * 512
         left, tokens, versions = np.zeros(slots), np.zeros(slots), np.zeros(slots)
@@ -75,9 +77,13 @@ class Simulation:
                     ready.append(group)
             if training:
                 step_left -= self.tick_s
+                if not is_ending and step_left <= self.trainer_s / self.micro_batches:
+                    is_ending = True
+                    budget.policy.step_ending()
                 if step_left <= 0:
                     step += 1
                     self._finish_step(budget, step, training, waited)
+                    is_ending = False
                     training, waited = [], 0.0
             if not training and len(ready) * GROUP >= BATCH:
                 training, ready = ready[: BATCH // GROUP], ready[BATCH // GROUP :]
@@ -94,7 +100,12 @@ class Simulation:
         self.ends.append(self.now)
         ids = [str(group) for group in training]
         done = StepDone(
-            step=step, time=0.0, group_ids=ids, num_samples=BATCH, samples_processed=step * BATCH, wait_data_s=waited
+            step=step,
+            time=self.now,
+            group_ids=ids,
+            num_samples=BATCH,
+            samples_processed=step * BATCH,
+            wait_data_s=waited,
         )
         for group in ids:
             budget.settle_group(group)
@@ -119,12 +130,12 @@ def short(rng: np.random.Generator) -> float:
 
 def both(servers: int, trainer_s: float, lengths: Callable[[np.random.Generator], float]) -> list[Simulation]:
     """The whole budget from the start, and the adaptive one."""
-    tick_s = 0.002 if lengths is short else 0.03
+    tick_s, micro_batches = (0.002, 2) if lengths is short else (0.03, 9)
     policies: list[Callable[[Callable[[], float]], LagPolicy]] = [
         lambda clock: MaxLag(BATCH, LARGEST),
         lambda clock: AdaptiveLag(BATCH, LARGEST, clock=clock),
     ]
-    return [Simulation(policy, servers, trainer_s, lengths, tick_s).run(STEPS) for policy in policies]
+    return [Simulation(policy, servers, trainer_s, lengths, micro_batches, tick_s).run(STEPS) for policy in policies]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +160,7 @@ def test_nothing_is_lost_where_the_servers_are_slower() -> None:
 def test_the_budget_grows_where_long_answers_end_late() -> None:
     """Two batches are not enough here: the last answers of the next one are not ready in time."""
     whole, adaptive = both(4, 2.2, uneven)
-    fixed = Simulation(lambda clock: MaxLag(BATCH, BATCH), 4, 2.2, uneven, 0.03).run(STEPS)
+    fixed = Simulation(lambda clock: MaxLag(BATCH, BATCH), 4, 2.2, uneven, 9, 0.03).run(STEPS)
     assert fixed.step_s > 1.15 * whole.step_s
     assert adaptive.step_s < 1.05 * whole.step_s
 
@@ -180,36 +191,70 @@ def test_budget_by_hand() -> None:
     assert end_step(12.0, 1.0) == 24, "the batch lay ready: its wait was not for samples"
     publish(8, 12)
     assert end_step(16.0, 0.0) == pytest.approx(23.6), "4 samples lay ready beyond a batch of 8"
-    assert policy.retry_s() == pytest.approx(0.93 * 4.0)
     assert policy.report() == {"actor/budget_samples": pytest.approx(23.6), "actor/ready_surplus": 4.0}
 
 
-def test_sequences_for_the_update_start_shortly_before_it() -> None:
-    """One group of 2 in 16 beyond the budget once 93 % of a step are over, and another when it has ended."""
+def test_sequences_start_for_the_update() -> None:
+    """Groups of 2, of which one is an eighth of a batch, beyond the budget when the step is about to end."""
     now = 0.0
     policy = AdaptiveLag(samples_per_step=16, max_lag=32, in_flight=0.125, clock=lambda: now)
     budget = SampleBudget(policy, attempts=2)
     budget.observe_rollout(1)
-    done = StepDone(step=1, time=0.0, group_ids=[], num_samples=16, samples_processed=16)
+    started = ended = 0
 
-    def admit(at: float) -> int:
-        nonlocal now
-        now, count = at, 0
+    def admit() -> int:
+        nonlocal started
+        before = started
         while budget.allows_group():
-            name = f"{at}/{count}"
-            budget.start_group(name)
-            count += 1
-            if at == 0.0:
-                budget.publish(name, [f"{name}/0", f"{name}/1"])
-        return count
+            budget.start_group(str(started))
+            started += 1
+        return started - before
 
-    assert admit(0.0) == 16
-    policy.step_settled(done, budget)
-    now = 10.0
-    policy.step_settled(done, budget)
-    assert [admit(at) for at in (19.2, 19.4)] == [0, 1]
-    budget.publish("19.4/0", ["19.4/0/0", "19.4/0/1"])
-    assert admit(19.6) == 1, "kept busy, one group at a time"
+    def end(number: int) -> None:
+        nonlocal ended
+        for _ in range(number):
+            budget.publish(str(ended), [f"{ended}/0", f"{ended}/1"])
+            ended += 1
+
+    def end_step(at: float) -> None:
+        nonlocal now, settled
+        now = at
+        for number in range(settled, settled + 8):
+            budget.settle_group(str(number))
+        settled += 8
+        policy.step_settled(StepDone(step=1, time=0.0, group_ids=[], num_samples=16, samples_processed=16), budget)
+
+    settled = 0
+    assert admit() == 16
+    end(15)
+    assert policy.retry_s() is None
+    policy.step_ending()
+    assert policy.retry_s() == 0 and admit() == 0, "a group runs already"
+    for more in (1, 1, 0):
+        end(1)
+        assert admit() == more, "kept busy, one group at a time, with two in all"
+    end_step(4.0)
+    assert policy.retry_s() is None
+
+    # The last micro-batch took 4 s.
+    assert admit() == 6, "two batches again"
+    policy.step_ending()
+    assert policy.retry_s() == 0
+    for ending, more in ((6, 1), (1, 1)):
+        end(ending)
+        assert admit() == more
+    end_step(8.0)
+    policy.step_ending()
+    assert policy.retry_s() == pytest.approx(4.0 - 0.8 * 4.0), "one had ended too early, so a fifth later"
+    now = 8.7
+    assert policy.retry_s() == pytest.approx(0.1)
+    assert admit() == 6
+    end(7)
+    now = 9.0
+    assert admit() == 1
+    end_step(12.0)
+    policy.step_ending()
+    assert policy.retry_s() == 0.0, "none had ended, so a quarter earlier, but not before it begins"
 
 
 def test_a_bound_below_one_batch_stays_the_bound() -> None:

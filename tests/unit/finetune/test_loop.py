@@ -21,6 +21,7 @@ from pipelinerl.records import (
     FateRecord,
     MetricRecord,
     StepDone,
+    StepEnding,
     TrainerMessage,
     TrainerStarted,
     TrainingBatch,
@@ -41,7 +42,7 @@ def assert_same_weights(one, other):
 def test_messages_come_in_order_and_the_final_model_is_the_one_that_was_sent(start):
     run = start().go()
     kinds = [type(record) for record in run.written]
-    step = [WeightUpdateSuccess, FateRecord, FateRecord, FateRecord, StepDone]
+    step = [StepEnding, WeightUpdateSuccess, FateRecord, FateRecord, FateRecord, StepDone]
     assert kinds == [TrainerStarted, WeightUpdateSuccess, *step * 4, TrainingDone]
     assert run.written[0] == TrainerStarted(step=0, data_offset=0, time=5.0)
     assert run.publisher.versions == [0, 1, 2, 3, 4]
