@@ -12,7 +12,7 @@ import os
 import random
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import same_float, same_value
 from pipelinerl.domains.data import draw_problems
+from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.llm import TrainableLLM
@@ -119,12 +120,23 @@ _NUM_TESTS = 4
 
 
 def load_problems(
-    dataset_names: Sequence[str], *, num_train: int = 64, num_test: int = 16, seed: int = 0
+    dataset_names: Sequence[str],
+    *,
+    num_train: int = 64,
+    num_test: int = 16,
+    seed: int = 0,
+    fields: Mapping[str, str] | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the problems of the names `train` and `test` (made here) and of JSONL files.
+    """Return the problems of the names `train` and `test` (made here) and of other data sets.
+
+    Args:
+        num_train, num_test, seed: of the problems made here.
+        fields: where the rows of the other data sets have `task` and `tests`.
+        limit: at most so many rows of each of them.
 
     Raises:
-        DomainError: a file cannot be read, or a line lacks a field.
+        DomainError: a data set cannot be had, or none of its rows can be used.
     """
 
     def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -144,16 +156,19 @@ def load_problems(
         }
         return f"{task.solve.__name__}/{number}", problem
 
-    return draw_problems("coding", dataset_names, (num_train, num_test), seed, draw, _fault_of)
+    def make(name: str) -> list[dict[str, Any]]:
+        return draw_problems("coding", [name], (num_train, num_test), seed, draw)
+
+    return load_data_sets("coding", dataset_names, make, _problem, fields, limit)
 
 
-def _fault_of(row: dict[str, Any]) -> str | None:
+def _problem(row: dict[str, Any]) -> dict[str, Any] | str:
     keys = {"args", "expected"} if row.get("function") else {"input", "output"}
     tests, function = row.get("tests"), row.get("function")
     is_right = isinstance(tests, list) and tests and all(isinstance(test, dict) and keys <= set(test) for test in tests)
     if is_right and isinstance(row.get("task"), str) and (not function or str(function).isidentifier()):
-        return None
-    return f"expected a text `task` and a list `tests` of {sorted(keys)}"
+        return row
+    return f"without a text `task` and a list `tests` of {sorted(keys)}"
 
 
 def gold_answer(problem: dict[str, Any]) -> str | None:

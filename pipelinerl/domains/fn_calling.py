@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import same_value
 from pipelinerl.domains.data import draw_problems
+from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
@@ -91,11 +92,17 @@ def load_problems(
     max_calls: int = 2,
     num_tools: int = 4,
     seed: int = 0,
+    fields: Mapping[str, str] | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return problems with 1 to `max_calls` calls, each among `num_tools` functions.
+    """Return problems made here, with 1 to `max_calls` calls among `num_tools` functions, and those of data sets.
+
+    Args:
+        fields: where the rows of data sets have `task`, `tools` and `expected`.
+        limit: at most so many rows of each data set.
 
     Raises:
-        DomainError: a file cannot be read, or a line lacks a field.
+        DomainError: a data set cannot be had, or none of its rows can be used.
     """
 
     def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -113,13 +120,16 @@ def load_problems(
         }
         return f"{task}{offered}", problem
 
-    return draw_problems("fn_calling", dataset_names, (num_train, num_test), seed, draw, _fault_of)
+    def make(name: str) -> list[dict[str, Any]]:
+        return draw_problems("fn_calling", [name], (num_train, num_test), seed, draw)
+
+    return load_data_sets("fn_calling", dataset_names, make, _problem, fields, limit)
 
 
-def _fault_of(row: dict[str, Any]) -> str | None:
+def _problem(row: dict[str, Any]) -> dict[str, Any] | str:
     if isinstance(row.get("task"), str) and all(isinstance(row.get(key), list) for key in ("tools", "expected")):
-        return None
-    return "expected a text `task`, lists `tools` and `expected`"
+        return row
+    return "without a text `task`, lists `tools` and `expected`"
 
 
 def system_prompt(problem: dict[str, Any]) -> str:

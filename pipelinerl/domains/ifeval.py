@@ -18,6 +18,7 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.data import draw_problems
+from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
@@ -110,11 +111,17 @@ def load_problems(
     num_test: int = 200,
     max_constraints: int = 3,
     seed: int = 0,
+    fields: Mapping[str, str] | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Return problems with 1 to `max_constraints` constraints each.
+    """Return problems made here, with 1 to `max_constraints` constraints each, and those of data sets.
+
+    Args:
+        fields: where the rows of data sets have `task` and `constraints`.
+        limit: at most so many rows of each data set.
 
     Raises:
-        DomainError: a file cannot be read, or names an unknown kind of constraint.
+        DomainError: a data set cannot be had, or none of its rows can be used.
     """
 
     def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -123,20 +130,23 @@ def load_problems(
         difficulty = (len(constraints) - 1) / max(max_constraints - 1, 1)
         return f"{prompt}{constraints}", {"prompt": prompt, "constraints": constraints, "difficulty": difficulty}
 
-    return draw_problems("ifeval", dataset_names, (num_train, num_test), seed, draw, _fault_of)
+    def make(name: str) -> list[dict[str, Any]]:
+        return draw_problems("ifeval", [name], (num_train, num_test), seed, draw)
+
+    return load_data_sets("ifeval", dataset_names, make, _problem, fields, limit)
 
 
-def _fault_of(row: dict[str, Any]) -> str | None:
-    constraints = row.get("constraints")
-    if not isinstance(row.get("prompt"), str) or not isinstance(constraints, list) or not constraints:
-        return "expected a text `prompt` and a list `constraints`"
+def _problem(values: dict[str, Any]) -> dict[str, Any] | str:
+    constraints, prompt = values["constraints"], values.pop("task")
+    if not isinstance(prompt, str) or not isinstance(constraints, list) or not constraints:
+        return "without a text `task` and a list `constraints`"
     for constraint in constraints:
         try:
             describe(str(constraint["kind"]), constraint)
         except (KeyError, TypeError, AttributeError) as error:
             kinds = ", ".join(CONSTRAINTS)
-            return f"constraint {constraint!r} is unknown or lacks an argument ({error}), expected a kind of {kinds}"
-    return None
+            return f"with an unknown constraint or without its argument {error}, expected a kind of {kinds}"
+    return {"prompt": prompt, **values}
 
 
 def _draw_constraints(rng: random.Random, count: int) -> list[dict[str, Any]]:

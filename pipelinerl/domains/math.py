@@ -1,32 +1,27 @@
 """Mathematics with a final answer: GSM8K, MATH, AIME and the like, JSONL files, and small sums made offline.
 
-A data set name is `train` or `test` (small sums), one of `KNOWN`, the path of a JSONL file, or a data set on the hub as
-`owner/name`, `owner/name:split` or `owner/name:config:split`.
+A data set is `train` or `test` (small sums), or one that `data_sets` reads, in one of the shapes of `shapes.SHAPES`.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import boxed_answer, tagged_answer
-from pipelinerl.domains.data import SPLITS, draw_problems, load_hub_rows, optional, read_jsonl
+from pipelinerl.domains.data import draw_problems, optional
+from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.math_answers import MAX_ANSWER_CHARACTERS, plain, same_answer
+from pipelinerl.domains.shapes import chat_text
 from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
-
-logger = logging.getLogger(__name__)
 
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
@@ -49,21 +44,6 @@ def draw_sums(name: str, sizes: tuple[int, int], max_operand: int, seed: int) ->
     return draw_problems("math", [name], sizes, seed, draw)
 
 
-#: Data sets on the hub by name: path, config, split.
-KNOWN: Mapping[str, tuple[str, str | None, str]] = MappingProxyType(
-    {
-        "gsm8k_train": ("openai/gsm8k", "main", "train"),
-        "gsm8k_test": ("openai/gsm8k", "main", "test"),
-        "math_500": ("HuggingFaceH4/MATH-500", None, "test"),
-        "aime_2024": ("HuggingFaceH4/aime_2024", None, "train"),
-        "aime_2025": ("MathArena/aime_2025", None, "train"),
-        "deepscaler": ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
-        "open_reasoner_zero": ("Open-Reasoner-Zero/orz_math_57k_collection", None, "train"),
-    }
-)
-_QUESTION_KEYS = ("task", "problem", "question", "prompt")
-_ANSWER_KEYS = ("answer", "final_answer", "solution")
-_FINAL = "Give it in `answer`, or mark it in the solution with #### or \\boxed{}"
 # A text with more words than this is a solution, not an answer; fewer for what is called a solution.
 _MAX_WORDS, _MAX_WORDS_OF_SOLUTION = 8, 3
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -76,69 +56,64 @@ def load_problems(
     num_test: int = 200,
     max_operand: int = 20,
     seed: int = 0,
+    fields: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return the problems of all names, in order.
 
     Args:
         num_train, num_test, max_operand, seed: of the sums made here.
-        limit: at most so many problems of each other data set.
+        fields: where the rows of the other data sets have `task`, and `answer` or `solution`.
+        limit: at most so many rows of each of them.
 
     Raises:
         DomainError: a data set cannot be had, or math-verify is not installed.
     """
     optional("math_verify", "math", "math")
-    problems: list[dict[str, Any]] = []
-    for name in dataset_names:
-        if name in SPLITS:
-            problems += draw_sums(name, (num_train, num_test), max_operand, seed)
-            continue
-        rows = _rows(str(name))[:limit]
-        found = [problem for index, row in enumerate(rows) if (problem := _problem(row, index, str(name)))]
-        if rows and not found:
-            raise DomainError(f"math: no row of {name!r} has a final answer. {_FINAL}.")
-        if len(found) < len(rows):
-            logger.warning("%s: %d rows without a final answer are left out. %s.", name, len(rows) - len(found), _FINAL)
-        problems += found
-    return problems
+
+    def make(name: str) -> list[dict[str, Any]]:
+        return draw_sums(name, (num_train, num_test), max_operand, seed)
+
+    return load_data_sets("math", dataset_names, make, _problem, fields, limit)
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    if name.endswith((".jsonl", ".json")):
-        return read_jsonl(Path(name), "math")
-    if name in KNOWN:
-        return load_hub_rows(*KNOWN[name], "math")
-    if "/" not in name:
-        raise DomainError(
-            f"math: unknown data set {name!r}, expected one of {[*SPLITS, *KNOWN]}, the path of a .jsonl file, or "
-            "owner/name[:config]:split of a data set on the hub. Change train_dataset_names or test_dataset_names."
-        )
-    path, *rest = name.split(":")
-    config = rest[0] if len(rest) == 2 else None
-    return load_hub_rows(path, config, rest[-1] if rest else "train", "math")
+#: What some data sets say of the form of the answer, in other words than ours.
+_FORM = re.compile(
+    r"^Solve the following math problem step by step\. The last line of your response should be of the form Answer: "
+    r"\$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*"
+    r"|\s*Remember to put your answer on its own line after \"Answer:\"\.\s*$"
+    r"|\s*Present the answer in LaTex format: \\boxed\{Your answer\}\s*$"
+    r"|\s*Let's think step by step and output the final answer after \"####\"\.?\s*$"
+    r"|\s*Please reason step by step, and put your final answer within \\boxed\{\}\.\s*$"
+)
+_LEVEL = re.compile(r"(?:Level )?([1-5])")
 
 
-def _problem(row: dict[str, Any], index: int, name: str) -> dict[str, Any] | None:
-    """Return the problem of a row, or None if it has no final answer."""
-    if isinstance(row.get("0"), dict) and isinstance(row.get("1"), dict):  # a conversation (Open-Reasoner-Zero)
-        truth = row["1"].get("ground_truth")
-        row = {"problem": row["0"].get("value"), "answer": truth.get("value") if isinstance(truth, dict) else None}
-    question = next((row[key] for key in _QUESTION_KEYS if isinstance(row.get(key), str)), None)
-    key = next((key for key in _ANSWER_KEYS if isinstance(row.get(key), str | int | float)), None)
-    if question is None or key is None:
-        raise DomainError(
-            f"math: row {index} of {name!r} has the fields {sorted(row)}, expected one of {_QUESTION_KEYS} and one of "
-            f"{_ANSWER_KEYS}. Rename them."
-        )
-    answer = final_answer(str(row[key]), _MAX_WORDS_OF_SOLUTION if key == "solution" else _MAX_WORDS)
+def _problem(values: dict[str, Any]) -> dict[str, Any] | str:
+    """Return the problem of a row's values, or why there is none."""
+    task = chat_text(values["task"], "user")
+    if not task:
+        return "without a text as the task"
+    stated, max_words = _text(values.get("answer")), _MAX_WORDS
+    if stated is None:
+        solution = values.get("solution")
+        stated, max_words = chat_text(solution, "assistant") or _text(solution), _MAX_WORDS_OF_SOLUTION
+    answer = final_answer(stated, max_words) if stated else None
     if answer is None:
-        return None
-    dataset = Path(name).stem if name.endswith((".jsonl", ".json")) else name
-    problem = {"id": f"{dataset}-{row.get('id', index)}", "dataset": dataset, "task": question}
-    level = row.get("level")
-    if isinstance(level, int) and 1 <= level <= 5:  # MATH has levels 1 to 5
-        problem["difficulty"] = (level - 1) / 4
-    return {**problem, "answer": answer}
+        return "without a final answer (in `answer`, or marked in the solution with #### or \\boxed{})"
+    level = _LEVEL.fullmatch(str(values.get("level")))  # MATH has levels 1 to 5
+    difficulty = (int(level[1]) - 1) / 4 if level else values.get("difficulty")
+    problem = {"task": _FORM.sub("", task), "answer": answer}
+    return problem if not isinstance(difficulty, int | float) else problem | {"difficulty": difficulty}
+
+
+def _text(answer: Any) -> str | None:
+    """Return an answer as a text; of a list, its only element."""
+    if isinstance(answer, list) and len(answer) == 1:
+        answer = answer[0]
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    return str(answer) if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
 
 
 def final_answer(text: str, max_words: int = _MAX_WORDS) -> str | None:

@@ -99,6 +99,11 @@ def load_problems(dataset_names: Sequence[str], *, domains: Mapping[str, Any] = 
         for name, part in parts.items():
             names = part.train if split == "train" else part.test
             own = load_module(part.module, name).load_problems(names, **(part.params or {}))
+            if any("share" in problem for problem in own):
+                raise DomainError(
+                    f"{_KEY}.{name}: a data set has a share, which is for runs of one domain. Give the module a second "
+                    "name here, with a weight and data sets of its own."
+                )
             if not own and names:
                 raise DomainError(f"multi: domain {name!r} has no problem for {names}. Change its data sets.")
             problems += [_wrapped(problem, name, part, part.weight / total) for problem in own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.domains.data import load_hub_rows, read_jsonl
+from pipelinerl.domains.data_sets import data_set, read_rows
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm.chat_messages import for_template
 from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
@@ -17,7 +18,6 @@ from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 logger = logging.getLogger(__name__)
 
 DATA_KEY = "agent.prompt_data"
-_DEFAULT_SPLIT = "train"
 
 
 def load_prompts(
@@ -37,8 +37,7 @@ def load_prompts(
     """Return one problem per row: `{"id", "dataset", "state", "label"}`.
 
     Args:
-        dataset_names: JSONL files (`.jsonl`, `.json`), or names of Hugging Face data sets (`name`, or `name:split` for
-            a split other than `train`), in this order; a name may occur more than once.
+        dataset_names: texts as `data_sets.data_set` takes them, in this order; a name may occur more than once.
         model_path: of the tokenizer.
         input_key: column of the prompt: text, or a list of messages.
         label_key: column of the label; None: the label is "".
@@ -67,7 +66,7 @@ def load_prompts(
         prefix = stem if stems[stem] == 1 else f"{stem}.{stems[stem]}"
         too_long = 0
         limit = math.ceil(max_samples * drawn[name]) if drawn and max_samples is not None else left
-        rows = _rows(name, limit)
+        rows = list(itertools.islice(read_rows(data_set(name, DATA_KEY), DATA_KEY), limit))
         left = left if left is None else left - len(rows)
         for index, row in enumerate(rows):
             where = f"{name}, row {index}"
@@ -120,14 +119,6 @@ def _state(
         return renderer.render_text([for_template(message) for message in messages])
     except RolloutError as error:
         raise DomainError(f"{DATA_KEY}: {where}: {error}") from error
-
-
-def _rows(name: str, limit: int | None) -> list[dict[str, Any]]:
-    file = Path(name).expanduser()
-    if file.suffix in (".jsonl", ".json") or file.is_file():
-        return read_jsonl(file, DATA_KEY)[:limit]
-    path, _, split = name.partition(":")
-    return load_hub_rows(path, None, split or _DEFAULT_SPLIT, DATA_KEY, limit)
 
 
 def _missing(key: str, column: str, where: str, row: dict[str, Any]) -> str:

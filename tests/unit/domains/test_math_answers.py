@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -145,20 +144,17 @@ SOLUTION = r"By symmetry the sum is $100$. So the total is \[\boxed 50.\]"
 
 
 def test_the_reference_answer_comes_from_its_mark_and_is_not_confirmed_by_itself() -> None:
-    problem = math._problem({"problem": "q", "solution": SOLUTION}, 0, "x/y")
-    assert problem is not None and problem["answer"] == "50"
+    problem = math._problem({"task": "q", "solution": SOLUTION})
+    assert isinstance(problem, dict) and problem["answer"] == "50"
     assert verify_math(r"\boxed{50}", problem).score == math.validate(problem) == 1.0
     assert verify_math(r"\boxed{100}", problem).score == 0.0
     unmarked = SOLUTION.replace("\\boxed", "")
-    assert math._problem({"problem": "q", "solution": unmarked}, 0, "x/y") is None
+    assert isinstance(math._problem({"task": "q", "solution": unmarked}), str)
     assert math.validate({"answer": unmarked}) == 0.0
     assert final_answer("#### 1,2") == "1,2" and final_answer("#### 1,002") == "1002"
 
 
-def test_rows_of_conversations_and_rows_without_an_answer(tmp_path: Path) -> None:
-    row: dict[str, Any] = {"0": {"value": "2+2?"}, "1": {"ground_truth": {"value": "4"}}}
-    problem = math._problem(row, 0, "open_reasoner_zero")
-    assert problem is not None and (problem["task"], problem["answer"]) == ("2+2?", "4")
+def test_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     without = '{"problem": "q", "solution": "Add them and see what comes out."}\n'
     file.write_text(without + '{"problem": "q", "answer": 3}\n', encoding="utf-8-sig")

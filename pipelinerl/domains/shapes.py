@@ -1,0 +1,230 @@
+"""Shapes of public data sets: where their rows keep what a domain needs, and the names by which they are known.
+
+A shape maps the fields of a domain to paths in a row. A path is the name of a field, or goes into nested fields, lists
+(by number) and JSON texts with dots; `|` separates alternatives. A field that ends in `?` may be missing. The first
+shape of a domain that fits a row is used; a user's own map (`fields`) adds the fields of the first one to the rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+MISSING = object()
+
+
+class Shape(NamedTuple):
+    """One shape: whose rows have it, and the path of each field of the domain."""
+
+    of: str
+    fields: dict[str, str]
+
+
+SHAPES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
+    {
+        "math": (
+            Shape("own rows", {"task": "task", "answer": "answer|final_answer", "difficulty?": "difficulty"}),
+            Shape("own rows", {"task": "task", "solution": "solution"}),
+            Shape("Open-Reasoner-Zero", {"task": "0.value", "answer": "1.ground_truth.value"}),
+            Shape("DAPO, Eurus, verl", {"task": "prompt", "answer": "reward_model.ground_truth"}),
+            Shape(
+                "GSM8K, MATH-500, AIME, AMC, DeepScaleR, NuminaMath-1.5",
+                {
+                    "task": "problem|question|Problem|Question|prompt",
+                    "answer": "answer|final_answer|Answer",
+                    "level?": "level",
+                },
+            ),
+            Shape(
+                "MATH, NuminaMath-CoT, GPQA",
+                {"task": "problem|question|Problem|prompt", "solution": "solution|Solution", "level?": "level"},
+            ),
+            Shape("chats with an answer", {"task": "messages|conversations", "answer": "answer|ground_truth|label"}),
+            Shape("chats", {"task": "messages|conversations", "solution": "messages|conversations"}),
+        ),
+        "coding": (
+            Shape(
+                "own rows",
+                {
+                    "task": "task",
+                    "tests": "tests",
+                    "function?": "function",
+                    "solution?": "solution",
+                    "difficulty?": "difficulty",
+                },
+            ),
+        ),
+        "fn_calling": (
+            Shape("own rows", {"task": "task", "tools": "tools", "expected": "expected", "difficulty?": "difficulty"}),
+        ),
+        "ifeval": (
+            Shape(
+                "own rows",
+                {
+                    "task": "task|prompt",
+                    "constraints": "constraints",
+                    "response?": "response",
+                    "difficulty?": "difficulty",
+                },
+            ),
+        ),
+    }
+)
+
+_HUB_FILES = "hf://datasets"
+#: Data sets by name, for each domain; written as a user may write them.
+KNOWN: Mapping[str, Mapping[str, str | dict[str, Any]]] = MappingProxyType(
+    {
+        "math": {
+            "gsm8k_train": "openai/gsm8k:main:train",
+            "gsm8k_test": "openai/gsm8k:main:test",
+            "math_train": "DigitalLearningGmbH/MATH-lighteval:train",
+            "math_test": "DigitalLearningGmbH/MATH-lighteval:test",
+            "math_500": "HuggingFaceH4/MATH-500:test",
+            "math500": "HuggingFaceH4/MATH-500:test",
+            "math_simplerl_train": "https://raw.githubusercontent.com/hkust-nlp/simpleRL-reason/refs/heads/v0/train/data/"
+            "math_level3to5_data_processed_with_qwen_prompt.json",
+            "omni_math_500": "reliable-agents/Omni-MATH-500:test",
+            **{
+                name: {"path": "AI-MO/aimo-validation-aime", "filter": {"url": {"contains": name[5:9]}}}
+                for name in ("aime_2022", "aime_2022_original", "aime_2023", "aime_2023_original")
+            },
+            "aime_2024": "HuggingFaceH4/aime_2024:train",
+            "aime_2024_original": "HuggingFaceH4/aime_2024:train",
+            "aime_2025": "MathArena/aime_2025:train",
+            "aime_2025_original": "MathArena/aime_2025:train",
+            **{
+                name: {"path": "AI-MO/aimo-validation-amc", "filter": {"url": {"contains": name[4:8]}}}
+                for name in ("amc_2022", "amc_2022_original", "amc_2023", "amc_2023_original")
+            },
+            "open_reasoner_zero_57k": "Open-Reasoner-Zero/orz_math_57k_collection:train",
+            "open_reasoner_zero_extended_72k": "Open-Reasoner-Zero/orz_math_72k_collection_extended:train",
+            "open_reasoner_zero_hard_13k": "Open-Reasoner-Zero/orz_math_13k_collection_hard:train",
+            "open_reasoner_zero": "Open-Reasoner-Zero/orz_math_57k_collection:train",
+            "deepscaler": "agentica-org/DeepScaleR-Preview-Dataset:train",
+            "deepscaler_preview": "agentica-org/DeepScaleR-Preview-Dataset:train",
+            # The processed one: the original has every problem about 100 times.
+            "dapo_17k": "open-r1/DAPO-Math-17k-Processed:all:train",
+            "numina_math_cot": "AI-MO/NuminaMath-CoT:train",
+            "numina_math_1_5": {
+                "path": "AI-MO/NuminaMath-1.5",
+                "filter": {"answer": {"not": ["proof", "notfound", ""]}},
+            },
+            "open_r1_math_220k": "open-r1/OpenR1-Math-220k:default:train",
+            "nemotron_cascade_math": "nvidia/Nemotron-Cascade-RL-Math:train",
+            "limo": "GAIR/LIMO:train",
+            "gpqa_main": "hendrydong/gpqa_main:test",
+            "gpqa_diamond": "hendrydong/gpqa_diamond:test",
+            "eurus_train": {"path": "PRIME-RL/Eurus-2-RL-Data", "filter": {"ability": "math"}},
+            "eurus_validation": {
+                "path": "PRIME-RL/Eurus-2-RL-Data",
+                "split": "validation",
+                "filter": {"ability": "math"},
+            },
+        },
+    }
+)
+
+
+def lookup(row: Any, path: str) -> Any:
+    """Return the value at the first of the paths in `path` that the row has; `MISSING` if it has none."""
+    for alternative in path.split("|"):
+        if (value := _at(row, alternative)) is not MISSING:
+            return value
+    return MISSING
+
+
+def _at(value: Any, path: str) -> Any:
+    if isinstance(value, dict) and path in value:  # its name may have a dot
+        return value[path]
+    name, dot, rest = path.partition(".")
+    if isinstance(value, str):
+        value = from_json(value)
+    if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+        found = value[int(name)]
+    elif isinstance(value, dict) and name in value:
+        found = value[name]
+    else:
+        return MISSING
+    return _at(found, rest) if dot else found
+
+
+def from_json(value: Any) -> Any:
+    """Return the value of a text that is JSON; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def fit(row: Row, domain: str) -> Row | None:
+    """Return the values of the domain's fields in the first shape that fits, by the names of the fields."""
+    for shape in SHAPES[domain]:
+        values = {field: lookup(row, path) for field, path in shape.fields.items()}
+        if all(value is not MISSING or field.endswith("?") for field, value in values.items()):
+            return {field.removesuffix("?"): value for field, value in values.items() if value is not MISSING}
+    return None
+
+
+def with_fields(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[str]]:
+    """Return the row with the fields of a user's map, and the paths of the map that the row lacks."""
+    values = {field: lookup(row, path) for field, path in fields.items()}
+    lacking = [fields[field] for field, value in values.items() if value is MISSING]
+    return row | {field: value for field, value in values.items() if value is not MISSING}, lacking
+
+
+#: Parts of the names that fields have elsewhere, for the map that a message proposes.
+_LIKELY = MappingProxyType(
+    {
+        "task": ("question", "problem", "prompt", "query", "instruction", "task", "input", "text"),
+        "answer": ("answer", "solution", "ground_truth", "label", "target", "output", "response", "result"),
+        "tests": ("test", "case", "input_output", "examples"),
+        "tools": ("tool", "function", "api"),
+        "expected": ("expected", "answer", "call", "ground_truth", "target"),
+        "constraints": ("constraint", "instruction_id", "rule", "check"),
+    }
+)
+
+
+def proposed_map(row: Row, domain: str) -> str:
+    """Return the map that fits a row of an unknown shape, as far as the names of its fields tell; else `FIELD`."""
+    own = [field for field in SHAPES[domain][0].fields if not field.endswith("?")]
+    left, chosen = list(field_names(row)), {}
+    for field in own:
+        near = [name for part in _LIKELY.get(field, ()) for name in left if part in name.lower()]
+        chosen[field] = near[0] if near else "FIELD"
+        left = [name for name in left if name != chosen[field]]
+    return f"{{{', '.join(f'{field}: {path}' for field, path in chosen.items())}}}"
+
+
+def field_names(row: Row, prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all fields of a row that hold no further fields, in order."""
+    for name, value in row.items():
+        if isinstance(value, dict) and value and prefix.count(".") < 3:
+            yield from field_names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def chat_text(value: Any, role: str) -> str | None:
+    """Return the text of the first turn of `role` (user or assistant) in a chat, or a text as it is; None: neither.
+
+    Turns have `role` and `content`, or `from` (human, gpt) and `value`. A list of chats stands for its first one.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        value = value[0]
+    if not isinstance(value, list):
+        return None
+    names = {"user": ("user", "human"), "assistant": ("assistant", "gpt", "model")}[role]
+    for turn in value:
+        if isinstance(turn, dict) and turn.get("role", turn.get("from")) in names:
+            text = turn.get("content", turn.get("value"))
+            return text if isinstance(text, str) else None
+    return None

@@ -1,0 +1,174 @@
+"""Public data sets load from their real shapes, a user's map leads to other fields, and sources give the same rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from fakes.data_set_rows import MATH
+
+from pipelinerl.domains import math
+from pipelinerl.domains.data_sets import data_set, read_rows
+from pipelinerl.domains.shapes import KNOWN
+from pipelinerl.errors import DomainError
+
+ROWS = [{"q": f"{n} + 1?", "meta": {"final": n + 1, "source": "ab"[n % 2]}, "level": n} for n in range(6)]
+FIELDS = {"task": "q", "answer": "meta.final"}
+
+
+def served(monkeypatch: pytest.MonkeyPatch, rows: list[Any]) -> list[Any]:
+    """Let the hub have these rows; return what it is asked for."""
+    asked: list[Any] = []
+
+    def load_dataset(path: str, name: str | None = None, **words: Any) -> Any:
+        asked.append((path, name, words))
+        return [dict(zip("01", row, strict=True)) if isinstance(row, list) else row for row in rows]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def file_of(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> str:
+    file = folder / name
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_math_data_sets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, (first, last) = MATH[name]
+    served(monkeypatch, rows)
+    problems = math.load_problems([name])
+    assert [(each["task"], each["answer"]) for each in (problems[0], problems[-1])] == [first, last]
+    assert len(problems) == 2 and len({each["id"] for each in problems}) == 2
+    assert {each["dataset"] for each in problems} == {name}
+    for problem in problems:
+        assert math.validate(problem) == 1.0
+        assert math.verify_math("\\boxed{-1001}", problem).score == 0.0
+
+
+def test_levels_become_difficulties(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, expected in (("math_train", [0.5, 0.0]), ("math_500", [0.5, 1.0])):
+        served(monkeypatch, MATH[name][0])
+        assert [each["difficulty"] for each in math.load_problems([name])] == expected
+
+
+def test_files_of_lists_are_rows(tmp_path: Path) -> None:
+    """Open-Reasoner-Zero's own files: one JSON list, whose rows are lists of turns."""
+    rows = MATH["open_reasoner_zero_57k"][0]
+    (tmp_path / "orz.json").write_text(json.dumps(rows, indent=1))
+    problems = math.load_problems([str(tmp_path / "orz.json")])
+    assert problems == math.load_problems([file_of(tmp_path, rows, "orz.jsonl")])
+    assert [each["answer"] for each in problems] == ["21", "\\sqrt{3}"]
+
+
+@pytest.mark.parametrize("domain", KNOWN)
+def test_known_names_are_data_sets(domain: str) -> None:
+    for name in KNOWN[domain]:
+        found = data_set(name, domain, KNOWN[domain])
+        assert found.name == name and found.is_remote and found.path
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("gsm8k_test", ("openai/gsm8k", "main", {"split": "test", "revision": None})),
+        ("a/b", ("a/b", None, {"split": "train", "revision": None})),
+        ("a/b@v2:s:test[:2]", ("a/b", "s", {"split": "test[:2]", "revision": "v2"})),
+        ({"path": "a/b", "subset": "s", "revision": "v"}, ("a/b", "s", {"split": "train", "revision": "v"})),
+        ({"name": "gsm8k_test", "split": "train"}, ("openai/gsm8k", "main", {"split": "train", "revision": None})),
+        ("https://x.org/y.json", ("json", None, {"data_files": "https://x.org/y.json", "split": "train"})),
+    ],
+)
+def test_what_the_hub_is_asked_for(given: Any, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = served(monkeypatch, MATH["gsm8k_train"][0])
+    assert len(math.load_problems([given])) == 2 and found == [asked]
+
+
+def test_sources_have_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "splits")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.flatten().rename_columns({"meta.final": "final", "meta.source": "source"}).to_csv(tmp_path / "flat.csv")
+    names = ["saved", "splits:test", "rows.parquet"]
+    expected = list(read_rows(data_set(file_of(tmp_path, ROWS), "x"), "x"))
+    assert expected == ROWS
+    for name in names:
+        assert list(read_rows(data_set(f"{tmp_path}/{name}", "x"), "x")) == ROWS, name
+    (problem, *_) = math.load_problems([{"path": f"{tmp_path}/flat.csv", "fields": {"task": "q", "answer": "final"}}])
+    assert problem == {"id": "flat-0", "dataset": "flat", "task": "0 + 1?", "answer": "1"}
+    for name in ("absent.parquet", "absent.csv", "absent/", "splits"):
+        with pytest.raises(DomainError, match=r"absent|splits"):
+            math.load_problems([f"{tmp_path}/{name}"])
+
+
+def test_a_map_leads_to_fields_of_other_names(tmp_path: Path) -> None:
+    file = file_of(tmp_path, ROWS)
+    problems = math.load_problems([file], fields=FIELDS, limit=2)
+    assert [(each["task"], each["answer"]) for each in problems] == [("0 + 1?", "1"), ("1 + 1?", "2")]
+    own = {"path": file, "name": "mine", "fields": {**FIELDS, "task": "meta.source"}, "limit": 1}
+    (problem,) = math.load_problems([own], fields=FIELDS)
+    assert (problem["task"], problem["id"], problem["dataset"]) == ("a", "mine-0", "mine")
+
+
+@pytest.mark.parametrize(
+    ("rules", "left"),
+    [
+        ({"level": 3}, [3]),
+        ({"level": [1, 4]}, [1, 4]),
+        ({"level": {"min": 2, "max": 4}}, [2, 3, 4]),
+        ({"meta.source": "b", "level": {"not": 3}}, [1, 5]),
+        ({"q": {"contains": "5 +"}}, [5]),
+        ({"level": {"not": [0, 1, 2]}}, [3, 4, 5]),
+    ],
+)
+def test_filters(rules: dict[str, Any], left: list[int], tmp_path: Path) -> None:
+    given = {"path": file_of(tmp_path, ROWS), "filter": rules, "limit": 3}
+    assert [row["level"] for row in read_rows(data_set(given, "x"), "x")] == left
+
+
+def test_shares_say_how_often_a_data_set_is_drawn(tmp_path: Path) -> None:
+    small = {"path": file_of(tmp_path, ROWS[:2], "small.jsonl"), "share": 3}
+    problems = math.load_problems([small, file_of(tmp_path, ROWS, "large.jsonl")], fields=FIELDS)
+    assert [(each["domain"], each["share"]) for each in (problems[0], problems[-1])] == [
+        ("small", 0.75),
+        ("large", 0.25),
+    ]
+
+
+def test_a_wrong_shape_is_answered_with_its_fields_and_the_map(tmp_path: Path) -> None:
+    file = file_of(tmp_path, [{"my_query": "1+1?", "meta": {"gold_answer": "2", "n": 1}}])
+    with pytest.raises(DomainError) as caught:
+        math.load_problems([file])
+    said = str(caught.value)
+    assert "my_query, meta.gold_answer, meta.n" in said and "{task: my_query, answer: meta.gold_answer}" in said
+    (problem,) = math.load_problems([file], fields={"task": "my_query", "answer": "meta.gold_answer"})
+    assert problem["answer"] == "2"
+    with pytest.raises(DomainError, match=r"meta\.gold .*my_query"):
+        math.load_problems([file], fields={"task": "my_query", "answer": "meta.gold"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("gsm8k_tain", "gsm8k_train"),
+        ({"nam": "gsm8k_train"}, "nam"),
+        ({"name": "gsm8k_train", "share": 0}, "share"),
+        ({"name": "gsm8k_train", "limit": 0}, "limit"),
+        ({}, "unknown"),
+    ],
+)
+def test_unknown_names_and_keys(given: Any, words: str) -> None:
+    with pytest.raises(DomainError, match=words):
+        math.load_problems([given])
+
+
+@pytest.mark.parametrize(("rules", "words"), [({"nope": 1}, "meta.final"), ({"level": {"over": 1}}, "over")])
+def test_unknown_filters(rules: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(DomainError, match=words):
+        math.load_problems([{"path": file_of(tmp_path, ROWS), "filter": rules}], fields=FIELDS)
