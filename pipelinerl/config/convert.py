@@ -2,6 +2,9 @@
 
 Prints the new file to stdout and one line to stderr about each key that was changed, dropped or cannot be translated.
 Comments are lost. The exit code is 2 if something cannot be translated.
+
+Files that the old one chooses from groups (`finetune: ppo`) are looked for in its folder. Where they differ from ours
+of the same name, their keys are written out.
 """
 
 from __future__ import annotations
@@ -9,217 +12,198 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from pipelinerl.config.faults import nearest_key
-from pipelinerl.config.former_keys import DROPPED, RENAMED, UNSUPPORTED
-from pipelinerl.config.keys import is_known, known_keys, value_at
+from pipelinerl.config.keys import value_at
 from pipelinerl.config.load import conf_dir
-from pipelinerl.config.section import DOTTED
+from pipelinerl.config.translate import Conversion
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 
-_ABSENT = object()
-_RL = "finetune.rl"
+#: The file of each group that says least: what a file of PipelineRL writes out goes on top of it.
+_NEUTRAL = {"finetune": "base", "rewards": "pure_success", "streams": "files"}
+#: Groups that PipelineRL does not have, which the file that chooses the others gets.
+_NEW_GROUPS = ("backend", "world")
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
+_GLOBAL = "# @package _global_\n"
 
 
-class Conversion:
-    """One file on its way. `lines` say what happened, `failed` that something has no translation."""
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
 
-    def __init__(self, data: dict[str, Any]) -> None:
-        self.data = data
-        self.lines: list[str] = []
-        self.failed = False
-        self._included = _included(data.get("defaults"))
 
-    def run(self) -> dict[str, Any]:
-        """The translated data."""
-        for rewrite in (self._backend, self._trainer, self._algorithm, self._streams, self._wandb):
-            rewrite()
-        for key, new in RENAMED.items():
-            self._rename(key, new)
-        for key, reason in DROPPED.items():
-            if self._take(key) is not _ABSENT:
-                self._say("dropped", key, reason)
-        for key, (harmless, reason) in UNSUPPORTED.items():
-            value = self._take(key)
-            if value is _ABSENT:
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+class OldFile:
+    """A file of PipelineRL in its folder.
+
+    `group` is the folder that it is in, if that is a group; `package` is where its keys belong ("" is the root).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError("file", str(path), "a YAML file that can be read", f"{error}.") from error
+        if not isinstance(content, dict):
+            raise ConfigError("file", str(path), "a mapping of keys to values", "Write `key: value` lines.")
+        header = _PACKAGE.search(text)
+        self.is_in_group = header is not None or path.parent.name in _NEUTRAL
+        self.root = path.parent.parent if self.is_in_group else path.parent
+        package = header[1] if header else path.parent.name if self.is_in_group else "_global_"
+        self.package = "" if package == "_global_" else package.replace("_group_", path.parent.name)
+        defaults: Any = content.pop("defaults", None)
+        self.entries: list[Any] = defaults if isinstance(defaults, list) else []
+        self.content: dict[Any, Any] = content
+
+    def data(self, package: str | None = None) -> dict[str, Any]:
+        """Its own keys from the root."""
+        data: dict[str, Any] = dict(self.content)
+        for part in reversed((self.package if package is None else package).split(".")):
+            data = {part: data} if part else data
+        return data
+
+    def included(self, name: str) -> Path:
+        """The file next to it, or from the root, that an entry of its defaults names."""
+        return (self.root if name.startswith("/") else self.path.parent) / f"{name.lstrip('/')}.yaml"
+
+
+class FileConversion(Conversion):
+    """A file with what it includes. `entries` are the new file's defaults."""
+
+    def __init__(self, file: OldFile, above: tuple[Path, ...] = ()) -> None:
+        super().__init__({})
+        self.entries: list[Any] = []
+        self.old: dict[str, Any] = {}
+        self.file, self._above = file, (*above, file.path)
+        chosen: dict[str, Any] = {}
+        known: dict[str, Any] = {}
+        for entry in file.entries:
+            if entry == "_self_":
                 continue
-            if value in (harmless, None):
-                self._say("dropped", key, "it asks for nothing")
+            if isinstance(entry, dict):
+                (choice,) = entry.items()
+                chosen, known = _merged(chosen, self._choose(*choice)), _merged(known, self._shipped_choice(*choice))
             else:
-                self._fail(key, f"{value!r} is not supported: {reason}")
-        self._drop_foreign_keys()
-        self._drop_unknown_keys()
-        self.data = _with_new_references(self.data)
-        return self.data
+                known = _merged(known, self._include(str(entry)))
+        self.inherited = known
+        self.data = _merged(chosen, file.data())
+        self._keep_clip_range()
+        self.old = _merged(self.old, self.data)
+        self.run()
+        if any(isinstance(entry, dict) and "finetune" in entry for entry in self.entries):
+            backend = self.data.get("backend", {}).get("type", "deepspeed")
+            self.entries += [{group: name} for group, name in zip(_NEW_GROUPS, (backend, "auto"), strict=True)]
+        if self.entries:
+            self.entries.append("_self_")
 
-    def _backend(self) -> None:
-        deepspeed, config = self._take("use_deepspeed"), self._take("deepspeed_config")
-        fsdp, dtypes = self._take("use_fsdp"), self._take("fsdp")
-        backend: dict[str, Any] = {}
-        if fsdp is True:
-            wanted = dtypes if isinstance(dtypes, dict) else {}
-            backend = {"type": "fsdp", **{key: wanted[key] for key in ("param_dtype", "reduce_dtype") if key in wanted}}
-        elif deepspeed is False:
-            backend = {"type": "plain"}
-        elif deepspeed is True or config is not _ABSENT:
-            backend = {"type": "deepspeed", **({} if config in (_ABSENT, None) else {"config": config})}
-        if backend:
-            self._set("backend", backend)
-            self._say("changed", "use_deepspeed, deepspeed_config, use_fsdp, fsdp", f"now backend: {backend}")
+    def _include(self, name: str) -> dict[str, Any]:
+        """Keep the name of an included file; returns its translated keys."""
+        path = self.file.included(name)
+        ours = conf_dir() / path.relative_to(self.file.root)
+        is_ours = ours.is_file()
+        if path in self._above or not path.is_file():
+            if is_ours:
+                self.entries.append(name)
+                return _shipped(ours)
+            self.fail("defaults", f"there is no {name}.yaml, neither next to the file nor here")
+            return {}
+        self.entries.append(name)
+        included = FileConversion(OldFile(path), self._above)
+        if not is_ours and included.failed:
+            first = next(line for line in included.lines if line.startswith("cannot "))
+            self.fail("defaults", f"{name}.yaml, which it includes, cannot be translated: {first}")
+        elif not is_ours:
+            self.say("changed", "defaults", f"translate {name}.yaml too, and put it next to this file")
+        self.old = _merged(self.old, included.old)
+        return _merged(dict(included.inherited), included.data)
 
-    def _trainer(self) -> None:
-        model_class = self._take("finetune.model_class")
-        if model_class not in (_ABSENT, None):
-            if not str(model_class).startswith("causal-language-modeling"):
-                self._fail("finetune.model_class", f"{model_class!r} is not supported: only causal language models are")
+    def _keep_clip_range(self) -> None:
+        """Another loss brings another range here; in PipelineRL the one that was set before stays."""
+        rl = value_at(self.data, "finetune.rl", {})
+        for key in ("epsilon_low", "epsilon_high"):
+            if "policy_loss" in rl and (value := value_at(self.old, f"finetune.rl.{key}")) is not None:
+                rl.setdefault(key, value)
+
+    def _choose(self, key: str, name: Any) -> dict[str, Any]:
+        """Keep the choice of a group's file, or return the old keys of that file to write them out."""
+        *words, target = key.split()
+        group, _, package = target.lstrip("/").partition("@")
+        if name is None:
+            self.say("dropped", f"defaults.{group}", "it chooses nothing")
+            return {}
+        path = self.file.root / group / f"{name}.yaml"
+        ours = conf_dir() / group / f"{name}.yaml"
+        if not path.is_file():
+            if ours.is_file():
+                self.entries.append({key: name})
             else:
-                self._say("dropped", "finetune.model_class", f"{_RL}.advantage_estimator=gae brings the value head")
-        if self._take("finetune.load_as_bf16") is False:
-            self._replace("finetune.load_as_bf16", "finetune.dtype", "fp32")
-        if self._take("finetune.use_flash_attention") is False:
-            self._replace("finetune.use_flash_attention", "finetune.attn_implementation", "segments")
-        self._rename("finetune.critic_learning_rate", f"{_RL}.critic_learning_rate")
-        if self._get("vllm_config.quantization") == "bf16_last_layer_fp32":
-            self._take("vllm_config.quantization")
-            self._replace("vllm_config.quantization=bf16_last_layer_fp32", "fp32_lm_head", True)
+                self.fail("defaults", f"{group}: {name} has no file, neither next to this one nor here")
+            return {}
+        old = _group_keys(OldFile(path), package or group.replace("/", "."), skips_base="override" in words)
+        if ours.is_file() and Conversion(old).run() == {group: _shipped(ours)}:
+            self.entries.append({key: name})
+            return {}
+        if "override" not in words and group in _NEUTRAL:
+            self.entries.append({key: _NEUTRAL[group]})
+        self.say("changed", f"defaults.{group}", f"the keys of {group}/{name}.yaml are written out")
+        return old
 
-    def _algorithm(self) -> None:
-        if self._take(f"{_RL}.use_advantages") is False:
-            self._take(f"{_RL}.advantage_estimator")
-            self._replace(f"{_RL}.use_advantages=false", f"{_RL}.advantage_estimator", "reinforce")
-        epsilon = self._take(f"{_RL}.epsilon")
-        if isinstance(epsilon, int | float):
-            for name in ("epsilon_low", "epsilon_high"):
-                self._replace(f"{_RL}.epsilon", f"{_RL}.{name}", epsilon)
-        if self._take(f"{_RL}.group_normalization") is True:
-            self._replace(f"{_RL}.group_normalization", f"{_RL}.aggregation", "group")
-
-    def _streams(self) -> None:
-        host, port = self._take("streams.host"), self._take("streams.port")
-        if host not in (_ABSENT, None):
-            port = 6379 if port in (_ABSENT, None) else port
-            self._replace("streams.host, streams.port", "streams.url", f"redis://{host}:{port}/0")
-
-    def _wandb(self) -> None:
-        for key in ("wandb.use_wandb", "finetune.use_wandb"):
-            value = self._take(key)
-            if value is False:
-                self._replace(key, "wandb.mode", "disabled")
-            elif value is not _ABSENT:
-                self._say("dropped", key, "wandb.mode says it: offline (default), online or disabled")
-
-    def _drop_foreign_keys(self) -> None:
-        """Keys of a loss, estimator, backend, ... that is not the chosen one had no effect."""
-        for key in known_keys():
-            if not key.chooser or self._get(key.name) is _ABSENT:
-                continue
-            (chooser,) = [each for each in known_keys() if each.name == key.chooser]
-            chosen = self._get(key.chooser)
-            if chosen is _ABSENT:
-                chosen = value_at(self._included, key.chooser, _ABSENT)
-            if chosen is _ABSENT:
-                chosen = chooser.field.get_default()
-            tag = chosen if chosen in (chooser.choice or {}) else DOTTED
-            if tag not in key.owners and self._take(key.name) is not None:
-                self._say("dropped", key.name, f"it has no effect with {key.chooser}={chosen}")
-
-    def _drop_unknown_keys(self) -> None:
-        names = [key.name for key in known_keys()]
-        for key in [key for key in _leaves(self.data) if not is_known(key)]:
-            if key.partition(".")[0] == "defaults":
-                continue
-            self._take(key)
-            near = nearest_key(key, names)
-            self._fail(
-                key, "unknown key" + (f", the nearest is {near}" if near else "; your own settings go to custom")
-            )
-
-    def _rename(self, key: str, new: str) -> None:
-        value = self._take(key)
-        if value is not _ABSENT:
-            self._replace(key, new, value)
-
-    def _replace(self, key: str, new: str, value: Any) -> None:
-        old = self._get(new)
-        if isinstance(value, str) and value.startswith("${") and old is not _ABSENT:
-            self._say("dropped", key, f"it is the same setting as {new}")
-        elif old is _ABSENT or old == value or (isinstance(old, str) and old.startswith("${")):
-            self._set(new, value)
-            self._say("changed", key, f"now {new}: {value}")
-        else:
-            self._fail(key, f"{value!r} contradicts {new}={old!r}, which is the same setting; the latter is kept")
-
-    def _say(self, what: str, key: str, text: str) -> None:
-        self.lines.append(f"{what} {key}: {text}")
-
-    def _fail(self, key: str, text: str) -> None:
-        self.failed = True
-        self._say("cannot", key, text)
-
-    def _get(self, key: str) -> Any:
-        return value_at(self.data, key, _ABSENT)
-
-    def _set(self, key: str, value: Any) -> None:
-        section = self.data
-        *heads, leaf = key.split(".")
-        for head in heads:
-            if not isinstance(section.get(head), dict):
-                section[head] = {}
-            section = section[head]
-        section[leaf] = value
-
-    def _take(self, key: str) -> Any:
-        """Remove a key and return its value; sections that are empty then go too."""
-        value = self._get(key)
-        if value is not _ABSENT:
-            *heads, leaf = key.split(".")
-            sections = [self.data]
-            for head in heads:
-                sections.append(sections[-1][head])
-            del sections[-1][leaf]
-            for section, head in reversed(list(zip(sections[:-1], heads, strict=True))):
-                if not section[head]:
-                    del section[head]
-        return value
+    def _shipped_choice(self, key: str, name: Any) -> dict[str, Any]:
+        """The keys of our file, if the choice was kept."""
+        if {key: name} not in self.entries:
+            return {}
+        group = key.split()[-1].lstrip("/")
+        return {group: _shipped(conf_dir() / group / f"{name}.yaml")}
 
 
-def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value and is_known(name):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name
+def _group_keys(file: OldFile, package: str, skips_base: bool) -> dict[str, Any]:
+    """Old keys of a group's file and of those of the group that it includes.
+
+    Args:
+        skips_base: without those of `base`, which the file above has already.
+    """
+    keys: dict[str, Any] = {}
+    for entry in file.entries:
+        if not isinstance(entry, str) or entry == "_self_" or (skips_base and entry == "base"):
+            continue
+        if (path := file.included(entry)).is_file():
+            keys = _merged(keys, _group_keys(OldFile(path), package, skips_base))
+    return _merged(keys, file.data(package if file.package == file.path.parent.name else None))
 
 
-def _included(defaults: Any) -> dict[str, Any]:
-    """What the shipped files of groups that the file includes choose."""
-    groups = {"backend": "deepspeed"} if isinstance(defaults, list) else {}
-    for entry in defaults if isinstance(defaults, list) else []:
-        for group, name in entry.items() if isinstance(entry, dict) else ():
-            groups[str(group).removeprefix("override ").strip("/ ")] = str(name)
-    data: dict[str, Any] = {}
-    for group, name in groups.items():
-        file = conf_dir() / group / f"{name}.yaml"
-        if file.is_file():
-            data[group] = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return data
+def _shipped(path: Path) -> dict[str, Any]:
+    """Keys of a shipped file, with those of what it includes."""
+    content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    assert isinstance(content, dict)
+    keys: dict[str, Any] = {}
+    for entry in content.pop("defaults", []):
+        if isinstance(entry, dict):
+            ((key, name),) = entry.items()
+            group = str(key).split()[-1]
+            keys = _merged(keys, {group: _shipped(conf_dir() / group / f"{name}.yaml")})
+        elif entry != "_self_":
+            keys = _merged(keys, _shipped(path.parent / f"{entry}.yaml"))
+    return _merged(keys, {str(key): value for key, value in content.items()})
 
 
-def _with_new_references(value: Any) -> Any:
-    """Interpolations of renamed keys name the new ones."""
-    if isinstance(value, dict):
-        return {key: _with_new_references(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_new_references(item) for item in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{([\w.]+)\}", lambda found: "${" + RENAMED.get(found[1], found[1]) + "}", value)
-    return value
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def main(argv: Sequence[str]) -> int:
@@ -228,14 +212,9 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m pipelinerl convert", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("file", type=Path, help="a configuration file of PipelineRL")
-    file = parser.parse_args(argv).file
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("file", str(file), "a YAML file that can be read", f"{error}.") from error
-    if not isinstance(data, dict):
-        raise ConfigError("file", str(file), "a mapping of keys to values", "Write `key: value` lines.")
-    conversion = Conversion(data)
-    sys.stdout.write(yaml.safe_dump(conversion.run(), sort_keys=False, allow_unicode=True))
+    conversion = FileConversion(OldFile(parser.parse_args(argv).file.absolute()))
+    defaults = {"defaults": conversion.entries} if conversion.entries else {}
+    text = yaml.dump({**defaults, **conversion.data}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    sys.stdout.write((_GLOBAL if conversion.file.is_in_group else "") + text)
     sys.stderr.write("".join(f"{line}\n" for line in conversion.lines))
     return EXIT_USER_ERROR if conversion.failed else 0

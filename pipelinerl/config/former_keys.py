@@ -8,6 +8,8 @@ _NO_SHARED_MEMORY = "records travel in streams, not in shared memory"
 _ACTOR_EVALUATES = "the actor evaluates"
 _SERVERS_BATCH = "the servers batch requests themselves"
 _WHOLE_GROUPS = "whole groups are handed out"
+_GRADERS = "each rollout worker grades; world.verifier_replicas adds services"
+_TOOL_CALLS = "tool calls are read from the text of the answer"
 
 #: Keys that have no counterpart because nothing here needs them, and why.
 DROPPED: dict[str, str] = {
@@ -22,6 +24,7 @@ DROPPED: dict[str, str] = {
     "actor.chunk_size": _WHOLE_GROUPS,
     "actor.sampling": "the order of problems follows from seed",
     "actor.submit_delay": "the servers' slots set the pace",
+    "actor.ensure_boxed_answers": "nothing reads it",
     "preprocess.shared_memory_entry_size": _NO_SHARED_MEMORY,
     "preprocess.n_workers": "one process keeps up: it neither tokenizes nor loads a model",
     "preprocess.raw_queue_size": _STREAM_IS_QUEUE,
@@ -41,6 +44,7 @@ DROPPED: dict[str, str] = {
     "finetune.output_dir": "models and checkpoints are always in output_dir/finetune",
     "finetune.config_name": "a model's own config is in the folder of model_path",
     "finetune.fp32_layer_prefix": "the output head is found by the structure of the model",
+    "finetune.memory_debug": "the trainer's memory is among the metrics",
     "finetune.cuda_empty_cache": "the allocator's cache is left alone",
     "finetune.queue_size": _STREAM_IS_QUEUE,
     "finetune.valid_batch_size": _ACTOR_EVALUATES,
@@ -55,6 +59,16 @@ DROPPED: dict[str, str] = {
     "finetune.lora.dropout": "dropout is off: the policy ratio must come from the weights alone",
     "finetune.rl.batch_size": "a step has train_batch_size * gradient_accumulation_passes samples",
     "vllm_config.use_v1": "vLLM has one engine",
+    "vllm_config.vllm_kwargs.num-scheduler-steps": "vLLM schedules every step",
+    "vllm_config.vllm_kwargs.return-tokens-as-token-ids": "servers answer with token ids",
+    "vllm_config.vllm_kwargs.enable-auto-tool-choice": _TOOL_CALLS,
+    "vllm_config.vllm_kwargs.tool-call-parser": _TOOL_CALLS,
+    "vllm_config.vllm_kwargs.tool-parser-plugin": _TOOL_CALLS,
+    "streams.save": "the launcher's Redis server keeps what a resume needs",
+    "environment_key": _GRADERS,
+    "world.env_replicas_per_actor": _GRADERS,
+    "sandbox_timeout": "the limits of a test are fixed: 4 s of processor time, 16 s with waiting",
+    "max_tests_per_problem": "every test of a problem is run",
     "world.preprocessors": "one preprocessor keeps up with all servers",
     "debug.place_inference_workers": "debug.mode decides which servers start",
 }
@@ -71,6 +85,9 @@ RENAMED: dict[str, str] = {
     "finetune.rl.temperature": "llm.parameters.temperature",
     "finetune.rl.algo": "finetune.rl.policy_loss",
     "actor.threads_per_llm": "actor.llm_max_rollouts",
+    "actor.max_rollout_retries": "actor.max_retries",
+    "actor.ifeval_partial_credit": "custom.partial_score",
+    "vllm_config.vllm_kwargs.max-num-seq": "vllm_config.vllm_kwargs.max-num-seqs",
     "agent.max_epochs": "finetune.max_epochs",
     "system_prompt": "actor.system_prompt",
     "task_template": "actor.task_template",
@@ -101,7 +118,6 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
     "world.replicas": (1, "one actor serves all servers: set world.num_actor_llms and actor.rollout_workers"),
     "debug.use_existing_llms": (False, "a run starts its own servers"),
     "environments": ([], "a run has one environment: set environment"),
-    "environment_key": (None, "a run has one environment: set environment"),
     "use_fast_llm": (False, "there is one trainer: set finetune"),
     "fast_llm": ({}, "there is one trainer: set finetune"),
     "finetune.rl.epsilon": (None, "set finetune.rl.epsilon_low and finetune.rl.epsilon_high"),
@@ -125,6 +141,48 @@ REWRITTEN: dict[str, str] = {
     "finetune.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
     "finetune.rl.use_advantages": "finetune.rl.advantage_estimator=reinforce for plain rewards",
 }
+
+#: Functions of PipelineRL's own tasks that are somewhere else here.
+MOVED: dict[str, str] = {
+    "pipelinerl.domains.math.load_datasets": "pipelinerl.domains.math.load_problems",
+    **{
+        f"pipelinerl.domains.{domain}.dataset.load_problems": f"pipelinerl.domains.{domain}.load_problems"
+        for domain in ("coding", "fn_calling", "ifeval", "logic")
+    },
+}
+#: Data sets of PipelineRL's own tasks: the same kind of problems under another name.
+DATA_SETS: dict[str, str] = {"train_counting_problems": "train", "test_counting_problems": "test"}
+_FILE = "name a JSONL file of its rows, with the fields that docs/domains.md gives"
+#: Data sets that no task here knows by name.
+LACKING_DATA: dict[str, str] = {
+    **dict.fromkeys(("taco", "apps"), f"TACO and APPS: {_FILE}"),
+    **dict.fromkeys(("fn_calling", "fn_calling_train", "fn_calling_test"), f"BFCL v4: {_FILE}"),
+    **dict.fromkeys(("ifeval", "ifeval_train", "ifeval_test"), f"IF_multi_constraints: {_FILE}"),
+    **dict.fromkeys(
+        ("logic", "logic_train", "logic_test"),
+        "the puzzles of INTELLECT-3-RL: train and test are puzzles of reasoning-gym (dataset_loader_params.families)",
+    ),
+    **dict.fromkeys(("livecodebench", "livecodebench_v5", "livecodebench_v6"), f"LiveCodeBench: {_FILE}"),
+}
+#: Arguments of loaders of PipelineRL's own tasks that ours have too, under their names here.
+LOADER_ARGUMENTS: dict[str, str] = {"seed": "seed", "max_examples": "limit"}
+#: Tasks that are not here, by the beginning of their functions' names.
+LACKING: dict[str, str] = {
+    "pipelinerl.domains.chartqa.": "a task about pictures: models get text only",
+    "pipelinerl.domains.miniwob.": "a task in a web browser, played by the agent framework TapeAgents",
+    "pipelinerl.domains.counting.tapeagent.": "it needs the agent framework TapeAgents",
+    "pipelinerl.domains.deep_research.": "it needs the agent framework TapeAgents",
+    "pipelinerl.domains.tir.": "there is no task with a Python tool (docs/agents.md shows how to write one)",
+    "pipelinerl.domains.dispatcher.": "set pipelinerl.domains.multi.generate_multi_rollout (docs/domains.md)",
+    "pipelinerl.domains.multidomain.": "set pipelinerl.domains.multi.load_problems (docs/domains.md)",
+}
+#: Services that grade for built-in tasks.
+GRADING_SERVICES = (
+    "pipelinerl.domains.math.MathEnvironment",
+    "pipelinerl.domains.logic.LogicEnvironment",
+    "pipelinerl.domains.ifeval.IFEvalEnvironment",
+    "pipelinerl.domains.fn_calling.BFCLEnvironment",
+)
 
 
 #: What TRL, verl and OpenRLHF call our keys, by the ends of the dotted names.

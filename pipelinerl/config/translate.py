@@ -1,0 +1,377 @@
+"""The keys of one configuration file of PipelineRL as ours. What the file includes: `config/convert.py`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipelinerl.config.faults import nearest_key
+from pipelinerl.config.former_keys import (
+    DATA_SETS,
+    DROPPED,
+    GRADING_SERVICES,
+    LACKING,
+    LACKING_DATA,
+    LOADER_ARGUMENTS,
+    MOVED,
+    RENAMED,
+    UNSUPPORTED,
+)
+from pipelinerl.config.keys import is_known, known_keys, value_at
+from pipelinerl.config.run import LIKE_TRAINING
+from pipelinerl.config.section import DOTTED
+
+_ABSENT = object()
+_RL = "finetune.rl"
+_CONTEXT = "vllm_config.vllm_kwargs.max_model_len"
+_FUNCTIONS = ("dataset_loader", "actor.rollout_policy")
+#: Room for a prompt where an output has to be shortened to fit into the context.
+_PROMPT_TOKENS = 1024
+_REFERENCE = re.compile(r"\$\{(\.*)([\w-]+(?:\.[\w-]+)*)\}")
+
+
+class Conversion:
+    """One file on its way. `lines` say what happened, `failed` that something has no translation.
+
+    Args:
+        data: keys of PipelineRL, nested from the root.
+        inherited: translated keys of what the file includes.
+    """
+
+    def __init__(self, data: dict[str, Any], inherited: Mapping[str, Any] | None = None) -> None:
+        self.data = data
+        self.inherited = inherited or {}
+        self.lines: list[str] = []
+        self.failed = False
+
+    def run(self) -> dict[str, Any]:
+        """The translated data."""
+        self.data = _with_absolute_references(self.data)
+        for rewrite in (self._backend, self._trainer, self._algorithm, self._streams, self._wandb, self._task):
+            rewrite()
+        self._evaluation()
+        for key, new in RENAMED.items():
+            self._rename(key, new)
+        for key, reason in DROPPED.items():
+            if self._take(key) is not _ABSENT:
+                self.say("dropped", key, reason)
+        for key, (harmless, reason) in UNSUPPORTED.items():
+            value = self._take(key)
+            if value is _ABSENT:
+                continue
+            if value in (harmless, None):
+                self.say("dropped", key, "it asks for nothing")
+            else:
+                self.fail(key, f"{value!r} is not supported: {reason}")
+        self._samples_to_steps()
+        self._lengths()
+        self._drop_foreign_keys()
+        self._drop_unknown_keys()
+        self.data = _with_new_references(self.data)
+        self._check_references(self.data)
+        return self.data
+
+    def _backend(self) -> None:
+        deepspeed, config = self._take("use_deepspeed"), self._take("deepspeed_config")
+        fsdp, dtypes = self._take("use_fsdp"), self._take("fsdp")
+        backend: dict[str, Any] = {}
+        if fsdp is True:
+            wanted = dtypes if isinstance(dtypes, dict) else {}
+            backend = {"type": "fsdp", **{key: wanted[key] for key in ("param_dtype", "reduce_dtype") if key in wanted}}
+        elif deepspeed is False:
+            backend = {"type": "plain"}
+        elif deepspeed is True or config is not _ABSENT:
+            backend = {"type": "deepspeed", **({} if config in (_ABSENT, None) else {"config": config})}
+        if backend:
+            self._set("backend", backend)
+            self.say("changed", "use_deepspeed, deepspeed_config, use_fsdp, fsdp", f"now backend: {backend}")
+
+    def _trainer(self) -> None:
+        model_class = self._take("finetune.model_class")
+        if model_class not in (_ABSENT, None):
+            if not str(model_class).startswith("causal-language-modeling"):
+                self.fail("finetune.model_class", f"{model_class!r} is not supported: only causal language models are")
+            elif str(model_class).endswith("value-head"):
+                self._replace("finetune.model_class", f"{_RL}.advantage_estimator", "gae")
+            else:
+                self.say("dropped", "finetune.model_class", f"{_RL}.advantage_estimator=gae brings the value head")
+        self._flag("finetune.load_as_bf16", True, "finetune.dtype", "fp32")
+        self._flag("finetune.use_flash_attention", True, "finetune.attn_implementation", "segments")
+        self._rename("finetune.critic_learning_rate", f"{_RL}.critic_learning_rate")
+        if self._get("vllm_config.quantization") == "bf16_last_layer_fp32":
+            self._take("vllm_config.quantization")
+            self._replace("vllm_config.quantization=bf16_last_layer_fp32", "fp32_lm_head", True)
+
+    def _algorithm(self) -> None:
+        if self._get(f"{_RL}.use_advantages") is False:
+            self._take(f"{_RL}.advantage_estimator")
+        self._flag(f"{_RL}.use_advantages", True, f"{_RL}.advantage_estimator", "reinforce")
+        self._rename(f"{_RL}.algo", f"{_RL}.policy_loss")
+        epsilon = self._take(f"{_RL}.epsilon")
+        if isinstance(epsilon, int | float):
+            for name in ("epsilon_low", "epsilon_high"):
+                self._replace(f"{_RL}.epsilon", f"{_RL}.{name}", epsilon)
+        high = self._get(f"{_RL}.epsilon_high")
+        if self._value(f"{_RL}.policy_loss") == "reinforce" and isinstance(high, int | float):
+            self._take(f"{_RL}.epsilon_high")
+            self._replace(f"{_RL}.epsilon_high", f"{_RL}.clamp", round(1 + high, 9))
+        self._flag(f"{_RL}.group_normalization", False, f"{_RL}.aggregation", "group")
+        if self._get(f"{_RL}.aggregate_loss") == "mean":
+            self._take(f"{_RL}.aggregate_loss")
+            self._replace(f"{_RL}.aggregate_loss=mean", f"{_RL}.aggregation", "sample_mean")
+
+    def _streams(self) -> None:
+        host, port = self._take("streams.host"), self._take("streams.port")
+        if host not in (_ABSENT, None):
+            port = 6379 if port in (_ABSENT, None) else port
+            self._replace("streams.host, streams.port", "streams.url", f"redis://{host}:{port}/0")
+        elif port is not _ABSENT:
+            self.say("dropped", "streams.port", "the launcher chooses a free one for its server")
+
+    def _wandb(self) -> None:
+        for key in ("wandb.use_wandb", "finetune.use_wandb"):
+            value = self._take(key)
+            if value is False:
+                self._replace(key, "wandb.mode", "disabled")
+            elif value is not _ABSENT:
+                self.say("dropped", key, "wandb.mode says it: offline (default), online or disabled")
+        if self._get("wandb.wandb_resume") == "always":
+            self._take("wandb.wandb_resume")
+            self._replace("wandb.wandb_resume=always", "wandb.wandb_resume", "allow")
+
+    def _task(self) -> None:
+        """Functions of built-in tasks, their data sets, and what serves their graders."""
+        for key in _FUNCTIONS:
+            path = str(self._get(key))
+            reason = next((reason for start, reason in LACKING.items() if path.startswith(start)), None)
+            if path in MOVED:
+                self._set(key, MOVED[path])
+                self.say("changed", key, f"now {MOVED[path]}")
+            elif reason is not None:
+                self.fail(key, f"{path}: {reason}")
+        self._data_sets(str(self._value("dataset_loader")).startswith("pipelinerl."))
+        if self._get("actor.task_prompt") == "":
+            self._take("actor.task_prompt")
+            self.say("dropped", "actor.task_prompt", "it is empty")
+        services = self._get("environments")
+        if isinstance(services, list) and services:
+            foreign = [each for each in services if value_at(each, "_target_") not in GRADING_SERVICES]
+            if not foreign:
+                self._take("environments")
+                self.say("dropped", "environments", "each rollout worker grades; world.verifier_replicas adds services")
+        target = str(self._get("environment._target_"))
+        for start, reason in LACKING.items():
+            if target.startswith(start):
+                self._take("environment")
+                self.fail("environment", f"{target}: {reason}")
+        buffer = self._get("rewards.buffer_tokens")
+        if isinstance(buffer, int) and buffer > 0 and self._get("rewards.components") is _ABSENT:
+            self._set("rewards.components", {"outcome": 1.0, "soft_length": 1.0})
+            self.say("changed", "rewards.buffer_tokens", "it takes the component soft_length, which is added")
+        replicas = self._get("world.env_replicas")
+        if replicas is not _ABSENT and self._value("environment", None) is None:
+            self._take("world.env_replicas")
+            self.say("dropped", "world.env_replicas", "there is no environment to serve")
+
+    def _data_sets(self, is_built_in: bool) -> None:
+        """The names of data sets as a list; in a built-in task also what they are, and the loader's arguments."""
+        for key in ("train_dataset_names", "test_dataset_names"):
+            given = self._get(key)
+            names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+            new = [DATA_SETS.get(str(name), name) if is_built_in else name for name in names]
+            if names and new != given and not str(given).startswith("${"):
+                self._set(key, new)
+                self.say("changed", key, f"now {new}")
+            for name in map(str, names):
+                if is_built_in and name in LACKING_DATA:
+                    self.fail(key, f"{name} is unknown here, {LACKING_DATA[name]}")
+        if not is_built_in:
+            return
+        arguments = self._get("dataset_loader_params")
+        for name, value in list(arguments.items()) if isinstance(arguments, dict) else ():
+            key = f"dataset_loader_params.{name}"
+            new_name = LOADER_ARGUMENTS.get(name)
+            if value is None or new_name is None:
+                self._take(key)
+                self.say("dropped", key, "it asks for nothing" if value is None else "the loader has no such argument")
+            elif new_name != name:
+                self._rename(key, f"dataset_loader_params.{new_name}")
+
+    def _samples_to_steps(self) -> None:
+        """Versions are optimizer steps; PipelineRL counts the samples that a version has seen."""
+        sizes = [self._value(f"finetune.{name}") for name in ("train_batch_size", "gradient_accumulation_passes")]
+        if not all(isinstance(size, int) for size in sizes):
+            sizes = []
+        samples = math.prod(sizes)
+        for key, rounded in (("eval_every_n_versions", round), ("finetune.weight_update_interval", math.ceil)):
+            value = self._get(key)
+            if value in (_ABSENT, 0):
+                continue
+            if not isinstance(value, int) or not sizes:
+                self.fail(key, f"{value!r}: write a number of optimizer steps; PipelineRL counts samples")
+                continue
+            steps = max(1, rounded(value / samples))
+            if steps != value:
+                self._set(key, steps)
+                self.say("changed", key, f"now {steps}: {value} samples are so many optimizer steps of {samples}")
+
+    def _evaluation(self) -> None:
+        for name in (*(f"parameters.{name}" for name in LIKE_TRAINING), "chat_template_kwargs"):
+            key, followed = f"test_llm.{name}", f"llm.{name}"
+            if self._get(key) is not _ABSENT and self._get(key) in (self._get(followed), f"${{{followed}}}"):
+                self._take(key)
+                self.say("dropped", key, f"evaluation follows {followed}")
+
+    def _lengths(self) -> None:
+        """What PipelineRL does not check, or refuses itself: samples that could not be trained or answered."""
+        longest, context = self._value("finetune.seq_length"), self._value(_CONTEXT, None)
+        if not isinstance(longest, int) or not isinstance(context, int):
+            return
+        if longest < context:
+            self._set(_CONTEXT, longest)
+            self.say("changed", _CONTEXT, f"now {longest}, not {context}: finetune.seq_length cannot train more")
+            context = longest
+        for section in ("llm", "test_llm"):
+            key = f"{section}.parameters.max_tokens"
+            tokens = self._get(key) if section == "test_llm" else self._value(key)
+            if isinstance(tokens, int) and tokens >= context:
+                room = max(context - _PROMPT_TOKENS, context // 2)
+                self._set(key, room)
+                self.say("changed", key, f"now {room}: {tokens} leave no room for a prompt in {_CONTEXT}={context}")
+
+    def _check_references(self, data: Any) -> None:
+        """A reference to a key that is gone, or to itself under its new name, would not compose."""
+        for key in [*_leaves(data)]:
+            text = str(self._get(key))
+            names = [found[2] for found in _REFERENCE.finditer(text)]
+            if names == [key] and text == f"${{{key}}}":
+                self._take(key)
+                self.say("dropped", key, "it refers to itself under its new name")
+                continue
+            for name in names:
+                if not is_known(name) and self._get(name) is _ABSENT:
+                    self.fail(key, f"{text} refers to {name}, which is not there any more")
+
+    def _drop_foreign_keys(self) -> None:
+        """Keys of a loss, estimator, backend, ... that is not the chosen one had no effect."""
+        for key in known_keys():
+            if not key.chooser:
+                continue
+            (chooser,) = [each for each in known_keys() if each.name == key.chooser]
+            chosen = self._value(key.chooser)
+            tag = chosen if chosen in (chooser.choice or {}) else DOTTED
+            if tag in key.owners:
+                continue
+            if self._take(key.name) not in (_ABSENT, None):
+                self.say("dropped", key.name, f"it has no effect with {key.chooser}={chosen}")
+            if value_at(self.inherited, key.name) is not None:
+                self._set(key.name, None)
+                self.say("changed", key.name, f"now null: what is included has no effect with {key.chooser}={chosen}")
+
+    def _drop_unknown_keys(self) -> None:
+        names = [key.name for key in known_keys()]
+        for key in [key for key in _leaves(self.data) if not is_known(key)]:
+            self._take(key)
+            near = nearest_key(key, names)
+            self.fail(key, "unknown key" + (f", the nearest is {near}" if near else "; your own settings go to custom"))
+
+    def _rename(self, key: str, new: str) -> None:
+        value = self._take(key)
+        if value is not _ABSENT:
+            self._replace(key, new, value)
+
+    def _flag(self, key: str, harmless: bool, new: str, value: Any) -> None:
+        """A switch that is a value of another key now; its harmless position asks for nothing."""
+        given = self._take(key)
+        if given is harmless:
+            self.say("dropped", key, "it asks for nothing")
+        elif given is not _ABSENT:
+            self._replace(f"{key}={str(given).lower()}", new, value)
+
+    def _replace(self, key: str, new: str, value: Any) -> None:
+        old = self._get(new)
+        if value == f"${{{new}}}" or (isinstance(value, str) and value.startswith("${") and old is not _ABSENT):
+            self.say("dropped", key, f"it is the same setting as {new}")
+        elif old is _ABSENT or old == value or (isinstance(old, str) and old.startswith("${")):
+            self._set(new, value)
+            self.say("changed", key, f"now {new}: {value}")
+        else:
+            self.fail(key, f"{value!r} contradicts {new}={old!r}, which is the same setting; the latter is kept")
+
+    def say(self, what: str, key: str, text: str) -> None:
+        self.lines.append(f"{what} {key}: {text}")
+
+    def fail(self, key: str, text: str) -> None:
+        self.failed = True
+        self.say("cannot", key, text)
+
+    def _get(self, key: str) -> Any:
+        return value_at(self.data, key, _ABSENT)
+
+    def _value(self, key: str, default: Any = _ABSENT) -> Any:
+        """What the key is in the end: set here, or in what is included, or its default."""
+        for source in (self.data, self.inherited):
+            if (value := value_at(source, key, _ABSENT)) is not _ABSENT:
+                return value
+        if default is not _ABSENT:
+            return default
+        (known,) = [each for each in known_keys() if each.name == key]
+        return known.field.get_default(call_default_factory=True)
+
+    def _set(self, key: str, value: Any) -> None:
+        section = self.data
+        *heads, leaf = key.split(".")
+        for head in heads:
+            if not isinstance(section.get(head), dict):
+                section[head] = {}
+            section = section[head]
+        section[leaf] = value
+
+    def _take(self, key: str) -> Any:
+        """Remove a key and return its value; sections that are empty then go too."""
+        value = self._get(key)
+        if value is not _ABSENT:
+            *heads, leaf = key.split(".")
+            sections = [self.data]
+            for head in heads:
+                sections.append(sections[-1][head])
+            del sections[-1][leaf]
+            for section, head in reversed(list(zip(sections[:-1], heads, strict=True))):
+                if not section[head]:
+                    del section[head]
+        return value
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and is_known(name):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name
+
+
+def _with_absolute_references(value: Any, place: tuple[str, ...] = ()) -> Any:
+    """Interpolations relative to their place name keys from the root; one dot is the section that the key is in."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_references(item, (*place, str(key))) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_references(item, (*place, str(index))) for index, item in enumerate(value)]
+    if isinstance(value, str):
+        return _REFERENCE.sub(
+            lambda found: f"${{{'.'.join((*place[: -len(found[1])], found[2]))}}}" if found[1] else found[0], value
+        )
+    return value
+
+
+def _with_new_references(value: Any) -> Any:
+    """Interpolations of renamed keys name the new ones."""
+    if isinstance(value, dict):
+        return {key: _with_new_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_new_references(item) for item in value]
+    if isinstance(value, str):
+        return _REFERENCE.sub(lambda found: f"${{{RENAMED.get(found[2], found[2])}}}", value)
+    return value
