@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipelinerl.rl.losses.base import MAX_LOG_RATIO, LossInputs
+from pipelinerl.rl.loss import MAX_LOG_RATIO, LossInputs
 
 ON_POLICY_TOKENS = "rl/on_policy_tokens"  #: number of tokens in samples that the weights in training sampled as a whole
 #: mean abs(log pi - log mu) over these tokens: the numerical gap alone. Absent without such tokens; above 0.5 the run

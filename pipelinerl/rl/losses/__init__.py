@@ -1,6 +1,5 @@
-"""Losses by name: `compute_loss(LossInputs, RLConfig, Coefficients) -> (loss, metrics)`."""
+"""The policy losses, a file each. What they get, and the rest of the loss of a micro-batch, is in `rl/loss.py`."""
 
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs, Metrics
-from pipelinerl.rl.losses.compose import POLICY_LOSSES, compute_loss, policy_loss_function
+from pipelinerl.rl.loss import LossInputs, LossOutputs
 
-__all__ = ["POLICY_LOSSES", "LossInputs", "LossOutputs", "Metrics", "compute_loss", "policy_loss_function"]
+__all__ = ["LossInputs", "LossOutputs"]

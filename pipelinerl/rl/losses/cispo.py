@@ -9,7 +9,7 @@ Every token keeps a gradient, however far off its ratio is. The default `reinfor
 from __future__ import annotations
 
 from pipelinerl.config.algorithm import CispoLoss
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs
+from pipelinerl.rl.loss import LossInputs, LossOutputs
 
 
 def cispo(inputs: LossInputs, config: CispoLoss) -> LossOutputs:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from pipelinerl.config.algorithm import DecoupledPpoLoss
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs
+from pipelinerl.rl.loss import LossInputs, LossOutputs
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
 
 

@@ -10,7 +10,7 @@ samples: `aggregation: sample_mean`. Its clip range is far narrower than PPO's (
 from __future__ import annotations
 
 from pipelinerl.config.algorithm import GspoLoss
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs
+from pipelinerl.rl.loss import LossInputs, LossOutputs
 from pipelinerl.rl.losses.ppo import clip_metrics, clipped_surrogate
 
 

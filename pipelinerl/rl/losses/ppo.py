@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from pipelinerl.config.algorithm import PpoLoss
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs, Metrics
+from pipelinerl.rl.loss import LossInputs, LossOutputs, Metrics
 
 
 def ppo(inputs: LossInputs, config: PpoLoss) -> LossOutputs:

@@ -9,7 +9,7 @@ mu is the policy version that sampled the token, c = `finetune.rl.clamp` (5 in t
 from __future__ import annotations
 
 from pipelinerl.config.algorithm import ReinforceLoss
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs
+from pipelinerl.rl.loss import LossInputs, LossOutputs
 
 
 def reinforce(inputs: LossInputs, config: ReinforceLoss) -> LossOutputs:

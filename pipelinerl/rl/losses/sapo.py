@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from pipelinerl.config.algorithm import SapoLoss
-from pipelinerl.rl.losses.base import LossInputs, LossOutputs
+from pipelinerl.rl.loss import LossInputs, LossOutputs
 
 
 def sapo(inputs: LossInputs, config: SapoLoss) -> LossOutputs:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes.golden_run import FOLDER, SETTINGS, STEPS, recorded_batches, train
 
-from pipelinerl.rl.losses import POLICY_LOSSES
+from pipelinerl.rl.loss import POLICY_LOSSES
 
 TOLERANCE = 3e-5
 

@@ -9,7 +9,7 @@ import torch
 
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
-from pipelinerl.rl.losses import LossInputs
+from pipelinerl.rl.loss import LossInputs
 from pipelinerl.rl.microbatch import MicroBatch, collate, step_scale
 
 

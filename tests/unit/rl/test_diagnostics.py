@@ -9,7 +9,7 @@ import torch
 from rl_samples import collated, diagnostics_of, make_sample
 
 from pipelinerl.rl.diagnostics import DiagnosticsSum
-from pipelinerl.rl.losses import LossInputs
+from pipelinerl.rl.loss import LossInputs
 from pipelinerl.rl.microbatch import sentinel
 
 

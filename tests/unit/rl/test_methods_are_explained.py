@@ -8,7 +8,7 @@ from pathlib import Path
 import pipelinerl
 from pipelinerl.config.keys import values_of
 from pipelinerl.rl.advantages import ADVANTAGES
-from pipelinerl.rl.losses import POLICY_LOSSES
+from pipelinerl.rl.loss import POLICY_LOSSES
 from pipelinerl.rl.microbatch import AGGREGATIONS
 
 DOCS = Path(__file__).parents[3] / "docs"
