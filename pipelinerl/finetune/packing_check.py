@@ -15,11 +15,9 @@ from itertools import count
 import torch
 
 from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, SEGMENTED_ATTENTION, VARLEN_ATTENTION
-from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
+from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, fp32_products, logprobs_from_logits
 from pipelinerl.records import IGNORED_LABEL
-from pipelinerl.rl.logprobs import logprobs_from_logits
 from pipelinerl.rl.microbatch import PADDING_SEGMENT, MicroBatch, positions_of
-from pipelinerl.rl.precision import fp32_products
 
 #: Beyond the chunks of linear attention (64 tokens) and `_WINDOW`.
 _LENGTHS = (70, 23, 9)

@@ -7,7 +7,7 @@ What a trainer rank holds (P values trained by N ranks): fp32 master weights 4 P
 Activations are counted tensor by tensor, as autograd keeps them for one decoder layer of transformers under autocast
 (Korthikanti et al. 2022, arXiv 2205.05198, count GPT's the same way); see `layer_bytes`. With checkpointing only the
 input of each layer stays, and one layer is whole at a time. The head never holds more than a few chunks of logits
-(`rl/logprobs.py`).
+(`finetune/policy.py`).
 
 A step has several moments at which memory may peak: the head's backward pass, a layer's, the end of the forward pass,
 the optimizer. The forecast is the highest one; its parts are those of that moment.
@@ -305,7 +305,7 @@ def _attention_matrix(setup: TrainerSetup) -> float:
 
 
 def _head_bytes(setup: TrainerSetup) -> float:
-    """The most that the chunked head holds in its backward pass (`rl/logprobs.py`)."""
+    """The most that the chunked head holds in its backward pass (`finetune/policy.py`)."""
     shape = setup.shape
     chunk = min(setup.chunk_tokens, setup.pack_tokens) * shape.vocabulary
     is_16_bit = setup.products == "bf16"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.rl.precision import allowed_products
+from pipelinerl.finetune.policy import allowed_products
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,

@@ -13,10 +13,9 @@ import torch
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import tf32_difference
+from pipelinerl.finetune.policy import allowed_products, fp32_products, token_logprobs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.rl.logprobs import token_logprobs
-from pipelinerl.rl.precision import allowed_products, fp32_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 CONFTEST = Path(__file__).parents[1] / "unit" / "finetune" / "conftest.py"

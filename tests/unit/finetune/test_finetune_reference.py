@@ -11,9 +11,9 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import ReferenceModel, load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.policy import logprobs_from_logits
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.rl.logprobs import logprobs_from_logits
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,17 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.packing_check import tf32_difference, token_batch
-from pipelinerl.finetune.policy import PolicyModel, backbone
+from pipelinerl.finetune.policy import (
+    PolicyModel,
+    allowed_products,
+    backbone,
+    fp32_products,
+    keep_exact,
+    token_logprobs,
+)
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weight_sync import probe_tolerance
-from pipelinerl.rl.logprobs import token_logprobs
-from pipelinerl.rl.precision import allowed_products, fp32_products, keep_exact
 
 SAMPLE = [3, 14, 15, 9, 26, 5, 35, 8]
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.rl.logprobs import logprobs_from_logits, token_logprobs
+from pipelinerl.finetune.policy import logprobs_from_logits, token_logprobs
 
 
 def plain_token_logprobs(hidden, weight, targets, temperature=1.0, with_entropy=False, bias=None, fp32_head=True):
