@@ -178,7 +178,7 @@ class RolloutWorker:
             raise RolloutError("no_samples", "the rollout returned no training text")
         samples = []
         if not start.evaluation:
-            complete_texts(result, llm)
+            complete_texts(result, llm.temperature, llm.counters.versions)
             samples = build_samples(
                 result.training_texts,
                 group_id=start.group_id,

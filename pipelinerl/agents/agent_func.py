@@ -31,9 +31,9 @@ from pipelinerl.agents.user_threads import start_thread
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import Prompt, TrainableLLM
-from pipelinerl.llm.sample_builder import checked_reward
+from pipelinerl.llm.sample_builder import Transcript, checked_reward
+from pipelinerl.llm.tokens import continue_ids, without_sampled_stop
 from pipelinerl.llm.trainable import generate
-from pipelinerl.llm.transcript import Transcript, continue_ids, without_sampled_stop
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 logger = logging.getLogger(__name__)

@@ -239,7 +239,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
                     "nothing could be trained: the actor fails such rollouts (no_samples). Return "
                     "training_texts=[make_training_text(llm, llm_call), ...], for wrong answers too."
                 )
-            complete_texts(result, llm)
+            complete_texts(result, llm.temperature, llm.counters.versions)
             samples = build_samples(result.training_texts, group_id="dry", rollout_id="dry/r0")
             summary = summarize(result, "dry/r0")
         except UserError:

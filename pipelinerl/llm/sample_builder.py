@@ -1,4 +1,4 @@
-"""From what a user's rollout function returned to records: the one check of its samples, rewards and metrics."""
+"""From answers to samples: sequences that only grow, and the one check of what a rollout function returned."""
 
 from __future__ import annotations
 
@@ -6,18 +6,98 @@ import inspect
 import json
 import math
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pipelinerl.errors import DomainError, RolloutError
-from pipelinerl.llm.client import are_logprobs, check_spans
-from pipelinerl.llm.trainable import TrainableLLM
+from pipelinerl.llm.client import are_logprobs, check_spans, is_finished
+from pipelinerl.llm.tokens import LLMCall
 from pipelinerl.records import IGNORED_LABEL, EvaluationSample, RolloutSummary, Sample, VersionSpan
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # of fp32
 _INT64_LIMIT = 1 << 63
+
+
+@dataclass(slots=True)
+class Turn:
+    """Output tokens `[start, end)` of the sequence, the call that sampled them and the reward of this turn, if any."""
+
+    start: int
+    end: int
+    call: LLMCall
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class Transcript:
+    """One growing sequence. `ids` are the last prompt and its answer; `text` is the same in the template's words."""
+
+    temperature: float
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    def add(self, call: LLMCall, text: str) -> None:
+        """Add a call whose prompt begins with all ids so far.
+
+        Args:
+            call: its ids are kept as they are.
+            text: prompt and answer as text.
+
+        Raises:
+            ValueError: the prompt does not begin with the ids so far.
+        """
+        known = len(self.ids)
+        if call.prompt_token_ids[:known] != self.ids:
+            raise ValueError(f"a prompt of {len(call.prompt_token_ids)} ids does not extend the {known} ids so far")
+        start = len(call.prompt_token_ids)
+        self.ids = [*call.prompt_token_ids, *call.output_token_ids]
+        self.text = text
+        self.turns.append(Turn(start=start, end=len(self.ids), call=call))
+
+    def training_text(self, reward: float | None = None) -> TrainingText:
+        """Return one sample in which exactly the sampled tokens of all turns are trained.
+
+        Tokens are masked by position, never by id: end tokens and stop strings were sampled and are trained.
+        """
+        labels = [IGNORED_LABEL] * len(self.ids)
+        logprobs: list[float] = []
+        spans: list[VersionSpan] = []
+        trained = 0
+        for turn in self.turns:
+            labels[turn.start : turn.end] = self.ids[turn.start : turn.end]
+            logprobs.extend(turn.call.logprobs)
+            _append_spans(spans, turn.call.version_spans, trained)
+            trained += turn.end - turn.start
+        last = self.turns[-1].call
+        return TrainingText(
+            text=self.text,
+            n_predicted=min(len(last.output_text), len(self.text)),
+            reward=reward,
+            logprobs=logprobs,
+            input_ids=list(self.ids),
+            labels=labels,
+            finished=is_finished(last.finish_reason),
+            finish_reason=last.finish_reason,
+            prompt_tokens=self.turns[0].start,
+            output_tokens=trained,
+            metadata={"turns": len(self.turns)},
+            version_spans=spans,
+            temperature=self.temperature,
+        )
+
+
+def _append_spans(spans: list[VersionSpan], more: list[VersionSpan], offset: int) -> None:
+    """Append `more`, shifted by `offset`; neighbors of one version become one span."""
+    for span in more:
+        start, end = span.start + offset, span.end + offset
+        if spans and spans[-1].version == span.version:
+            spans[-1] = VersionSpan(span.version, spans[-1].start, end)
+        else:
+            spans.append(VersionSpan(span.version, start, end))
 
 
 def check_result(result: Any, function: Any) -> RolloutResult:
@@ -49,8 +129,13 @@ def check_result(result: Any, function: Any) -> RolloutResult:
     return result
 
 
-def complete_texts(result: RolloutResult, llm: TrainableLLM) -> None:
+def complete_texts(result: RolloutResult, temperature: float, versions: Collection[int]) -> None:
     """Fill in what a hand-made text may leave out: its version and its temperature.
+
+    Args:
+        result: of one rollout.
+        temperature: of its requests.
+        versions: policy versions that answered them.
 
     Raises:
         RolloutError: `unversioned`, if it could be any of several versions.
@@ -58,12 +143,12 @@ def complete_texts(result: RolloutResult, llm: TrainableLLM) -> None:
     unversioned = []
     for text in result.training_texts:
         if text.temperature is None:
-            text.temperature = llm.temperature
+            text.temperature = temperature
         if not text.version_spans:
             unversioned.append(text)
     if not unversioned:
         return
-    version = _version_of(result.model_version, llm.counters.versions)
+    version = _version_of(result.model_version, versions)
     for text in unversioned:
         labels = list(text.labels)
         trained = len(labels) - labels.count(IGNORED_LABEL)

@@ -15,9 +15,19 @@ from pipelinerl.config.task import EvaluationParameters, LLMParameters
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
 from pipelinerl.llm.client import Completion, Verdict, classify, post, read_completion, reason_of, retry_delay_s
-from pipelinerl.llm.tokens import ChatRenderer, cut_at, is_begun, opened_thinking
+from pipelinerl.llm.sample_builder import Transcript, Turn
+from pipelinerl.llm.tokens import (
+    ChatRenderer,
+    LLMCall,
+    LLMOutput,
+    Prompt,
+    continuation,
+    cut_at,
+    is_begun,
+    opened_thinking,
+    sampled_text,
+)
 from pipelinerl.llm.tool_calls import parse_tool_calls
-from pipelinerl.llm.transcript import LLMCall, LLMOutput, Prompt, Transcript, Turn, continuation, sampled_text
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
 from pipelinerl.rollouts import STEP_REWARD, TrainingText
 

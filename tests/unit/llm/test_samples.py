@@ -186,7 +186,7 @@ def by_hand(seen: set[int], model_version: Any = None) -> tuple[RolloutResult, T
 @pytest.mark.parametrize(("seen", "stated"), [({7}, None), ({7}, 7), (set(), 7), ({6, 7}, 7)])
 def test_a_text_filled_by_hand_gets_the_version_that_is_known(seen: set[int], stated: int | None) -> None:
     result, llm = by_hand(seen, stated)
-    complete_texts(result, llm)
+    complete_texts(result, llm.temperature, llm.counters.versions)
     (sample,) = build_samples(result.training_texts, group_id="g", rollout_id="r")
     assert sample.version_spans == [VersionSpan(7, 0, 3)]
     assert sample.temperature == 0.6  # the handle's: the log-probs are of that distribution
@@ -196,7 +196,7 @@ def test_a_text_filled_by_hand_gets_the_version_that_is_known(seen: set[int], st
 def test_a_version_is_never_guessed(seen: set[int], stated: Any) -> None:
     result, llm = by_hand(seen, stated)
     with pytest.raises(RolloutError) as refused:
-        complete_texts(result, llm)
+        complete_texts(result, llm.temperature, llm.counters.versions)
         build_samples(result.training_texts, group_id="g", rollout_id="r")
     assert refused.value.reason == "unversioned"
 
