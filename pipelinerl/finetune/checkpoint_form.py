@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.policy import LANGUAGE_MODEL
-from pipelinerl.weights.source import Bucket, TensorMeta
+from pipelinerl.weights.buffers import NamedTensors, TensorMeta
 
 #: Begins the names of the language model's parameters in a policy.
 LANGUAGE_PREFIX = f"{LANGUAGE_MODEL}."
@@ -123,11 +123,11 @@ class CheckpointForm:
         made = [named for bucket in self.buckets([empty]) for named in bucket]
         return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in made]
 
-    def buckets(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    def buckets(self, buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
         """The tensors of the checkpoint, of one pass over those in memory."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for bucket in buckets:
-            ready: Bucket = []
+            ready: NamedTensors = []
             for name, tensor in bucket:
                 group = self._group_of.get(name)
                 if group is None:
@@ -141,7 +141,7 @@ class CheckpointForm:
         if waiting:
             raise ValueError(f"weights: the pass ended before all tensors that make up {next(iter(waiting))}")
 
-    def _converted(self, group: _Group, tensors: dict[str, torch.Tensor]) -> Bucket:
+    def _converted(self, group: _Group, tensors: dict[str, torch.Tensor]) -> NamedTensors:
         if group.converter is None:
             return [(group.target, tensor) for tensor in tensors.values()]
         converter: Any = group.converter  # its types are those of loading

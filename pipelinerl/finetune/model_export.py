@@ -26,8 +26,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.rundir.durable import finish_folder, point_link, remove_folder, start_folder
-from pipelinerl.weights.buffers import plan_chunks
-from pipelinerl.weights.source import CollectiveSource, TensorMeta, WeightSource
+from pipelinerl.weights.buffers import CollectiveSource, TensorMeta, WeightSource, plan_chunks
 
 logger = logging.getLogger(__name__)
 

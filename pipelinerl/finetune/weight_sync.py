@@ -23,8 +23,8 @@ from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.records import Sample
+from pipelinerl.weights.buffers import CollectiveSource
 from pipelinerl.weights.manifest import adapter_problems, coverage_problems, local_folder, read_manifest
-from pipelinerl.weights.source import CollectiveSource
 from pipelinerl.weights.sync import UpdateReport
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 

@@ -1,8 +1,11 @@
-"""Packed buffers: how the tensors of an update travel, and how a receiver knows that they arrived.
+"""The tensors of an update: where they come from, how they travel, and how a receiver knows that they arrived.
 
-Trainer and workers split the same list of tensors by the same rule, so no header travels: tensors are appended until a
-buffer exceeds `chunk_bytes`. Layout of a buffer: the bytes of its tensors, zeros up to a multiple of 8, and a checksum
-of 8 bytes, which is not counted in `chunk_bytes`.
+A source declares names, dtypes and shapes without gathering anything, and yields tensors bucket by bucket, so that
+a sharded model never exists as a second full copy. A pass may be repeated: a server that failed gets everything again.
+
+Tensors travel in packed buffers. Trainer and workers split the same list of tensors by the same rule, so no header
+travels: tensors are appended until a buffer exceeds `chunk_bytes`. Layout of a buffer: the bytes of its tensors, zeros
+up to a multiple of 8, and a checksum of 8 bytes, which is not counted in `chunk_bytes`.
 
 A broadcast can end without an error and leave zeros, or what an earlier update left in the memory; only the content can
 tell. The checksum is an exact sum over the payload as 8-byte words plus a mark of (pass, buffer). Integer addition
@@ -11,13 +14,15 @@ wraps and does not depend on the order, so a CPU and a GPU get the same number. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.source import TensorMeta, WeightSource
+from pipelinerl.weights.manifest import DERIVED_SUFFIXES
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 CHECKSUM_BYTES = 8
@@ -30,6 +35,143 @@ _INDEX_STEP = 2**40
 _JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Name, dtype and shape of one tensor, in the names of the Hugging Face checkpoint."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+class WeightSource(Protocol):
+    """The weights of one version."""
+
+    def metadata(self) -> list[TensorMeta]:
+        """Every tensor of an update, in the order of `buckets`, without gathering."""
+        ...
+
+    def buckets(self) -> Iterator[NamedTensors]:
+        """One new pass over the tensors, some at once. The publisher always reads a pass to its end."""
+        ...
+
+
+class Form(Protocol):
+    """How tensors in memory become those of a checkpoint, which may have other names and be cut otherwise."""
+
+    def metadata(self, metas: Iterable[TensorMeta]) -> list[TensorMeta]:
+        """What `buckets` makes of tensors like these."""
+        ...
+
+    def buckets(self, buckets: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+        """The tensors of a checkpoint, of one pass over all tensors in memory. Reads the pass to its end."""
+        ...
+
+
+class ModuleSource:
+    """The weights of a plain `torch.nn.Module` in Hugging Face names, and the buffers that its checkpoint has.
+
+    Args:
+        module: a model whose parameter names are those of its checkpoint.
+        dtype: dtype of parameters on the wire; None keeps each one's own, as buffers always do.
+        rename: maps a name to the checkpoint's; returning None leaves it out (a tied head, an adapter).
+        value_of: gives what travels for a parameter of this name (merged weights), one tensor at a time; None: itself.
+        form: turns all that into the tensors of a checkpoint; None: they are.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype | None = None,
+        rename: Callable[[str], str | None] | None = None,
+        value_of: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+        form: Form | None = None,
+    ) -> None:
+        self._value_of = value_of
+        self._form = form
+        self._tensors: list[tuple[TensorMeta, str, torch.Tensor]] = []
+        # `named_parameters` reports a shared parameter once, so a tied head does not travel twice.
+        for name, tensor in (*module.named_parameters(), *saved_buffers(module)):
+            if (wire_name := name if rename is None else rename(name)) is not None:
+                wire_dtype = dtype if dtype is not None and isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+                self._tensors.append((TensorMeta(wire_name, wire_dtype, tuple(tensor.shape)), name, tensor))
+
+    def metadata(self) -> list[TensorMeta]:
+        metas = [meta for meta, _, _ in self._tensors]
+        return metas if self._form is None else self._form.metadata(metas)
+
+    def buckets(self) -> Iterator[NamedTensors]:
+        return self._own() if self._form is None else self._form.buckets(self._own())
+
+    def _own(self) -> Iterator[NamedTensors]:
+        for meta, own_name, tensor in self._tensors:
+            value = tensor if self._value_of is None else self._value_of(own_name, tensor)
+            yield [(meta.name, value.detach().to(meta.dtype))]
+
+
+def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of `module` that are part of its checkpoint, such as the bias by which a router balances experts.
+
+    Left out are those that loaders compute although checkpoints may have them.
+    """
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(prefix, recurse=False):
+            is_saved = name.rpartition(".")[2] not in owner._non_persistent_buffers_set
+            if is_saved and not name.endswith(DERIVED_SUFFIXES):
+                yield name, buffer
+
+
+class CollectiveSource:
+    """A source whose tensors are gathered by all trainer ranks together (ZeRO-3, FSDP2).
+
+    Rank 0 passes it to the publisher and calls `done` afterwards; every other rank calls `follow`, which takes part in
+    as many passes as rank 0 makes.
+
+    Args:
+        metas: descriptions of all tensors, in the order of `gather`.
+        gather: one pass of the collective; yields buckets (empty ones on ranks that only take part).
+        announce: broadcasts a flag from rank 0 to all ranks and returns it.
+        form: turns what is gathered into the tensors of a checkpoint; None: they are.
+    """
+
+    def __init__(
+        self,
+        metas: list[TensorMeta],
+        gather: Callable[[], Iterable[NamedTensors]],
+        announce: Callable[[bool], bool],
+        form: Form | None = None,
+    ) -> None:
+        self._form = form
+        self._metas = metas if form is None else form.metadata(metas)
+        self._gather = gather
+        self._announce = announce
+
+    def metadata(self) -> list[TensorMeta]:
+        return self._metas
+
+    def buckets(self) -> Iterator[NamedTensors]:
+        self._announce(True)
+        yield from self._gather() if self._form is None else self._form.buckets(self._gather())
+
+    def done(self) -> None:
+        """Rank 0: no further pass follows in this round. Call it whatever happened to the update."""
+        self._announce(False)
+
+    def follow(self) -> None:
+        """Other ranks: take part in every pass of one round."""
+        while self._announce(False):
+            for _ in self._gather():
+                pass
 
 
 class DamagedBufferError(RuntimeError):

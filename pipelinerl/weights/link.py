@@ -25,7 +25,7 @@ from pipelinerl.weights.manifest import ServerModel, update_problems
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.weights.source import TensorMeta
+    from pipelinerl.weights.buffers import TensorMeta
     from pipelinerl.weights.transport import Sender
 
 logger = logging.getLogger(__name__)

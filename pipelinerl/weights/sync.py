@@ -23,7 +23,7 @@ import aiohttp
 import torch
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, packed_buffers, update_info_of
+from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, TensorMeta, WeightSource, packed_buffers, update_info_of
 from pipelinerl.weights.link import (
     ControlClient,
     KVCache,
@@ -33,7 +33,6 @@ from pipelinerl.weights.link import (
     control_session,
     is_loopback,
 )
-from pipelinerl.weights.source import TensorMeta, WeightSource
 from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
 from pipelinerl.world.jobs import CPU_TRANSPORT

@@ -23,8 +23,8 @@ from pipelinerl.records.completion import (
     unpack_ids,
     unpack_logprobs,
 )
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 
 Server = VLLMProcess | FakeServer

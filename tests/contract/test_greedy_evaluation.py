@@ -13,8 +13,8 @@ from pipelinerl.config import RunConfig
 from pipelinerl.llm.client import Completion, open_session
 from pipelinerl.llm.trainable import complete
 from pipelinerl.role import TOKEN_KEY
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 
 SEEDS = (1, 2, 3)

@@ -18,10 +18,9 @@ from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.buffers import update_info_of
+from pipelinerl.weights.buffers import ModuleSource, TensorMeta, update_info_of
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
 from pipelinerl.weights.manifest import read_manifest
-from pipelinerl.weights.source import ModuleSource, TensorMeta
 from pipelinerl.weights.sync import WeightPublisher
 
 Server = FakeServer | VLLMProcess

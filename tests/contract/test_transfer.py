@@ -30,8 +30,7 @@ from pipelinerl.inference.transfer import (
     can_load_in_place,
 )
 from pipelinerl.inference.worker_extension import narrow_tensors
-from pipelinerl.weights.buffers import packed_buffers, update_info_of
-from pipelinerl.weights.source import ModuleSource
+from pipelinerl.weights.buffers import ModuleSource, packed_buffers, update_info_of
 
 
 class Quantized(UnquantizedLinearMethod):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.weights.source import saved_buffers
+from pipelinerl.weights.buffers import saved_buffers
 
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 41, 12]
 SHAPE: dict[str, Any] = dict(

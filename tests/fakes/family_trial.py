@@ -22,8 +22,8 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import check_checkpoint
 from pipelinerl.records import IGNORED_LABEL
+from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource, saved_buffers
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import Bucket, TensorMeta, WeightSource, saved_buffers
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 
@@ -159,7 +159,7 @@ class WithoutSome:
     def metadata(self) -> list[TensorMeta]:
         return [meta for meta in self._source.metadata() if meta.name not in self._left_out]
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Iterator[NamedTensors]:
         for bucket in self._source.buckets():
             yield [(name, tensor) for name, tensor in bucket if name not in self._left_out]
 

@@ -7,8 +7,8 @@ import time
 import torch
 from fakes.fake_server import FakeServer, Fault
 
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 
 # Only a server that hangs is waited for so long; whatever works has to be quicker.

@@ -14,8 +14,8 @@ from fakes.vllm_process import VLLMProcess
 from fakes.whole_run import WholeRun, make_whole_run
 
 from pipelinerl.inference.transfer import IN_PLACE_VARIABLE
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 from pipelinerl.world import WorldMap

@@ -12,8 +12,8 @@ from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.transfer import IN_PLACE_VARIABLE
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 from pipelinerl.weights.verify import ProbeSequence

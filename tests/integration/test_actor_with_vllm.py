@@ -13,8 +13,8 @@ from fakes.random_model import model_logprobs, perturb, random_model
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.records import Sample
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 
 

@@ -27,9 +27,9 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.inference.arguments import ROOM_RANKS
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
+from pipelinerl.weights.buffers import ModuleSource, WeightSource
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
 from pipelinerl.weights.manifest import folder_checksum
-from pipelinerl.weights.source import ModuleSource, WeightSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 

@@ -15,7 +15,7 @@ from fakes.whole_run import environment, make_whole_run
 from safetensors.torch import load_file
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.weights.source import saved_buffers
+from pipelinerl.weights.buffers import saved_buffers
 
 TOLERANCE = 1e-4
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"

@@ -15,9 +15,9 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.ipc import HandleSender
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 

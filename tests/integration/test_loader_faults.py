@@ -21,8 +21,8 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.weight_sync import PROBE_TOLERANCE
+from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import Bucket, TensorMeta, WeightSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 
@@ -63,7 +63,7 @@ class WithOther:
     def metadata(self) -> list[TensorMeta]:
         return self._source.metadata()
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Iterator[NamedTensors]:
         for bucket in self._source.buckets():
             yield [(name, self._other(tensor) if name == self._name else tensor) for name, tensor in bucket]
 

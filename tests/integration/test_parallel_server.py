@@ -12,9 +12,9 @@ import torch
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
 
+from pipelinerl.weights.buffers import ModuleSource, NamedTensors
 from pipelinerl.weights.ipc import HandleSender
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import Bucket, ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
@@ -108,7 +108,7 @@ def test_a_damaged_buffer_is_refused_by_both_workers_and_sent_again(
 class CutShort(ModuleSource):
     """A trainer that dies after the first of several buffers."""
 
-    def buckets(self) -> Iterator[Bucket]:
+    def buckets(self) -> Iterator[NamedTensors]:
         whole = [item for bucket in super().buckets() for item in bucket]
         yield whole[:9]
         raise InterruptedError("trainer died")

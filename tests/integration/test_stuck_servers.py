@@ -10,8 +10,8 @@ import torch
 from fakes.fake_server import FakeServer, Fault
 from fakes.synced_servers import HANG_S, LIMIT_S, ROUTES, SHAPES, assert_has, assert_recovers, small_model
 
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 
 

@@ -17,9 +17,17 @@ from fakes.mid_sequence import ATTEMPTS, generate_across_updates, num_running
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, mark_of, pack, payload_bytes, plan_chunks, update_info_of
+from pipelinerl.weights.buffers import (
+    DEFAULT_CHUNK_BYTES,
+    ModuleSource,
+    TensorMeta,
+    mark_of,
+    pack,
+    payload_bytes,
+    plan_chunks,
+    update_info_of,
+)
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
-from pipelinerl.weights.source import ModuleSource, TensorMeta
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender, SenderOptions, open_sender
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence

@@ -41,13 +41,13 @@ from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.tensor_files import STATE, load_tensors, save_tensors, saved_names
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.buffers import plan_chunks
-from pipelinerl.weights.source import (
-    Bucket,
+from pipelinerl.weights.buffers import (
     CollectiveSource,
     ModuleSource,
+    NamedTensors,
     TensorMeta,
     WeightSource,
+    plan_chunks,
     saved_buffers,
 )
 
@@ -152,7 +152,7 @@ class Backend:
         self,
         rename: Rename,
         dtype: torch.dtype,
-        gather: Callable[[Sequence[NamedParameter]], Bucket],
+        gather: Callable[[Sequence[NamedParameter]], NamedTensors],
         form: CheckpointForm | None,
     ) -> CollectiveSource:
         """The source of a sharded model; `gather`, a collective, makes some parameters whole. Buffers always are."""
@@ -164,7 +164,7 @@ class Backend:
         saved = ((rename(name), buffer) for name, buffer in saved_buffers(self.policy))
         buffers = [(name, buffer.detach()) for name, buffer in saved if name is not None]
 
-        def buckets() -> Iterator[Bucket]:
+        def buckets() -> Iterator[NamedTensors]:
             for chunk in plan_chunks(metas, self.bucket_bytes):
                 bucket = gather([(meta.name, parameters[meta.name]) for meta in chunk])
                 yield bucket if self._ranks.is_first else []

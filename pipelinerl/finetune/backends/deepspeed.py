@@ -25,7 +25,7 @@ from pipelinerl.finetune.lora import ValueOf, updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.source import Bucket, WeightSource
+from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
 _STATE_FOLDER = "deepspeed"
 _TAG = "state"
@@ -96,7 +96,7 @@ class DeepSpeedBackend(Backend):
             return super()._source(rename, dtype, value_of, form)
         table = updates(self.policy)
 
-        def gather(part: Sequence[NamedParameter]) -> Bucket:
+        def gather(part: Sequence[NamedParameter]) -> NamedTensors:
             # DeepSpeed takes a parameter that is still being fetched for whole, and fails when it is to be sharded.
             self._shard_all()
             added = [table[id(parameter)] for _, parameter in part if id(parameter) in table]

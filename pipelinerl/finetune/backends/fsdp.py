@@ -22,7 +22,7 @@ from pipelinerl.finetune.lora import ValueOf, has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.rl.microbatch import MicroBatch
-from pipelinerl.weights.source import Bucket, WeightSource
+from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -74,7 +74,7 @@ class FSDPBackend(Backend):
     def _source(
         self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
     ) -> WeightSource:
-        def gather(part: Sequence[NamedParameter]) -> Bucket:
+        def gather(part: Sequence[NamedParameter]) -> NamedTensors:
             # Cast before it is gathered: half the bytes travel for bf16.
             return [(name, whole(value_of(name, parameter).detach().to(dtype))) for name, parameter in part]
 

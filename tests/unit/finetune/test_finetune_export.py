@@ -20,8 +20,7 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.tiny.tokenizer import build_tokenizer
-from pipelinerl.weights.buffers import plan_chunks
-from pipelinerl.weights.source import CollectiveSource, ModuleSource
+from pipelinerl.weights.buffers import CollectiveSource, ModuleSource, plan_chunks
 
 
 class Gathered:

@@ -20,8 +20,8 @@ from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import PROBE_TOLERANCE
+from pipelinerl.weights.buffers import saved_buffers
 from pipelinerl.weights.manifest import coverage_problems
-from pipelinerl.weights.source import saved_buffers
 
 CPU = torch.device("cpu")
 TOLERANCE = PROBE_TOLERANCE["float32"]

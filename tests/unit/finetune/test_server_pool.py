@@ -16,8 +16,8 @@ from pipelinerl.finetune.server_pool import ServerPool
 from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.verify import ProbeSequence
 

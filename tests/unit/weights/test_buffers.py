@@ -13,8 +13,11 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights import buffers
 from pipelinerl.weights.buffers import (
     BLOCK_WORDS,
+    CollectiveSource,
     DamagedBufferError,
+    ModuleSource,
     NamedTensors,
+    TensorMeta,
     checksum,
     checksum_problem,
     mark_of,
@@ -28,7 +31,6 @@ from pipelinerl.weights.buffers import (
     unpack,
     update_info_of,
 )
-from pipelinerl.weights.source import CollectiveSource, ModuleSource, TensorMeta
 
 PASS, OTHER_PASS = 1234, 987_654_321
 TENSORS = [torch.tensor([1.5, float(i), -2.0], dtype=torch.float32) for i in range(5)]

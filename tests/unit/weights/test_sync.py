@@ -14,8 +14,8 @@ from fakes.ports import refused_port
 from fakes.synced_servers import HANG_S, LIMIT_S, ROUTES, SHAPES, assert_has, assert_recovers, connected, small_model
 
 from pipelinerl.errors import WeightSyncError
+from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress, ServerUpdate
-from pipelinerl.weights.source import ModuleSource
 from pipelinerl.weights.sync import UpdateReport, WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 from pipelinerl.weights.verify import ProbeSequence
