@@ -33,18 +33,11 @@ from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pauses import open_pauses, wait_for_servers
+from pipelinerl.finetune.probe import batch_tokens, probe_is_due, text_tokens
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
 from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
-from pipelinerl.finetune.server_pool import open_pool
 from pipelinerl.finetune.step import StepResult, StepRunner
-from pipelinerl.finetune.weight_sync import (
-    WeightSync,
-    batch_tokens,
-    check_checkpoint,
-    probe_is_due,
-    text_tokens,
-    update_is_due,
-)
+from pipelinerl.finetune.weight_sync import WeightSync, check_checkpoint, open_pool, update_is_due
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS

@@ -1,85 +1,52 @@
-"""When the servers get the trainer's weights; gives them those and verifies them. Every rank takes part.
+"""When the servers get the trainer's weights, and which servers there are. Every rank takes part.
 
 Rank 0 publishes; the other ranks take part in gathering a sharded model and in the probe's forward pass. A server that
 could not be updated is dropped and reported to the launcher, and samples no more.
+
+On rank 0 a thread follows the launcher's stream `pool`, which says who leaves and who joins. A server that comes up is
+connected in the background and is `fresh` until it was given the weights and its log-probs were compared; the outcome
+is announced on the trainer's own stream `pool`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
-
-import torch
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.schedule import update_interval
-from pipelinerl.errors import ConfigError, WeightSyncError
+from pipelinerl.errors import ConfigError, StreamError, WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.probe import Probe, log_results
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.server_pool import ServerPool
-from pipelinerl.records import Sample
+from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerReady, record_time
+from pipelinerl.role import RoleContext
+from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
+from pipelinerl.streams.read import Feed
 from pipelinerl.weights.buffers import CollectiveSource
-from pipelinerl.weights.manifest import adapter_problems, coverage_problems, local_folder, read_manifest
-from pipelinerl.weights.sync import UpdateReport
+from pipelinerl.weights.link import ServerAddress
+from pipelinerl.weights.manifest import (
+    adapter_problems,
+    coverage_problems,
+    folder_checksum,
+    local_folder,
+    read_manifest,
+)
+from pipelinerl.weights.sync import UpdateReport, WeightPublisher
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence
+from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT
 
 logger = logging.getLogger(__name__)
-
-# Mean |log-prob difference| in nats above which trainer and server do not run the same weights, by the coarser rounding
-# of the two: fp32 has 23 bits of mantissa, TF32 and float16 have 10, bfloat16 has 7. Text that the model would hardly
-# generate itself differs most: 0.12 was seen in bf16 on answers that were forced to continue past their end.
-PROBE_TOLERANCE = {"float32": 1e-3, "tf32": 0.03, "float16": 0.03, "bfloat16": 0.25}
-# Servers write NaN and -inf as -9999.
-_UNUSABLE_NATS = 9000.0
-_PROBE_SEQUENCES = 4
-_PROBE_TOKENS = 256
-_PROBE_TEXTS = (
-    "The quick brown fox jumps over the lazy dog.",
-    "Two numbers add up to 42; the first is 17, so the second is 25.",
-    "To find a number between 1 and 100, guess the middle of what is left.",
-)
 
 
 def update_is_due(config: RunConfig, step: int, is_last: bool = False) -> bool:
     """Whether the servers get the weights of `step`. From the configuration and the step alone: all ranks agree, and a
     resumed run keeps the rhythm."""
     return config.finetune.send_weight_updates and (is_last or step % update_interval(config) == 0)
-
-
-def probe_is_due(config: RunConfig, step: int) -> bool:
-    """Whether the update of `step`, neither the first nor the last, is followed by a probe."""
-    every = config.supervise.probe_every_n_updates
-    return every > 0 and step // update_interval(config) % every == 0
-
-
-def probe_tolerance(computed: torch.dtype, tf32: bool, server: str | None) -> float:
-    """Mean |log-prob difference| in nats that rounding explains.
-
-    Args:
-        computed: dtype of the trainer's products, in TF32 if `tf32`.
-        server: dtype of the server (None: the trainer's).
-    """
-    trainer = "tf32" if tf32 else str(computed).removeprefix("torch.")
-    return max(PROBE_TOLERANCE.get(name, PROBE_TOLERANCE["bfloat16"]) for name in (trainer, server or trainer))
-
-
-def text_tokens(tokenizer: Any, vocabulary_size: int) -> list[list[int]]:
-    """Probe tokens before the first step: fixed sentences, or plain ids if the tokenizer makes too little of them."""
-    encoded = [tokenizer.encode(text, add_special_tokens=False)[:_PROBE_TOKENS] for text in _PROBE_TEXTS]
-    usable = [ids for ids in encoded if len(ids) >= 2 and len(set(ids)) > 1 and max(ids) < vocabulary_size]
-    return usable or [[(7 * k + 3) % vocabulary_size for k in range(16)]]
-
-
-def batch_tokens(samples: Sequence[Sample]) -> list[list[int]]:
-    """Probe tokens after a step: a few samples spread over the batch, cut to a length that costs nothing."""
-    stride = max(1, len(samples) // _PROBE_SEQUENCES)
-    chosen = [sample.input_ids[:_PROBE_TOKENS] for sample in samples[::stride]]
-    return [ids for ids in chosen if len(ids) >= 2][:_PROBE_SEQUENCES]
 
 
 def check_checkpoint(backend: Backend, model_path: str) -> None:
@@ -142,13 +109,12 @@ class WeightSync:
         return_timeout_s: float = 0.0,
         packed: bool = True,
     ) -> None:
-        self._packed = packed
+        self.probe = Probe(backend, ranks, packed)
         self._backend = backend
         self._ranks = ranks
         self._pool = pool
         self._join_tokens = join_tokens
         self.return_timeout_s = return_timeout_s
-        self._has_warned = False
 
     @property
     def has_fresh(self) -> bool:
@@ -226,17 +192,17 @@ class WeightSync:
             fresh = {update.name for update in report.updated} & set(pool.fresh)
         if not self._ranks.broadcast(int(bool(probe_tokens) or bool(fresh))):
             return None
-        sequences = self._trainer_logprobs(probe_tokens or self._join_tokens)
+        sequences = self.probe.sequences(probe_tokens or self._join_tokens)
         if pool is None or report is None:
             return None
         results = []
         for name in [update.name for update in report.updated if probe_tokens or update.name in fresh]:
-            result = self._probe(pool, version, name, generations.get(name), sequences, name in fresh)
+            result = self._probe_one(pool, version, name, generations.get(name), sequences, name in fresh)
             if result is not None:
                 results.append(result)
-        return _log(version, results) if results else None
+        return log_results(version, results) if results else None
 
-    def _probe(
+    def _probe_one(
         self,
         pool: ServerPool,
         version: int,
@@ -252,7 +218,7 @@ class WeightSync:
             pool.drop(name, generation, str(error))
             return None
         try:
-            self._check(version, result)
+            self.probe.check(version, result)
         except WeightSyncError as error:
             if pool.generations().get(name) != generation:
                 return None  # it was restarted since the update; the next one is about it
@@ -264,69 +230,213 @@ class WeightSync:
             pool.ready(name, generation, version, result.mean_abs_diff)
         return result
 
-    def _check(self, version: int, result: ProbeResult) -> None:
-        """WeightSyncError if a server's mean difference is beyond the tolerance."""
-        policy = self._backend.policy
-        self._compare_dtypes(result)
-        for server, mean in result.per_server_mean.items():
-            tolerance = probe_tolerance(policy.compute_dtype, policy.tf32, result.server_dtypes.get(server))
-            # Written so that NaN is refused.
-            if not mean <= tolerance:
-                reason = "it does not run the weights that it was sent"
-                if result.max_abs_diff > _UNUSABLE_NATS:
-                    reason = (
-                        "it answers NaN or -inf; in float16 the activations of some models overflow, "
-                        "for those use vllm_config.vllm_kwargs.dtype=bfloat16"
-                    )
+
+def open_pool(context: RoleContext, stack: ExitStack, wake: Callable[[], None]) -> ServerPool:
+    """The pool of trainer rank 0, connected with every server of the plan. Waits for the servers to come up.
+
+    Args:
+        stack: closes what was opened.
+        wake: called when a server waits for weights.
+    """
+    config, world = context.config, context.world
+    jobs = world.jobs_of("actor_llm")
+    start_timeout_s = config.vllm_config.start_timeout_s
+    publisher = WeightPublisher(
+        token=context.token,
+        transport=GPU_TRANSPORT if world.device == "cuda" else CPU_TRANSPORT,
+        transports={job.name: world.transport_to(job) for job in jobs},
+        timeout_s=config.supervise.weight_sync_timeout_s,
+        kv_cache=config.vllm_config.kv_cache,
+        master_address=world.master_addr,
+        base_checksum=folder_checksum(local_folder(config.model_path)) if config.finetune.lora.sends_adapter else None,
+    )
+    stack.enter_context(publisher)
+    answers = context.streams.writer(POOL_TOPIC, context.job.name, PoolAnswer)
+    stack.callback(answers.close)
+
+    def announce(answer: PoolAnswer) -> None:
+        answers.write(answer)
+        answers.flush()
+
+    pool = ServerPool(publisher, [job.name for job in jobs], start_timeout_s, announce, context.incarnation, wake)
+    feed = Feed(context.streams.reader(POOL_TOPIC, LAUNCHER, PoolChange), pool.apply, "pool", pool.fail).start()
+    stack.callback(feed.stop)
+    with context.heartbeat.waiting("servers to start", deadline_s=start_timeout_s):
+        pool.connect_all([ServerAddress(job.name, str(job.url), job.weight_group_port) for job in jobs])
+    return pool
+
+
+class ServerPool:
+    """The servers of one start of a run.
+
+    Args:
+        publisher: connects with the servers.
+        names: of the servers in the plan.
+        start_timeout_s: how long a server may take to come up.
+        announce: writes to the trainer's stream `pool`.
+        incarnation: of this start of the run; changes of other ones are ignored.
+        wake: makes a trainer that waits for data look at `fresh`.
+    """
+
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        names: Sequence[str],
+        start_timeout_s: float,
+        announce: Callable[[PoolAnswer], object],
+        incarnation: int,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.publisher = publisher
+        self._start_timeout_s = start_timeout_s
+        self._announce = announce
+        self._incarnation = incarnation
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._planned = frozenset(names)
+        self._generations = dict.fromkeys(names, 0)
+        self._ready: set[str] = set()
+        self._removed: set[str] = set()
+        self._last_error = ""
+        self._failure: BaseException | None = None
+
+    def connect_all(self, addresses: Sequence[ServerAddress]) -> None:
+        """Connect the servers of the plan; returns when all that were not removed meanwhile are connected.
+
+        A server that dies while it starts is restarted by the launcher, and joins then.
+
+        Raises:
+            WeightSyncError: not all of them came in time.
+            StreamError: the launcher cannot be heard.
+        """
+        for address in addresses:
+            if self.is_first_start(address.name, self.generations().get(address.name)):
+                self._join(address, 0, late=False)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_informed() and not self._missing(), self._start_timeout_s):
+                error = f"; the last error: {self._last_error}" if self._last_error else ""
                 raise WeightSyncError(
-                    server,
-                    f"after the update to version {version} its log-probs differ from the trainer's by {mean:.3g} nats "
-                    f"on average, expected at most {tolerance:g}: {reason}",
+                    ", ".join(self._missing()), f"not connected within {self._start_timeout_s:g} s of the start{error}"
                 )
 
-    def _compare_dtypes(self, result: ProbeResult) -> None:
-        """Warn once if servers hold their weights in another dtype than the trainer computes with."""
-        policy = self._backend.policy
-        expected = str(policy.served_dtype).removeprefix("torch.")
-        others = {server: dtype for server, dtype in result.server_dtypes.items() if dtype != expected}
-        # With bf16 products the weights are those of bf16 whatever the servers could hold.
-        if others and not self._has_warned and policy.compute_dtype == torch.float32:
-            self._has_warned = True
-            server, dtype = next(iter(others.items()))
-            logger.warning(
-                "%s holds its weights in %s but the trainer computes with values of %s: they follow policies that "
-                "differ by rounding. Name the dtype: vllm_config.vllm_kwargs.dtype=%s",
-                server,
-                dtype,
-                expected,
-                dtype,
+    def fail(self, error: BaseException) -> None:
+        """The stream cannot be followed any more. The trainer learns of it when it asks for servers the next time."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        self._wake()
+
+    def _is_informed(self) -> bool:
+        """True, or StreamError: without the launcher's changes the trainer would wait for servers that are gone."""
+        if self._failure is not None:
+            error = self._failure
+            raise StreamError(f"what the launcher says of servers cannot be followed: {error}") from error
+        return True
+
+    def _missing(self) -> list[str]:
+        return sorted(self._planned - self._removed - set(self.publisher.servers))
+
+    def apply(self, entry: Entry[PoolChange]) -> None:
+        """Apply one change of the launcher, in the thread that follows the stream."""
+        change = entry.record
+        if change.incarnation != self._incarnation:
+            return
+        name = change.name
+        with self._changed:
+            self._ready.discard(name)
+            if change.event == "up":
+                self._generations[name] = change.generation
+            else:
+                self._generations.pop(name, None)
+            if change.event == "removed":
+                self._removed.add(name)
+            self._changed.notify_all()
+        if change.event == "up":
+            logger.info("%s was started (generation %d): it joins when it is up", name, change.generation)
+            self._join(ServerAddress(name, change.url, change.group_port), change.generation, late=True)
+        else:
+            logger.warning("%s is out (%s): %s", name, change.event, change.reason)
+            self.publisher.drop(name, f"{change.event}: {change.reason}")
+
+    def _join(self, address: ServerAddress, generation: int, late: bool) -> None:
+        self.publisher.join(
+            address, self._start_timeout_s, lambda joined, error: self._on_joined(joined, generation, error), late
+        )
+
+    @property
+    def fresh(self) -> list[str]:
+        """Connected servers that have not been given weights since they came up. StreamError: as `generations`."""
+        self._is_informed()
+        connected = self.publisher.servers
+        with self._changed:
+            return [name for name in connected if name not in self._ready]
+
+    def generations(self) -> dict[str, int]:
+        """Number of the present start of each server, by name; `ready` and `drop` need it.
+
+        Raises:
+            StreamError: the launcher cannot be heard any more.
+        """
+        self._is_informed()
+        with self._changed:
+            return dict(self._generations)
+
+    def is_first_start(self, name: str, generation: int | None) -> bool:
+        """Whether the server started with the run: then a fault of it is a fault of the run."""
+        return generation == 0 and name in self._planned
+
+    def ready(self, name: str, generation: int, version: int, probe_abs_diff: float) -> None:
+        """This start of the server has `version` and agrees with the trainer: it may sample for training."""
+        with self._changed:
+            if self._generations.get(name) != generation:
+                return
+            self._ready.add(name)
+        self._announce(
+            ServerReady(
+                name=name,
+                generation=generation,
+                version=version,
+                time=record_time(),
+                probe_abs_diff=probe_abs_diff,
+                incarnation=self._incarnation,
             )
+        )
 
-    @torch.no_grad()
-    def _trainer_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[ProbeSequence]:
-        """The trainer's log-probs at temperature 1 (what servers report for given tokens). All ranks compute them."""
-        policy, device = self._backend.policy, self._ranks.device
-        sequences = []
-        for together in [tokens] if self._packed else [[ids] for ids in tokens]:
-            batch, layout = policy.placed(token_batch(together, torch.device("cpu")), device)
-            row = iter(self._backend.forward(batch, layout, 1.0).logprobs[0].tolist())
-            for ids in together:
-                *logprobs, _ = islice(row, len(ids))  # the last token predicts nothing
-                sequences.append(ProbeSequence(list(ids), logprobs))
-        return sequences
+    def drop(self, name: str, generation: int | None, error: str) -> None:
+        """This start of the server cannot be used: leave it and tell the launcher."""
+        with self._changed:
+            if generation is None or self._generations.get(name) != generation:
+                return  # the launcher knows already
+            del self._generations[name]
+            self._ready.discard(name)
+        self.publisher.drop(name, error)
+        logger.error("%s is dropped: %s", name, error)
+        self._announce(
+            ServerDropped(
+                name=name,
+                generation=generation,
+                error=error,
+                time=record_time(),
+                incarnation=self._incarnation,
+            )
+        )
 
+    def wait_for_fresh(self, timeout_s: float) -> None:
+        """Block until a server waits for weights.
 
-def _log(version: int, results: Sequence[ProbeResult]) -> float:
-    """One line on all servers, which were asked one by one. Returns the mean difference in nats."""
-    tokens = sum(result.num_tokens for result in results)
-    mean = sum(result.mean_abs_diff * result.num_tokens for result in results) / tokens
-    servers = [name for result in results for name in result.per_server_mean]
-    logger.info(
-        "version %d: trainer and %s differ by %.2g nats on average (%.2g at most, %d tokens)",
-        version,
-        servers[0] if len(servers) == 1 else f"{len(servers)} servers",
-        mean,
-        max(result.max_abs_diff for result in results),
-        tokens,
-    )
-    return mean
+        Raises:
+            WeightSyncError: none came in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self.fresh), timeout_s):
+                raise WeightSyncError("all servers", f"none of them came back within {timeout_s:g} s")
+
+    def _on_joined(self, address: ServerAddress, generation: int, error: str | None) -> None:
+        if error is not None:
+            with self._changed:
+                self._last_error = error
+            self.drop(address.name, generation, error)
+            return
+        with self._changed:
+            self._changed.notify_all()
+        self._wake()

@@ -137,9 +137,9 @@ def test_w1_the_server_computes_with_the_adapter(server: VLLMProcess, targets: l
     with connect(server, chunk_bytes=3_000) as publisher:
         feed = feed_of(backend, publisher)
         for seed in (2, 3):
-            before = feed._trainer_logprobs(PROBED)
+            before = feed.probe.sequences(PROBED)
             draw(backend.policy, seed)
-            after = feed._trainer_logprobs(PROBED)
+            after = feed.probe.sequences(PROBED)
             # The old weights must be told apart, or the test proves nothing.
             assert mean_difference(before[2].logprobs, after[2].logprobs) > 100 * TOLERANCE
             delivery = feed.send(next(VERSIONS), PROBED)
@@ -253,9 +253,9 @@ def test_a_bf16_server_agrees_within_its_precision(tmp_path: Path) -> None:
         connect(server) as publisher,
     ):
         feed = feed_of(backend, publisher)
-        before = feed._trainer_logprobs(PROBED)[2].logprobs
+        before = feed.probe.sequences(PROBED)[2].logprobs
         draw(backend.policy, 14)
-        after = feed._trainer_logprobs(PROBED)[2].logprobs
+        after = feed.probe.sequences(PROBED)[2].logprobs
         difference = feed.send(next(VERSIONS), PROBED).probe_abs_diff
     assert difference is not None and difference < 0.05
     assert mean_difference(before, after) > 0.5

@@ -108,9 +108,9 @@ def test_an_adapter_alone_comes_that_way_too(tmp_path: Path, targets: list[str])
     ):
         feed = WeightSync(backend, Ranks(), StaticPool(publisher))
         for version in range(3):
-            before = feed._trainer_logprobs(probed)[2].logprobs
+            before = feed.probe.sequences(probed)[2].logprobs
             draw_adapter(backend, version)
-            after = feed._trainer_logprobs(probed)[2].logprobs
+            after = feed.probe.sequences(probed)[2].logprobs
             # The adapter before must be told apart, or the test proves nothing.
             assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 100 * TOLERANCE
             difference = feed.send(version, probed).probe_abs_diff

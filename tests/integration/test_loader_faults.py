@@ -20,7 +20,7 @@ from fakes.limits import PROCESS_LIMIT_S
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.finetune.weight_sync import PROBE_TOLERANCE
+from pipelinerl.finetune.probe import PROBE_TOLERANCE
 from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.sync import WeightPublisher

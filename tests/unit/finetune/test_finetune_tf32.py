@@ -20,9 +20,9 @@ from pipelinerl.finetune.policy import (
     keep_exact,
     token_logprobs,
 )
+from pipelinerl.finetune.probe import probe_tolerance
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.weight_sync import probe_tolerance
 
 SAMPLE = [3, 14, 15, 9, 26, 5, 35, 8]
 CPU = torch.device("cpu")

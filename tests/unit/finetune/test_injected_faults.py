@@ -18,8 +18,8 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.probe import PROBE_TOLERANCE
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weight_sync import PROBE_TOLERANCE
 from pipelinerl.weights.buffers import saved_buffers
 from pipelinerl.weights.manifest import coverage_problems
 

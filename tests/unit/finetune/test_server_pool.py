@@ -11,9 +11,9 @@ from fakes.fake_server import FakeServer, Fault
 from fakes.ports import refused_port
 
 from pipelinerl.errors import StreamError, WeightSyncError
+from pipelinerl.finetune.probe import Probe
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.server_pool import ServerPool
-from pipelinerl.finetune.weight_sync import WeightSync
+from pipelinerl.finetune.weight_sync import ServerPool, WeightSync
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.buffers import ModuleSource
@@ -40,10 +40,10 @@ class FakeBackend:
         return ModuleSource(self.model)
 
 
-class Feed(WeightSync):
-    """The feed without a policy behind it."""
+class FixedProbe(Probe):
+    """The trainer's log-probs without a policy behind them."""
 
-    def _trainer_logprobs(self, tokens):  # type: ignore[no-untyped-def, override]
+    def sequences(self, tokens):  # type: ignore[no-untyped-def, override]
         return [ProbeSequence(list(ids), [LOGPROB] * (len(ids) - 1)) for ids in tokens]
 
 
@@ -64,7 +64,8 @@ class Scene:
         self.backend = FakeBackend()
         dtypes = {"compute_dtype": torch.float32, "served_dtype": torch.float32, "tf32": False}
         self.backend.policy = type("Policy", (), {**dtypes, "sends_adapter": False})()
-        self.feed = Feed(self.backend, Ranks(), self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S)
+        self.feed = WeightSync(self.backend, Ranks(), self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S)
+        self.feed.probe = FixedProbe(self.backend, Ranks())
 
     def announce(self, answer: ServerReady | ServerDropped) -> None:
         self.said.append(answer)
@@ -254,7 +255,7 @@ def test_a_server_that_is_started_again_between_update_and_probe_is_not_blamed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeServer(SHAPES, logprob=-2.0) as again:
-        compute = scene.feed._trainer_logprobs
+        compute = scene.feed.probe.sequences
 
         def restart_then_compute(tokens):  # type: ignore[no-untyped-def]
             scene.change("s0", "down", 0)
@@ -262,7 +263,7 @@ def test_a_server_that_is_started_again_between_update_and_probe_is_not_blamed(
             assert scene.woken.acquire(timeout=WAIT_S)
             return compute(tokens)
 
-        monkeypatch.setattr(scene.feed, "_trainer_logprobs", restart_then_compute)
+        monkeypatch.setattr(scene.feed.probe, "sequences", restart_then_compute)
         scene.feed.send(0, [[1, 2]])
     assert scene.ready == [("s1", 0, 0)] and scene.dropped == []
     assert scene.pool.fresh == ["s0"]

@@ -12,7 +12,7 @@ import torch
 from fakes.random_model import model_logprobs, random_ids, random_model
 
 from pipelinerl.finetune.loop import MAX_ON_POLICY_DIFF
-from pipelinerl.finetune.weight_sync import PROBE_TOLERANCE
+from pipelinerl.finetune.probe import PROBE_TOLERANCE
 
 #: What AdamW changes in a weight of 0.02 in one step at a learning rate of 1e-5, and in 100.
 STEP, HUNDRED_STEPS = 1e-5, 1e-3
