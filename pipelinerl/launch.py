@@ -34,8 +34,7 @@ from pipelinerl.run.restart import can_resume
 from pipelinerl.run.session import supervise, supervise_jobs
 from pipelinerl.run.show import print_plan
 from pipelinerl.run.start import RunSession, build_commands, enter
-from pipelinerl.rundir.identity import read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, read_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import bounded_by_record
 from pipelinerl.world import (

@@ -22,8 +22,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, UserError
 from pipelinerl.rundir.heartbeat import Heartbeat
-from pipelinerl.rundir.identity import read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, read_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.world import Job, WorldMap
 

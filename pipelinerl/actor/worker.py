@@ -70,8 +70,7 @@ from pipelinerl.llm.trainable import sampling_parameters
 from pipelinerl.records import EvaluationSample
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY, end_with_launcher
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.rundir.identity import read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, read_identity
 from pipelinerl.sandbox.services import open_environments, open_verifier
 from pipelinerl.world import WorldMap
 

@@ -29,8 +29,7 @@ from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.role import DEATH_FD_KEY, JOB_KEY, NODE_SECRET_KEY, TOKEN_KEY
 from pipelinerl.run.processes import Event
 from pipelinerl.rundir.durable import FileLock, ScratchFolder, is_locked
-from pipelinerl.rundir.identity import RunIdentity, read_identity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity, write_identity
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub, backend_of, lost_streams
 from pipelinerl.streams.read import read_all

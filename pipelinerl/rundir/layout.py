@@ -1,9 +1,16 @@
-"""Every file name inside a run directory."""
+"""A run directory: every file name inside it, and `RunIdentity`, which makes it one run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.rundir.durable import replace_file
+
+_MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -83,3 +90,42 @@ def newest_training_state(run_dir: RunDir) -> int | None:
     folder = run_dir.finetune / "training_state"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """`incarnation` counts the starts of the same run from 0."""
+
+    run_id: str
+    incarnation: int
+
+
+def read_identity(file: Path) -> RunIdentity:
+    """Read `conf/run.json`; ConfigError if there is none or it is damaged."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=RunIdentity)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            "run directory",
+            str(file.parent.parent),
+            f"a started run ({file} is missing)",
+            f"Give the output_dir of a run{_runs_in(file.parent.parent)}.",
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            "run directory",
+            str(file),
+            f"the identity of a run ({error})",
+            "The file is damaged: use another output_dir.",
+        ) from error
+
+
+def _runs_in(folder: Path) -> str:
+    """The newest runs below a folder that is none itself, as a remark."""
+    files = sorted(folder.glob("*/conf/run.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    names = [str(file.parent.parent) for file in files[:_MAX_NAMED]]
+    return f", for instance {' or '.join(names)}" if names else ""
+
+
+def write_identity(file: Path, identity: RunIdentity) -> None:
+    """Write `conf/run.json` atomically."""
+    replace_file(file, msgspec.json.encode(identity) + b"\n")

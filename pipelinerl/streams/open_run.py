@@ -17,8 +17,7 @@ from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import BatchHead
 from pipelinerl.rundir.durable import is_locked
-from pipelinerl.rundir.identity import RunIdentity, read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity
 from pipelinerl.streams.base import PREPROCESSOR, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub, backend_of
 from pipelinerl.streams.read import read_all

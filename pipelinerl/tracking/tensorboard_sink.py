@@ -23,8 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from pipelinerl.config import RunConfig
 from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
-from pipelinerl.rundir.identity import read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, read_identity
 from pipelinerl.tracking.sinks import SinkInputs
 
 #: Every reader of event files finds them by this part of their names.

@@ -18,8 +18,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WandbConfig
 from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
-from pipelinerl.rundir.identity import RunIdentity, read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity
 from pipelinerl.tracking.sinks import SinkInputs
 
 INIT_TIMEOUT_S = 30.0

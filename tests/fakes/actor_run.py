@@ -26,8 +26,7 @@ from pipelinerl.records import (
     WeightUpdateSuccess,
 )
 from pipelinerl.role import TOKEN_KEY
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.world import Job, WorldMap
 

@@ -21,8 +21,7 @@ from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, NodeEnded, PoolAnswered
 from pipelinerl.run.session import supervise_jobs
 from pipelinerl.run.start import Command, RunSession
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.world import Job, WorldMap
 

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.records import IGNORED_LABEL, Group, RolloutSummary, Sample, VersionSpan
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.base import ACTOR_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.tiny.tokenizer import build_tokenizer

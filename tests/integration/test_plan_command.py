@@ -14,8 +14,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import ConfigError
 from pipelinerl.run.plan_command import main, recorded_steps
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.world import Job, WorldMap
 
 SIZES = {"7": (3584, 18944, 28, 28, 4), "32": (5120, 27648, 64, 40, 8)}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import MetricRecord
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.tracking.sinks import SinkInputs
 from pipelinerl.tracking.wandb_sink import WandbSink
 

@@ -22,8 +22,7 @@ from pipelinerl.records import (
     TrainerStarted,
     VersionSpan,
 )
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import StartedRun
 from pipelinerl.world import WorldMap

@@ -11,8 +11,7 @@ from pipelinerl.config import RunConfig, save_config
 from pipelinerl.config.resources import STAGE_KINDS
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import TrainingBatch
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import bounded_by_record, count_batches, recorded_streams
 from pipelinerl.world import Cluster, WorldMap, build_world_map

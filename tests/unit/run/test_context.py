@@ -12,8 +12,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.errors import ConfigError, DomainError
 from pipelinerl.role import RoleContext, load_context, run_role
 from pipelinerl.rundir.heartbeat import read_heartbeat
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.world import Job, WorldMap
 
 

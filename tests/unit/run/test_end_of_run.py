@@ -19,8 +19,7 @@ from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.session import supervise
 from pipelinerl.run.start import RunSession
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.tracking import collector as collector_module
 from pipelinerl.world import WorldMap
 

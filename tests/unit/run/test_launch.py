@@ -19,8 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.run.nodes import Plan
 from pipelinerl.run.processes import Outcome
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 
 COMPLETED = Outcome("completed", None, 0)
 INTERRUPTED = Outcome("interrupted", "stopped by SIGTERM", 143)

@@ -16,8 +16,7 @@ from pipelinerl.run.pool_command import read_state
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.restart import ANSWER_S, END_S, ExitPolicy, RestartBudget, ServerKeeper, can_resume
 from pipelinerl.run.start import RunSession
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.world import Job, WorldMap

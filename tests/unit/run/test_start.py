@@ -30,8 +30,7 @@ from pipelinerl.run.start import (
     socket_parent,
 )
 from pipelinerl.rundir.durable import FileLock, ScratchFolder
-from pipelinerl.rundir.identity import RunIdentity, read_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity
 from pipelinerl.streams.base import TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import find_run

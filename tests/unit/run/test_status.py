@@ -18,8 +18,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.records import StepDone, TrainerMessage, TrainerStarted
 from pipelinerl.run.status import format_seconds, print_status, read_status
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import find_run
 from pipelinerl.world import Job, WorldMap

@@ -20,8 +20,7 @@ from pipelinerl.run.restart import ExitPolicy, ServerKeeper
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.run.watch import MIN_GRACE_S, Sign, Supervisor, long_waits
 from pipelinerl.rundir.heartbeat import HeartbeatState
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.world import Job, WorldMap
 
 CONFIG = SuperviseConfig(heartbeat_interval_s=2, heartbeat_timeout_s=20, progress_timeout_s=100)

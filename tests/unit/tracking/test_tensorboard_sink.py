@@ -12,8 +12,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord, TrainerMessage, WeightUpdateSuccess
-from pipelinerl.rundir.identity import RunIdentity, write_identity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.sinks import SinkInputs

@@ -11,8 +11,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WandbConfig
-from pipelinerl.rundir.identity import RunIdentity
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.tracking.sinks import SinkInputs
 from pipelinerl.tracking.wandb_sink import WandbSink, first_line, tracked_run
 
