@@ -27,8 +27,8 @@ from pipelinerl.finetune.report import StepTimes, step_metrics
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import STATE, read_tensors
 from pipelinerl.llm.tokens import load_tokenizer
+from pipelinerl.preprocess.batcher import GroupScorer
 from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.preprocess.scoring import GroupScorer
 from pipelinerl.records import Group, MetricRecord, Sample, TrainerMessage, TrainingBatch
 from pipelinerl.records.lineage import Lineage
 from pipelinerl.rl.coefficients import EntropyControl

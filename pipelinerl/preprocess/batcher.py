@@ -1,36 +1,213 @@
-"""Which groups make the next batch, what it holds, when it may be written, which is the last. No clock, I/O or threads.
+"""From groups to batches: each group is scored once, what cannot be trained is rejected with a reason, and the rest
+waits in a queue for its step. No clock, I/O, threads or torch.
 
 Whole groups leave in the order in which they came. Rejections are returned to the caller, which writes their fates.
+
+Every rejection has a fate and a short reason:
+
+| fate     | reason                 | when                                                                        |
+|----------|------------------------|-----------------------------------------------------------------------------|
+| failed   | no_ref_logprobs        | the reference servers could not score it                                    |
+| filtered | no_trained_tokens      | nothing to train on                                                         |
+| filtered | longer_than_seq_length | more tokens than `finetune.seq_length`                                      |
+| filtered | overlong               | cut at the token limit, with `rl.overlong_filtering`                        |
+| filtered | reward_range           | mean reward of its group outside `rl.filter_reward_low` .. `..._high`       |
+| filtered | zero_advantage         | no sample of its group has one, with `rl.filter_zero_advantage_groups`      |
+| stale    | rolled_back            | sampled by a version that no longer exists after a resume                   |
+| stale    | max_version_lag        | a token would be older than `finetune.max_version_lag` when trained         |
+| stale    | dropped_oldest         | training is slower than generation and the queue was full                   |
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import Rounds
-from pipelinerl.errors import StreamError
-from pipelinerl.preprocess.scoring import Rejection, reject_stale
-from pipelinerl.records import (
-    Group,
-    StepDone,
-    TrainerMessage,
-    TrainerStarted,
-    TrainingBatch,
-    TrainingDone,
-    WeightUpdateSuccess,
+from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.records import Fate, Group, Sample, TrainingBatch
+from pipelinerl.rl.advantages import (
+    AdvantageInputs,
+    discounted_returns,
+    group_advantages,
+    has_signal,
+    length_penalty,
 )
 from pipelinerl.rl.packing import make_plan
+from pipelinerl.rollouts import STEP_REWARD
 from pipelinerl.streams.base import Entry
 
 # Groups with their offset in the stream `actor`; `record.samples` are the trainable ones.
 Groups = list[Entry[Group]]
+# Samples in, the same samples with ref_logprobs out (None: this one could not be scored).
+ReferenceScorer = Callable[[Sequence[Sample]], list[Sample | None]]
 
-# One batch in training and one that is ready when it ends: more would only grow old in the stream.
-MAX_STEPS_AHEAD = 2
+
+@dataclass(frozen=True)
+class Rejection:
+    """One sample that will not be trained."""
+
+    sample: Sample
+    fate: Fate
+    reason: str
+
+
+class GroupScorer:
+    """Scores and filters groups. A group that is read twice has one effect.
+
+    Args:
+        resume: what is settled already.
+        add_reference: None: samples get no reference log-probs here.
+    """
+
+    def __init__(
+        self, config: FinetuneConfig, resume: ResumePoint, add_reference: ReferenceScorer | None = None
+    ) -> None:
+        self._config = config
+        self._resume = resume
+        self._add_reference = add_reference
+        self._rewards: list[float] = []
+        self._successes = 0
+
+    def score(self, entries: Sequence[Entry[Group]]) -> list[tuple[Entry[Group], list[Rejection]]]:
+        """The groups that were not seen before, each with its trainable samples only, and what was rejected."""
+        fresh = []
+        for entry in entries:
+            if entry.record.id not in self._resume.dispatched_groups:
+                self._resume.dispatched_groups.add(entry.record.id)
+                self._rewards += [rollout.reward for rollout in entry.record.rollouts]
+                self._successes += sum(rollout.success for rollout in entry.record.rollouts)
+                fresh.append(entry)
+        found = self._reference_of([sample for entry in fresh for sample in entry.record.samples])
+        return [self._score_one(entry, found) for entry in fresh]
+
+    def take_statistics(self) -> dict[str, float]:
+        """Means over the rollouts since the last call, rejected ones included; empty if there were none."""
+        count = len(self._rewards)
+        if not count:
+            return {}
+        means = {
+            "preprocessor/reward_mean": sum(self._rewards) / count,  #: mean reward of all rollouts since the last batch
+            "preprocessor/success_rate": self._successes / count,  #: share of successful ones
+        }
+        self._rewards, self._successes = [], 0
+        return means
+
+    def _reference_of(self, samples: Sequence[Sample]) -> dict[str, Sample | None]:
+        """By id, the samples that were sent to the reference servers; those that cannot be trained are not sent."""
+        if self._add_reference is None:
+            return {}
+        wanted = [s for s in samples if s.num_trained_tokens and len(s.input_ids) <= self._config.seq_length]
+        found = self._add_reference(wanted) if wanted else []
+        return {old.id: new for old, new in zip(wanted, found, strict=True)}
+
+    def _score_one(
+        self, entry: Entry[Group], reference: dict[str, Sample | None]
+    ) -> tuple[Entry[Group], list[Rejection]]:
+        group, rl = entry.record, self._config.rl
+        with_reference = [(sample, reference.get(sample.id, sample)) for sample in group.samples]
+        rejections = [Rejection(old, "failed", "no_ref_logprobs") for old, new in with_reference if new is None]
+        empty = [rollout.reward for rollout in group.rollouts if rollout.num_samples == 0]
+        scored = score_group([new for _, new in with_reference if new is not None], empty, rl)
+        kept, untrainable = reject_untrainable(scored, self._config, [rollout.reward for rollout in group.rollouts])
+        rejections += untrainable
+        rejections += [Rejection(s, "stale", "rolled_back") for s in kept if self._resume.is_rolled_back(s)]
+        settled = self._resume.settled_samples
+        gone = settled | {rejection.sample.id for rejection in rejections}
+        group = replace(group, samples=[sample for sample in kept if sample.id not in gone])
+        return Entry(entry.offset, group), [r for r in rejections if r.sample.id not in settled]
+
+
+def score_group(samples: Sequence[Sample], empty_rollouts: Sequence[float], rl: RLConfig) -> list[Sample]:
+    """The samples of one group with their advantages.
+
+    Args:
+        empty_rollouts: rewards of rollouts that ended well but left no sample; they count in the baseline.
+    """
+    if not samples:
+        return []
+    by_rollout: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_rollout.setdefault(sample.rollout_id, []).append(sample)
+    rollouts = list(by_rollout.values())
+    inputs = AdvantageInputs(
+        rewards=[*(_rewards(rollout, rl) for rollout in rollouts), *([reward] for reward in empty_rollouts)],
+        samples=[*rollouts, *(() for _ in empty_rollouts)],
+    )
+    found: dict[str, float] = {}
+    for rollout, advantages in zip(rollouts, group_advantages(inputs, rl), strict=False):
+        found |= {sample.id: advantage for sample, advantage in zip(rollout, advantages, strict=True)}
+    return [replace(sample, advantage=found[sample.id]) for sample in samples]
+
+
+def _rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
+    """Reward of each sample of one rollout, in order; with step rewards, the return."""
+    rewards = [sample.reward - length_penalty(sample.output_tokens, rl) for sample in samples]
+    if all(sample.metadata.get(STEP_REWARD) for sample in samples):
+        return discounted_returns(rewards, rl.gamma)
+    return rewards
+
+
+def reject_untrainable(
+    samples: Sequence[Sample], config: FinetuneConfig, rewards: Sequence[float] = ()
+) -> tuple[list[Sample], list[Rejection]]:
+    """Split off the samples of one group that the configuration does not train. Their rewards stay in the baseline.
+
+    Args:
+        samples: with the advantages of `score_group`.
+        rewards: of all rollouts of the group, as the task gave them.
+    """
+    rl = config.rl
+    without_signal = rl.filters_equal_groups and not any(has_signal(s.advantage or 0.0, rl) for s in samples)
+    out_of_range = bool(rewards) and not _is_in_range(math.fsum(rewards) / len(rewards), rl)
+
+    def reason(sample: Sample) -> str | None:
+        if not sample.num_trained_tokens:
+            return "no_trained_tokens"
+        if len(sample.input_ids) > config.seq_length:
+            return "longer_than_seq_length"
+        if rl.overlong_filtering and not sample.finished:
+            return "overlong"
+        if out_of_range:
+            return "reward_range"
+        return "zero_advantage" if without_signal else None
+
+    return _split(samples, "filtered", reason)
+
+
+def _is_in_range(mean_reward: float, rl: RLConfig) -> bool:
+    """low < mean < high: bounds that rewards reach (0 and 1) reject groups that are all wrong or all right."""
+    low, high = rl.filter_reward_low, rl.filter_reward_high
+    return (low is None or mean_reward > low) and (high is None or mean_reward < high)
+
+
+def reject_stale(
+    samples: Sequence[Sample], trained_at_version: int, max_version_lag: int | None
+) -> tuple[list[Sample], list[Rejection]]:
+    """Split off the samples that would be too old when the weights have version `trained_at_version`."""
+
+    def reason(sample: Sample) -> str | None:
+        if sample.max_version > trained_at_version:
+            return "rolled_back"
+        if max_version_lag is not None and trained_at_version - sample.min_version > max_version_lag:
+            return "max_version_lag"
+        return None
+
+    return _split(samples, "stale", reason)
+
+
+def _split(
+    samples: Sequence[Sample], fate: Fate, reason_of: Callable[[Sample], str | None]
+) -> tuple[list[Sample], list[Rejection]]:
+    reasons = [(sample, reason_of(sample)) for sample in samples]
+    kept = [sample for sample, reason in reasons if reason is None]
+    return kept, [Rejection(sample, fate, reason) for sample, reason in reasons if reason is not None]
 
 
 class Batcher:
@@ -180,118 +357,3 @@ def make_batch(
         incarnation=incarnation,
         metrics=metrics,
     )
-
-
-class TrainerView:
-    """What the trainer said last. One thread calls `take`; any thread may read.
-
-    Only messages of this incarnation count: after a resume the trainer starts from its checkpoint and says so.
-
-    Args:
-        incarnation: of this start of the run.
-        first_step: step that this process will dispatch first. In the first incarnation the trainer is right before it;
-            later ones have to hear from the trainer where it went back to.
-        bounded: False if there is no trainer (a run of actor and preprocessor alone): never hold back.
-    """
-
-    def __init__(self, incarnation: int, first_step: int, bounded: bool = True) -> None:
-        self._incarnation = incarnation
-        self._first_step = first_step
-        self._bounded = bounded
-        self.steps_done = first_step - 1 if incarnation == 0 else first_step - 1 - MAX_STEPS_AHEAD
-        self.is_done = False
-        #: Grows with every message that counts.
-        self.changes = 0
-
-    def take(self, message: TrainerMessage) -> None:
-        """Digest one message.
-
-        Raises:
-            StreamError: the trainer's checkpoint is newer than the last batch in the stream.
-        """
-        if message.incarnation != self._incarnation:
-            return
-        if isinstance(message, TrainerStarted) and message.step >= self._first_step:
-            last = self._first_step - 1
-            raise StreamError(
-                f"the trainer resumes after step {message.step}, but the stream training_data ends with the batch of "
-                f"step {last}: the machine lost records (see streams.fsync). To resume from an earlier checkpoint, "
-                f"move the folders of finetune/training_state after {last} away"
-            )
-        if isinstance(message, StepDone | TrainerStarted):
-            self.steps_done = message.step
-        elif isinstance(message, WeightUpdateSuccess):
-            # Version v is the result of step v; after a resume it is the first thing that the trainer says.
-            self.steps_done = message.version
-        elif isinstance(message, TrainingDone):
-            self.is_done = True
-        self.changes += 1
-
-    def may_dispatch(self, step: int) -> bool:
-        """True if batch `step` may be written now."""
-        return not self._bounded or step - self.steps_done <= MAX_STEPS_AHEAD
-
-
-class LastStep:
-    """Whether the passes of `finetune.max_epochs` are over, so that no further batch is due.
-
-    Training ends with the batch that has the last groups of the passes. To fill that batch the actor repeats problems,
-    but many groups may be filtered, in the end all of them. So after one more pass the batch is closed with what is
-    there, and if nothing is there, the trainer is told that no batch follows.
-
-    Args:
-        max_epochs: `finetune.max_epochs`; None: never ends.
-        update_interval: steps between two weight updates; the trainer ends after a multiple of it.
-        step: of the last batch that was closed; 0: none.
-        epochs_done: the most that a batch says so far.
-    """
-
-    def __init__(self, max_epochs: int | None, update_interval: int, step: int, epochs_done: float) -> None:
-        self.max_epochs = max_epochs
-        self._interval = update_interval
-        self._step = step
-        self._closed_epochs = epochs_done
-        self._given_up = False
-        # Passes that were done when they were first enough, or when the last batch after that was closed.
-        self._over_since: float | None = None
-        #: Set once one more pass has not filled the open batch: only groups before this offset are still trained.
-        self.rest_end: int | None = None
-        self.seen_epochs = 0.0
-        self.see(epochs_done)
-
-    def see(self, epochs_done: float) -> None:
-        """Note the passes that a group says are done, also a group of which nothing is trained."""
-        self.seen_epochs = max(self.seen_epochs, epochs_done)
-        if self._over_since is None and self.max_epochs is not None and self.seen_epochs >= self.max_epochs:
-            self._over_since = self.seen_epochs
-
-    def close(self, step: int, epochs_done: float) -> None:
-        """Note a batch that was closed."""
-        self._step = step
-        self._closed_epochs = max(self._closed_epochs, epochs_done)
-        if self._over_since is not None:
-            self._over_since = max(self._over_since, epochs_done)
-
-    def give_up(self) -> None:
-        """There is nothing for another batch."""
-        self._given_up = True
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no further batch is due."""
-        if self.max_epochs is None:
-            return False
-        ends = self._closed_epochs >= self.max_epochs and self._step % self._interval == 0
-        return ends or self._given_up
-
-    def wait_no_longer(self, end_offset: int) -> bool:
-        """Whether one more pass did not fill the batch that would be the last; then `rest_end` is set.
-
-        Args:
-            end_offset: groups before it came in.
-        """
-        if self._over_since is None:
-            return False
-        if self.rest_end is None and self.seen_epochs >= self._over_since + 1:
-            self.rest_end = end_offset
-        return self.rest_end is not None

@@ -34,7 +34,7 @@ from fakes.golden_run import (
 )
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.preprocess.scoring import score_group
+from pipelinerl.preprocess.batcher import score_group
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.records.codec import encode
 from pipelinerl.rl.packing import make_plan

@@ -13,8 +13,8 @@ from pipelinerl.analysis.replay import BatchReplay, replay_run
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.load import save_config
+from pipelinerl.preprocess.batcher import GroupScorer
 from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.preprocess.scoring import GroupScorer
 from pipelinerl.records import (
     Group,
     MetricRecord,

@@ -13,7 +13,7 @@ from preprocess_groups import sample
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.preprocess.scoring import reject_stale, reject_untrainable, score_group
+from pipelinerl.preprocess.batcher import reject_stale, reject_untrainable, score_group
 from pipelinerl.records import VersionSpan
 
 
