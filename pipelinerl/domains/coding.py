@@ -1,8 +1,7 @@
 """Programming: the model writes a Python program, which a sandbox runs on tests.
 
-Problems are small functions made here, or a JSONL file: a line has `task`, and either `tests` of {"input", "output"}
-for a program that reads stdin and writes stdout, or `function` and `tests` of {"args", "expected"}; `solution` is
-optional.
+Problems are small functions made here, or rows of a data set with `task` and `tests` (the forms are in `code_tests`);
+tests of a function need its name in `function`, and `solution` is optional.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import inspect
 import os
 import random
 import re
+import secrets
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import same_float, same_value
+from pipelinerl.domains.code_tests import coding_problem
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.single_turn import answer_once
@@ -127,6 +128,7 @@ def load_problems(
     seed: int = 0,
     fields: Mapping[str, str] | None = None,
     limit: int | None = None,
+    max_tests: int | None = 20,
 ) -> list[dict[str, Any]]:
     """Return the problems of the names `train` and `test` (made here) and of other data sets.
 
@@ -134,6 +136,7 @@ def load_problems(
         num_train, num_test, seed: of the problems made here.
         fields: where the rows of the other data sets have `task` and `tests`.
         limit: at most so many rows of each of them.
+        max_tests: at most so many tests of each of their problems, evenly spread; None: all.
 
     Raises:
         DomainError: a data set cannot be had, or none of its rows can be used.
@@ -159,16 +162,10 @@ def load_problems(
     def make(name: str) -> list[dict[str, Any]]:
         return draw_problems("coding", [name], (num_train, num_test), seed, draw)
 
-    return load_data_sets("coding", dataset_names, make, _problem, fields, limit)
+    def convert(values: dict[str, Any]) -> dict[str, Any] | str:
+        return coding_problem(values, max_tests)
 
-
-def _problem(row: dict[str, Any]) -> dict[str, Any] | str:
-    keys = {"args", "expected"} if row.get("function") else {"input", "output"}
-    tests, function = row.get("tests"), row.get("function")
-    is_right = isinstance(tests, list) and tests and all(isinstance(test, dict) and keys <= set(test) for test in tests)
-    if is_right and isinstance(row.get("task"), str) and (not function or str(function).isidentifier()):
-        return row
-    return f"without a text `task` and a list `tests` of {sorted(keys)}"
+    return load_data_sets("coding", dataset_names, make, convert, fields, limit)
 
 
 def gold_answer(problem: dict[str, Any]) -> str | None:
@@ -220,12 +217,14 @@ def _check_server(endpoint: str, key: str) -> None:
 
 
 MAX_PROGRAM_CHARACTERS = 100_000
-# Calls the function that the problem asks for with the arguments on stdin, and prints what it returns as JSON.
+# Calls the function that the problem asks for, or that method of the class `Solution`, with the arguments on stdin, and
+# prints what it returns as JSON.
 _DRIVER = """
 
 if __name__ == "__main__":
     import json as _json, sys as _sys
-    print("\\n" + _json.dumps({function}(*_json.loads(_sys.stdin.read()))))
+    _call = globals().get("{function}") or getattr(Solution(), "{function}")
+    print("\\n" + _json.dumps(_call(*_json.loads(_sys.stdin.read()))))
 """
 
 
@@ -247,14 +246,12 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
         return Grade(0.0, "no_answer")
     if len(program) > MAX_PROGRAM_CHARACTERS or "\0" in program:
         return Grade(0.0, "unparsable")
-    if function is not None:
-        program += _DRIVER.format(function=function)
+    if problem.get("setup") and "from __future__" not in program:  # which has to come first
+        program = f"{problem['setup']}\n{program}"
     patience = Patience()
     passed, endings = 0, {"crashed": 0.0, "time_limit": 0.0, "output_limit": 0.0}
     for test in tests:
-        stdin = msgspec.json.encode(test["args"]).decode() if function is not None else str(test["input"])
-        run = _run(program, stdin, endpoint, patience)
-        is_passed = _is_passed(run, test, function is not None)
+        run, is_passed = _tested(program, test, function, endpoint, patience)
         passed += is_passed
         if run.ending in endings:
             endings[run.ending] = 1.0
@@ -281,7 +278,7 @@ def find_program(text: str, function: str | None = None) -> str | None:
     programs = [block for language, block in blocks if _PYTHON.fullmatch(language)]
     programs = programs or [block for language, block in blocks if not language]
     if function is not None:
-        defines = re.compile(rf"^(?:async +def|def|class) +{re.escape(function)}\b|^{re.escape(function)} *=", re.M)
+        defines = re.compile(rf"^ *(?:async +def|def|class) +{re.escape(function)}\b|^{re.escape(function)} *=", re.M)
         programs = [block for block in programs if defines.search(block)] or programs
     return programs[-1] if programs else None
 
@@ -315,16 +312,32 @@ def _run(program: str, stdin: str, endpoint: str | None, patience: Patience) -> 
     return run_program(program, stdin, limits)
 
 
-def _is_passed(run: Run, test: dict[str, Any], is_function: bool) -> bool:
+def _tested(
+    program: str, test: dict[str, Any], function: str | None, endpoint: str | None, patience: Patience
+) -> tuple[Run, bool]:
+    """Return how the program ran on one test, and whether it passed."""
+    if "assert" in test:
+        # A program that ends itself before the test never prints this.
+        passed = secrets.token_hex(8)
+        run = _run(f"{program}\n\n{test['assert']}\nprint('\\n{passed}')\n", "", endpoint, patience)
+        return run, run.ending == "finished" and _last_line(run) == passed
+    if "input" in test:
+        run = _run(program, str(test["input"]), endpoint, patience)
+        return run, run.ending == "finished" and same_output(run.stdout, str(test["output"]))
+    stdin = msgspec.json.encode(test["args"]).decode()
+    run = _run(program + _DRIVER.format(function=function), stdin, endpoint, patience)
     if run.ending != "finished":
-        return False
-    if not is_function:
-        return same_output(run.stdout, str(test["output"]))
+        return run, False
     try:
-        value = msgspec.json.decode(run.stdout.rstrip("\n").rpartition("\n")[2])
+        value = msgspec.json.decode(_last_line(run))
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-        return False
-    return same_value(value, test["expected"])
+        return run, False
+    accepted = test["accepted"] if "accepted" in test else [test["expected"]]
+    return run, any(same_value(value, each) for each in accepted)
+
+
+def _last_line(run: Run) -> str:
+    return run.stdout.rstrip("\n").rpartition("\n")[2]
 
 
 _DECIMAL = re.compile(r"[+-]?(?:\d{1,400}\.\d{0,400}|\.\d{1,400})(?:[eE][+-]?\d{1,4})?|[+-]?\d{1,15}")

@@ -52,10 +52,45 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
                     "task": "task",
                     "tests": "tests",
                     "function?": "function",
+                    "setup?": "setup",
                     "solution?": "solution",
                     "difficulty?": "difficulty",
                 },
             ),
+            Shape(
+                "HumanEval",
+                {"task": "prompt", "tests": "test", "function": "entry_point", "solution?": "canonical_solution"},
+            ),
+            Shape(
+                "MBPP",
+                {
+                    "task": "text|prompt",
+                    "tests": "test_list",
+                    "setup?": "test_setup_code|test_imports",
+                    "solution?": "code",
+                },
+            ),
+            Shape(
+                "LiveCodeBench",
+                {
+                    "task": "question_content",
+                    "tests": "public_test_cases",
+                    "hidden?": "private_test_cases",
+                    "function?": "metadata.func_name",
+                    "starter?": "starter_code",
+                },
+            ),
+            Shape("INTELLECT-3", {"task": "question", "tests": "info.tests"}),
+            Shape(
+                "TACO, APPS",
+                {
+                    "task": "question|problem",
+                    "tests": "input_output",
+                    "starter?": "starter_code",
+                    "solution?": "solutions.0",
+                },
+            ),
+            Shape("verl", {"task": "prompt", "tests": "reward_model.ground_truth"}),
         ),
         "fn_calling": (
             Shape("own rows", {"task": "task", "tools": "tools", "expected": "expected", "difficulty?": "difficulty"}),
@@ -74,7 +109,8 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
     }
 )
 
-_HUB_FILES = "hf://datasets"
+# Data sets whose repository has a program instead of data that the package `datasets` would find by itself.
+_LIVECODEBENCH = "hf://datasets/livecodebench/code_generation_lite"
 #: Data sets by name, for each domain; written as a user may write them.
 KNOWN: Mapping[str, Mapping[str, str | dict[str, Any]]] = MappingProxyType(
     {
@@ -124,6 +160,20 @@ KNOWN: Mapping[str, Mapping[str, str | dict[str, Any]]] = MappingProxyType(
                 "split": "validation",
                 "filter": {"ability": "math"},
             },
+        },
+        "coding": {
+            "mbpp": "google-research-datasets/mbpp:full:train",
+            "mbpp_test": "google-research-datasets/mbpp:full:test",
+            "mbpp_sanitized": "google-research-datasets/mbpp:sanitized:test",
+            "humaneval": "openai/openai_humaneval:test",
+            "livecodebench": f"{_LIVECODEBENCH}/test*.jsonl",
+            "livecodebench_v5": f"{_LIVECODEBENCH}/test5.jsonl",
+            "livecodebench_v6": f"{_LIVECODEBENCH}/test6.jsonl",
+            "apps": "hf://datasets/codeparrot/apps/train.jsonl",
+            "apps_test": "hf://datasets/codeparrot/apps/test.jsonl",
+            "taco": "hf://datasets/BAAI/TACO/train/data-*.arrow",
+            "taco_test": "hf://datasets/BAAI/TACO/test/data-*.arrow",
+            "intellect_3": "PrimeIntellect/INTELLECT-3-RL:code:train",
         },
     }
 )

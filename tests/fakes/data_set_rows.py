@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
+import zlib
 from typing import Any
 
 _DAPO = (
@@ -186,5 +190,126 @@ MATH: dict[str, tuple[list[Any], tuple[tuple[str, str], tuple[str, str]]]] = {
             {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2.\n#### 2"}]},
         ],
         (("6 times 7?", "42"), ("1+1?", "2")),
+    ),
+}
+
+_TWICE_ON_STREAMS = "print(int(input()) * 2)"
+_LARGEST = "class Solution:\n    def largest(self, xs: List[int]) -> int:\n        return max(xs)\n"
+_LARGEST_STARTER = "class Solution:\n    def largest(self, xs: List[int]) -> int:\n        "
+
+
+def _hidden(tests: list[Any]) -> str:
+    """As LiveCodeBench keeps its private tests."""
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+
+
+#: name -> (rows, a right program for each; None: the row has one)
+CODING: dict[str, tuple[list[Any], list[str | None]]] = {
+    "mbpp": (
+        [
+            {
+                "task_id": 1,
+                "text": "Write a function to return a pair of numbers, the smaller one first.",
+                "code": "def in_order(a, b):\r\n  return (min(a, b), max(a, b))",
+                "test_list": ["assert in_order(2, 1) == (1, 2)", "assert in_order(1, 2) == (1, 2)"],
+                "test_setup_code": "",
+                "challenge_test_list": [],
+            },
+            {
+                "task_id": 2,
+                "prompt": "Write a function to find the length of the hypotenuse.",
+                "code": "def hypotenuse(a, b):\n    return math.hypot(a, b)",
+                "test_list": ["assert math.isclose(hypotenuse(3, 4), 5)"],
+                "test_imports": ["import math"],
+            },
+        ],
+        [None, None],
+    ),
+    "humaneval": (
+        [
+            {
+                "task_id": "HumanEval/0",
+                "prompt": "from typing import List\n\n\ndef half(x: int) -> int:\n    return x // 2\n\n\n"
+                'def halves(xs: List[int]) -> List[int]:\n    """ Half of each: [4] is [2].\n    """\n',
+                "entry_point": "halves",
+                "canonical_solution": "    return [half(x) for x in xs]\n",
+                "test": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate([4, 6]) == [2, 3]\n"
+                "    assert candidate([]) == []\n",
+            },
+        ],
+        [None],
+    ),
+    "livecodebench": (
+        [
+            {
+                "question_title": "Twice",
+                "question_content": "Print twice the number that is given.",
+                "platform": "atcoder",
+                "question_id": "a_1",
+                "difficulty": "easy",
+                "starter_code": "",
+                "public_test_cases": json.dumps([{"input": "2\n", "output": "4\n", "testtype": "stdin"}]),
+                "private_test_cases": _hidden([{"input": "-3\n", "output": "-6\n", "testtype": "stdin"}]),
+                "metadata": "{}",
+            },
+            {
+                "question_title": "Largest",
+                "question_content": "Return the largest number.",
+                "platform": "leetcode",
+                "question_id": "1",
+                "difficulty": "easy",
+                "starter_code": _LARGEST_STARTER,
+                "public_test_cases": json.dumps([{"input": "[1, 3, 2]", "output": "3", "testtype": "functional"}]),
+                "private_test_cases": json.dumps([{"input": "[-1]", "output": "-1", "testtype": "functional"}]),
+                "metadata": json.dumps({"func_name": "largest"}),
+            },
+        ],
+        [_TWICE_ON_STREAMS, _LARGEST],
+    ),
+    "taco": (
+        [
+            {
+                "question": "Print twice the number that is given.",
+                "solutions": json.dumps([_TWICE_ON_STREAMS]),
+                "starter_code": "",
+                "input_output": json.dumps({"inputs": ["2\n", ["-3"]], "outputs": ["4\n", ["-6"]]}),
+                "difficulty": "EASY",
+            },
+            {
+                "question": "Return the largest number.",
+                "solutions": json.dumps([_LARGEST]),
+                "starter_code": _LARGEST_STARTER,
+                "input_output": json.dumps(
+                    {"fn_name": "largest", "inputs": [[[1, 3, 2]], [[-1]]], "outputs": [[3], -1]}
+                ),
+                "difficulty": "EASY",
+            },
+        ],
+        [None, None],
+    ),
+    "intellect_3": (
+        [
+            {
+                "question": "Print twice the number that is given.",
+                "info": json.dumps({"source": "x", "tests": json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]})}),
+            },
+            {
+                "question": "Write a function largest(xs).",
+                "info": json.dumps(
+                    {"tests": json.dumps({"fn_name": "largest", "inputs": ["[1, 3, 2]"], "outputs": ["3"]})}
+                ),
+            },
+        ],
+        [_TWICE_ON_STREAMS, "def largest(xs):\n    return max(xs)\n"],
+    ),
+    "verl/code:train": (
+        [
+            {
+                "prompt": [{"role": "user", "content": "Print twice the number that is given."}],
+                "ability": "code",
+                "reward_model": {"ground_truth": json.dumps({"inputs": ["2"], "outputs": ["4"]})},
+            },
+        ],
+        [_TWICE_ON_STREAMS],
     ),
 }
