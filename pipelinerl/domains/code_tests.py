@@ -66,7 +66,7 @@ def coding_problem(values: dict[str, Any], max_tests: int | None = None) -> Prob
     elif isinstance(starter, str) and starter.strip():
         problem["task"] = f"{task}\n\nBegin with this code:\n```python\n{starter.rstrip()}\n```"
         setup = f"{_LEETCODE_SETUP}{setup}" if "class Solution" in starter else setup
-    own = {"function": function, "setup": setup, "solution": solution if isinstance(solution, str) else None}
+    own: Problem = {"function": function, "setup": setup, "solution": solution if isinstance(solution, str) else None}
     difficulty = values.get("difficulty")
     own["difficulty"] = difficulty if isinstance(difficulty, int | float) else None
     return problem | {key: value for key, value in own.items() if value not in (None, "")}

@@ -1,12 +1,13 @@
 """Function calling: choose the functions and their arguments.
 
-Problems are made here (`train`, `test`) or read from a JSONL file with `task`, `tools` (OpenAI format) and `expected`,
-a list of {"name": ..., "arguments": {...}}.
+Problems are made here (`train`, `test`) or rows of a data set with `task`, `tools` and `expected`, a list of
+{"name": ..., "arguments": {...}}.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 from pipelinerl.domains.answers import same_value
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.data_sets import load_data_sets
+from pipelinerl.domains.shapes import chat_text, from_json
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
@@ -126,10 +128,73 @@ def load_problems(
     return load_data_sets("fn_calling", dataset_names, make, _problem, fields, limit)
 
 
-def _problem(row: dict[str, Any]) -> dict[str, Any] | str:
-    if isinstance(row.get("task"), str) and all(isinstance(row.get(key), list) for key in ("tools", "expected")):
-        return row
-    return "without a text `task`, lists `tools` and `expected`"
+def _problem(values: dict[str, Any]) -> dict[str, Any] | str:
+    task, tools, expected = chat_text(values["task"], "user"), from_json(values["tools"]), from_json(values["expected"])
+    if not task:
+        return "without a text as the task"
+    tools = [tools] if isinstance(tools, dict) else tools
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        return "without a list of tools"
+    expected = [expected] if isinstance(expected, dict) else expected
+    if isinstance(expected, list) and any(isinstance(each, dict) and "role" in each for each in expected):
+        calls_of = (each.get("tool_calls") for each in expected if isinstance(each, dict))
+        expected = next((calls for calls in calls_of if calls), None)
+    calls = [_expected_call(each) for each in expected] if isinstance(expected, list) else [None]
+    if None in calls:
+        return "without expected calls"
+    difficulty = {"difficulty": values["difficulty"]} if isinstance(values.get("difficulty"), int | float) else {}
+    return {"task": task, "tools": [_as_tool(tool) for tool in tools], "expected": calls, **difficulty}
+
+
+def _expected_call(given: Any) -> dict[str, Any] | None:
+    """Return {"name", "arguments"}, or {"name", "accepted"} with lists of values that are all right (BFCL)."""
+    given = from_json(given)
+    call = given.get("function", given) if isinstance(given, dict) else None
+    if not isinstance(call, dict):
+        return None
+    if isinstance(call.get("name"), str):
+        arguments = from_json(call.get("arguments", {}))
+        return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+    if len(call) != 1:
+        return None
+    ((name, accepted),) = call.items()
+    is_right = isinstance(accepted, dict) and all(isinstance(values, list) for values in accepted.values())
+    return {"name": name, "accepted": accepted} if is_right else None
+
+
+#: Names of Python types that some data sets have instead of those of JSON schemas.
+_TYPES = MappingProxyType(
+    {"dict": "object", "list": "array", "tuple": "array", "float": "number", "int": "integer", "str": "string"}
+    | {"bool": "boolean", "any": "string"}
+)
+
+
+def _as_tool(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a function in OpenAI's format."""
+    function = given.get("function", given)
+    parameters = from_json(function.get("parameters") or {})
+    if isinstance(parameters, dict) and "properties" not in parameters:  # only the parameters, by name (xLAM)
+        properties = {name: each for name, each in parameters.items() if isinstance(each, dict)}
+        required = [
+            name
+            for name, each in properties.items()
+            if "default" not in each and "optional" not in str(each.get("type"))
+        ]
+        parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {**function, "parameters": _as_schema(parameters)}}
+
+
+def _as_schema(schema: Any, is_names: bool = False) -> Any:
+    if isinstance(schema, list):
+        return [_as_schema(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _as_schema(value, key == "properties" and not is_names) for key, value in schema.items()}
+    kind = schema.get("type")
+    if not is_names and isinstance(kind, str):
+        word = kind.partition(",")[0].partition("[")[0].strip()
+        schema["type"] = _TYPES.get(word.lower(), word)
+    return schema
 
 
 def system_prompt(problem: dict[str, Any]) -> str:
@@ -143,8 +208,29 @@ def system_prompt(problem: dict[str, Any]) -> str:
 
 def gold_answer(problem: dict[str, Any]) -> str:
     """Return a right output."""
-    calls = [msgspec.json.encode(call).decode() for call in problem["expected"]]
+    calls = [
+        msgspec.json.encode({"name": call["name"], "arguments": _gold_arguments(call)}).decode()
+        for call in problem["expected"]
+    ]
+    if not calls:
+        return "None of the functions fits."
     return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+def _gold_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    return call["arguments"] if "arguments" in call else _first_accepted(call["accepted"])
+
+
+def _first_accepted(accepted: dict[str, list[Any]]) -> dict[str, Any]:
+    chosen = {name: values[0] for name, values in accepted.items() if values and values[0] != ""}
+    return {
+        name: _first_accepted(value) if isinstance(value, dict) and _is_nested(value) else value
+        for name, value in chosen.items()
+    }
+
+
+def _is_nested(value: dict[str, Any]) -> bool:
+    return all(isinstance(each, list) for each in value.values())
 
 
 MAX_CHARACTERS = 200_000
@@ -177,13 +263,13 @@ def _parse_block(block: str) -> ParsedToolCalls:
 def verify_fn_calling(text: str, problem: dict[str, Any], partial: bool = False) -> Grade:
     """1 if exactly the expected calls are made, in any order; with `partial`, else the share of right calls."""
     calls, num_damaged = parse_calls(after_thinking(text))
-    if not calls:
+    missing = list(problem["expected"])
+    if not calls and (missing or num_damaged or not text.strip()):
         return Grade(0.0, "unparsable" if num_damaged else "no_answer")
-    missing = [(call["name"], call["arguments"]) for call in problem["expected"]]
     num_expected = len(missing)
     for name, arguments in calls:
-        for index, (wanted, values) in enumerate(missing):
-            if name == wanted and same_value(arguments, values, strip=True):
+        for index, call in enumerate(missing):
+            if name == call["name"] and _is_right(arguments, call):
                 del missing[index]
                 break
     found = num_expected - len(missing)
@@ -192,6 +278,36 @@ def verify_fn_calling(text: str, problem: dict[str, Any], partial: bool = False)
     if not missing and not extra:
         return Grade(1.0, "correct", details)
     return Grade(found / max(num_expected, len(calls)) if partial else 0.0, "wrong", details)
+
+
+def _is_right(arguments: dict[str, Any], call: dict[str, Any]) -> bool:
+    if "accepted" in call:
+        return _are_accepted(arguments, call["accepted"])
+    return same_value(arguments, call["arguments"], strip=True)
+
+
+def _are_accepted(arguments: dict[str, Any], accepted: dict[str, list[Any]]) -> bool:
+    """Whether each argument is one of those that are right; "" among these says that it may be missing."""
+    if not arguments.keys() <= accepted.keys():
+        return False
+    return all(
+        any(_is_accepted(arguments[name], value) for value in values) if name in arguments else "" in values
+        for name, values in accepted.items()
+    )
+
+
+def _is_accepted(found: Any, value: Any) -> bool:
+    if isinstance(found, str) and isinstance(value, str):
+        return _SIGNS.sub("", found.lower()) == _SIGNS.sub("", value.lower())
+    if isinstance(found, dict) and isinstance(value, dict) and _is_nested(value):
+        return _are_accepted(found, value)
+    if isinstance(found, list) and isinstance(value, list):
+        return len(found) == len(value) and all(map(_is_accepted, found, value))
+    return same_value(found, value, strip=True)
+
+
+# What BFCL leaves out of texts before it compares them.
+_SIGNS = re.compile(r"[ ,./\-_*^]")
 
 
 def validate(problem: dict[str, Any]) -> float:

@@ -1,11 +1,13 @@
 """Instruction following: a small task with constraints that a program can check.
 
-Problems are made here (`train`, `test`) or read from a JSONL file with `prompt` and `constraints`, a list of
-{"kind": ..., other keys: its arguments}.
+Problems are made here (`train`, `test`) or rows of a data set with `prompt` and `constraints`, a list of
+{"kind": ..., other keys: its arguments}, or with the instructions of IFEval.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,8 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.data_sets import load_data_sets
+from pipelinerl.domains.ifeval_instructions import INSTRUCTIONS, read_instructions
+from pipelinerl.domains.shapes import chat_text
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
@@ -91,7 +95,8 @@ def describe(kind: str, arguments: Arguments) -> str:
 
 def follows(text: str, kind: str, arguments: Arguments) -> bool:
     """Whether `text` follows; an empty text follows nothing."""
-    return bool(text.strip()) and CONSTRAINTS[kind].check(text, arguments)
+    check = CONSTRAINTS[kind].check if kind in CONSTRAINTS else INSTRUCTIONS[kind]
+    return bool(text.strip()) and check(text, arguments)
 
 
 _TOPICS = (
@@ -137,16 +142,38 @@ def load_problems(
 
 
 def _problem(values: dict[str, Any]) -> dict[str, Any] | str:
-    constraints, prompt = values["constraints"], values.pop("task")
-    if not isinstance(prompt, str) or not isinstance(constraints, list) or not constraints:
-        return "without a text `task` and a list `constraints`"
+    prompt = chat_text(values["task"], "user")
+    if not prompt:
+        return "without a text as the task"
+    checks = values.get("checks")
+    if "constraints" in values:
+        constraints = _read_constraints(values["constraints"])
+    elif "ids" in values:
+        constraints = read_instructions(values["ids"], values.get("arguments"))
+    else:
+        # A Python literal in a list, which is read, not run.
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            checks = ast.literal_eval(checks) if isinstance(checks, str) else checks
+        first = checks[0] if isinstance(checks, list) and checks and isinstance(checks[0], dict) else {}
+        constraints = read_instructions(first.get("instruction_id"), first.get("kwargs"))
+    if isinstance(constraints, str):
+        return constraints
+    own: dict[str, Any] = {key: values[key] for key in ("response", "difficulty") if key in values}
+    return {"prompt": prompt, "constraints": constraints, **own}
+
+
+def _read_constraints(constraints: Any) -> list[dict[str, Any]] | str:
+    if not isinstance(constraints, list) or not constraints:
+        return "without a list `constraints`"
     for constraint in constraints:
         try:
-            describe(str(constraint["kind"]), constraint)
+            kind = str(constraint["kind"])
+            if kind not in INSTRUCTIONS:
+                describe(kind, constraint)
         except (KeyError, TypeError, AttributeError) as error:
             kinds = ", ".join(CONSTRAINTS)
             return f"with an unknown constraint or without its argument {error}, expected a kind of {kinds}"
-    return {"prompt": prompt, **values}
+    return constraints
 
 
 def _draw_constraints(rng: random.Random, count: int) -> list[dict[str, Any]]:
@@ -171,16 +198,18 @@ def _draw_constraints(rng: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 def question(problem: dict[str, Any]) -> str:
-    """Return the prompt with the constraints in words."""
-    lines = [describe(each["kind"], each) for each in problem["constraints"]]
+    """Return the prompt with the constraints in words; prompts of IFEval say themselves what is asked for."""
+    lines = [describe(each["kind"], each) for each in problem["constraints"] if each["kind"] in CONSTRAINTS]
     return "\n".join([problem["prompt"], *lines])
 
 
-def gold_answer(problem: dict[str, Any]) -> str:
-    """Return a text that meets all constraints of a problem made here (or the row's own `response`)."""
+def gold_answer(problem: dict[str, Any]) -> str | None:
+    """Return the row's own `response`, or a text that meets all constraints of a problem made here; None: neither."""
     if "response" in problem:
         return str(problem["response"])
     by_kind = {each["kind"]: each for each in problem["constraints"]}
+    if not by_kind.keys() <= CONSTRAINTS.keys():
+        return None
     if "json" in by_kind:
         return msgspec.json.encode(dict.fromkeys(by_kind["json"]["keys"], 1)).decode()
     forbidden = by_kind.get("forbidden", {}).get("word")
@@ -217,9 +246,10 @@ def verify_ifeval(text: str, problem: dict[str, Any], partial: bool = False) -> 
     return Grade(share if partial else 0.0, "wrong", details)
 
 
-def validate(problem: dict[str, Any]) -> float:
-    """Return the score of a text that is made to meet all constraints."""
-    return verify_ifeval(gold_answer(problem), problem).score
+def validate(problem: dict[str, Any]) -> float | None:
+    """Return the score of the gold answer; None where there is none."""
+    gold = gold_answer(problem)
+    return None if gold is None else verify_ifeval(gold, problem).score
 
 
 async def generate_ifeval_rollout(

@@ -94,6 +94,9 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
         ),
         "fn_calling": (
             Shape("own rows", {"task": "task", "tools": "tools", "expected": "expected", "difficulty?": "difficulty"}),
+            Shape("xLAM", {"task": "query", "tools": "tools", "expected": "answers"}),
+            Shape("BFCL", {"task": "question", "tools": "function", "expected": "ground_truth"}),
+            Shape("chats with tool calls", {"task": "messages", "tools": "tools", "expected": "messages"}),
         ),
         "ifeval": (
             Shape(
@@ -105,12 +108,15 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
                     "difficulty?": "difficulty",
                 },
             ),
+            Shape("IFEval", {"task": "prompt", "ids": "instruction_id_list", "arguments?": "kwargs"}),
+            Shape("IF_multi_constraints", {"task": "messages", "checks": "ground_truth"}),
         ),
     }
 )
 
 # Data sets whose repository has a program instead of data that the package `datasets` would find by itself.
 _LIVECODEBENCH = "hf://datasets/livecodebench/code_generation_lite"
+_BFCL = "hf://datasets/gorilla-llm/Berkeley-Function-Calling-Leaderboard"
 #: Data sets by name, for each domain; written as a user may write them.
 KNOWN: Mapping[str, Mapping[str, str | dict[str, Any]]] = MappingProxyType(
     {
@@ -174,6 +180,23 @@ KNOWN: Mapping[str, Mapping[str, str | dict[str, Any]]] = MappingProxyType(
             "taco": "hf://datasets/BAAI/TACO/train/data-*.arrow",
             "taco_test": "hf://datasets/BAAI/TACO/test/data-*.arrow",
             "intellect_3": "PrimeIntellect/INTELLECT-3-RL:code:train",
+        },
+        "ifeval": {
+            "google_ifeval": "google/IFEval:train",
+            # Of its kinds of constraints, those of IFEval are checked; rows with others are left out.
+            "ifeval": "allenai/IF_multi_constraints_upto5:train[:-550]",
+            "ifeval_train": "allenai/IF_multi_constraints_upto5:train[:-550]",
+            "ifeval_test": "allenai/IF_multi_constraints_upto5:train[-550:]",
+        },
+        "fn_calling": {
+            "xlam_60k": "Salesforce/xlam-function-calling-60k:train",
+            **{
+                f"bfcl_{kind}": {
+                    "path": f"{_BFCL}/BFCL_v3_{kind}.json",
+                    "answers": f"{_BFCL}/possible_answer/BFCL_v3_{kind}.json",
+                }
+                for kind in ("simple", "multiple", "parallel", "parallel_multiple")
+            },
         },
     }
 )

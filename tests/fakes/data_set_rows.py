@@ -313,3 +313,112 @@ CODING: dict[str, tuple[list[Any], list[str | None]]] = {
         [_TWICE_ON_STREAMS],
     ),
 }
+
+_XLAM_TOOLS = [
+    {
+        "name": "tide",
+        "description": "Time of the next high tide.",
+        "parameters": {
+            "port": {"description": "a port", "type": "str"},
+            "days": {"description": "days from now", "type": "int, optional", "default": 0},
+        },
+    },
+]
+_BFCL_TOOL = {
+    "name": "ferry.book",
+    "description": "Book a ferry.",
+    "parameters": {
+        "type": "dict",
+        "properties": {
+            "route": {"type": "string", "description": "from and to"},
+            "length": {"type": "float", "description": "of the car in meters"},
+            "extras": {"type": "dict", "properties": {"type": {"type": "string", "description": "of cabin"}}},
+        },
+        "required": ["route"],
+    },
+}
+#: name -> (rows, a wrong answer for each)
+FN_CALLING: dict[str, tuple[list[Any], list[str]]] = {
+    "xlam_60k": (
+        [
+            {
+                "id": 1,
+                "query": "When is high tide in Vik?",
+                "tools": json.dumps(_XLAM_TOOLS),
+                "answers": json.dumps([{"name": "tide", "arguments": {"port": "Vik"}}]),
+            },
+        ],
+        ['{"name": "tide", "arguments": {"port": "Vik", "days": 1}}'],
+    ),
+    "bfcl/rows:test": (
+        [
+            {
+                "id": "simple_0",
+                "question": [[{"role": "user", "content": "Book the ferry from A to B, with a car of 4 m."}]],
+                "function": [_BFCL_TOOL],
+                "ground_truth": [{"ferry.book": {"route": ["A-B", "A to B"], "length": [4.0, ""], "extras": [""]}}],
+            },
+            {
+                "id": "parallel_0",
+                "question": [[{"role": "user", "content": "Book A to B with a cabin, and B to A."}]],
+                "function": [_BFCL_TOOL],
+                "ground_truth": [
+                    {"ferry.book": {"route": ["A-B"], "length": [""], "extras": [{"type": ["inside", "any"]}]}},
+                    {"ferry.book": {"route": ["B-A"], "length": [""], "extras": [""]}},
+                ],
+            },
+        ],
+        [
+            '{"name": "ferry.book", "arguments": {"route": "A-B", "length": 5}}',
+            '{"name": "ferry.book", "arguments": {"route": "A-B", "extras": {"type": "any"}}}',
+        ],
+    ),
+    "chats/with-tools:train": (
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "When is high tide in Vik?"},
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [
+                            {"type": "function", "function": {"name": "tide", "arguments": '{"port": "Vik"}'}}
+                        ],
+                    },
+                ],
+                "tools": [{"type": "function", "function": _XLAM_TOOLS[0]}],
+            },
+        ],
+        ["It is at noon."],
+    ),
+}
+
+_NO_COMMA, _WORDS = "punctuation:no_comma", "length_constraints:number_words"
+#: name -> (rows, an answer for each that follows, one that does not)
+IFEVAL: dict[str, tuple[list[Any], list[tuple[str, str]]]] = {
+    "google_ifeval": (
+        [
+            {
+                "key": 1,
+                "prompt": "Write a line about salt without commas, with at least 3 words.",
+                "instruction_id_list": [_NO_COMMA, _WORDS],
+                "kwargs": [
+                    {"num_words": None, "relation": None},
+                    {"num_words": 3, "relation": "at least"},
+                ],
+            },
+        ],
+        [("Salt is white", "Salt, white salt, is white")],
+    ),
+    "ifeval_train": (
+        [
+            {
+                "key": "a",
+                "messages": [{"role": "user", "content": "Write a line about salt without commas."}],
+                "ground_truth": f"[{{'instruction_id': ['{_NO_COMMA}'], 'kwargs': [None]}}]",
+                "constraint_type": "multi",
+            },
+        ],
+        [("Salt is white", "Salt, white")],
+    ),
+}

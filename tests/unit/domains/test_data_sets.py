@@ -8,9 +8,9 @@ from typing import Any
 
 import datasets
 import pytest
-from fakes.data_set_rows import MATH
+from fakes.data_set_rows import FN_CALLING, IFEVAL, MATH
 
-from pipelinerl.domains import math
+from pipelinerl.domains import fn_calling, ifeval, math
 from pipelinerl.domains.data_sets import data_set, read_rows
 from pipelinerl.domains.shapes import KNOWN
 from pipelinerl.errors import DomainError
@@ -54,6 +54,71 @@ def test_levels_become_difficulties(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, expected in (("math_train", [0.5, 0.0]), ("math_500", [0.5, 1.0])):
         served(monkeypatch, MATH[name][0])
         assert [each["difficulty"] for each in math.load_problems([name])] == expected
+
+
+@pytest.mark.parametrize("name", FN_CALLING)
+def test_fn_calling_data_sets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, wrong = FN_CALLING[name]
+    served(monkeypatch, rows)
+    problems = fn_calling.load_problems([name])
+    assert len(problems) == len(rows)
+    for problem, answer in zip(problems, wrong, strict=True):
+        assert fn_calling.validate(problem) == 1.0
+        assert fn_calling.verify_fn_calling(answer, problem).score == 0.0
+        for tool in problem["tools"]:
+            parameters = tool["function"]["parameters"]
+            assert tool["type"] == "function" and parameters["type"] == "object"
+            kinds = {each["type"] for each in parameters["properties"].values()}
+            assert kinds <= {"string", "integer", "number", "object"}
+
+
+def test_calls_with_several_right_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BFCL: texts regardless of case and signs, a 4 is a 4.0, and "" says that an argument may be missing."""
+    served(monkeypatch, FN_CALLING["bfcl/rows:test"][0])
+    simple, parallel = fn_calling.load_problems(["bfcl/rows:test"])
+
+    def score(problem: Any, *arguments: Any) -> float:
+        calls = [json.dumps({"name": "ferry.book", "arguments": each}) for each in arguments]
+        return fn_calling.verify_fn_calling("".join(f"<tool_call>{each}</tool_call>" for each in calls), problem).score
+
+    assert score(simple, {"route": "a to b"}) == score(simple, {"route": "A-B", "length": 4}) == 1.0
+    assert score(simple, {"length": 4}) == score(simple, {"route": "A-B", "cabin": 1}) == score(simple, {}) == 0.0
+    inside = {"route": "A-B", "extras": {"type": "any"}}
+    assert score(parallel, {"route": "B-A"}, inside) == 1.0
+    assert score(parallel, {"route": "B-A"}, {"route": "A-B", "extras": {"type": "outside"}}) == 0.0
+    assert score(parallel, inside, inside) == 0.0
+
+
+def test_answers_in_another_file_are_joined_by_id(tmp_path: Path) -> None:
+    rows = FN_CALLING["bfcl/rows:test"][0]
+    questions = [{key: value for key, value in row.items() if key != "ground_truth"} for row in rows]
+    answers = [{"id": row["id"], "ground_truth": row["ground_truth"]} for row in reversed(rows)]
+    given = {"path": file_of(tmp_path, questions, "q.json"), "answers": file_of(tmp_path, answers, "a.json")}
+    assert [fn_calling.validate(each) for each in fn_calling.load_problems([given])] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", IFEVAL)
+def test_ifeval_data_sets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, answers = IFEVAL[name]
+    served(monkeypatch, rows)
+    problems = ifeval.load_problems([name])
+    for problem, (right, wrong) in zip(problems, answers, strict=True):
+        assert ifeval.validate(problem) is None and ifeval.question(problem) == problem["prompt"]
+        assert ifeval.validate({**problem, "response": right}) == 1.0
+        assert ifeval.validate({**problem, "response": wrong}) == 0.0
+
+
+def test_instructions_that_cannot_be_checked_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (row,) = IFEVAL["google_ifeval"][0]
+    unknown, lacking = {**row, "instruction_id_list": ["count:vowels"]}, {**row, "kwargs": [{}, {"num_words": 3}]}
+    served(monkeypatch, [unknown, row, lacking])
+    (problem,) = ifeval.load_problems(["google_ifeval"])
+    assert problem["id"] == "google_ifeval-1" and "count:vowels" in caplog.text and "relation" in caplog.text
+    served(monkeypatch, [unknown])
+    with pytest.raises(DomainError, match="count:vowels"):
+        ifeval.load_problems(["google_ifeval"])
 
 
 def test_files_of_lists_are_rows(tmp_path: Path) -> None:
