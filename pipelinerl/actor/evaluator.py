@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from time import monotonic
 
 from msgspec.structs import replace
 
+from pipelinerl.actor.estimates import ALL_DATASETS, summarize
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
@@ -33,7 +32,6 @@ from pipelinerl.streams.read import read_all
 
 logger = logging.getLogger(__name__)
 
-ALL_DATASETS = "all"
 #: evaluation rollouts so far that could not be recorded (`actor.recorded_test_samples`)
 UNRECORDED = "actor/unrecorded_test_samples"
 MAX_CHARS = 4000
@@ -177,6 +175,7 @@ class Evaluator:
                 # The same seeds every time: two evaluations differ by the weights only.
                 seed=rollout_seed(self.seed, "evaluation", index),
                 evaluation=True,
+                evaluation_set=problem.evaluation_set,
                 record=index in recorded,
             )
             async with places:
@@ -229,51 +228,6 @@ def as_final(newest: Sequence[EvaluationResult], version: int) -> list[Evaluatio
     if any(result.success_rate is None for result in newest):
         return []
     return [replace(result, is_final=True) for result in newest]
-
-
-def summarize(
-    problems: Sequence[Problem], answers: Sequence[Answer], template: EvaluationResult
-) -> list[EvaluationResult]:
-    """Return one result for all data sets together, followed by one for each if there are several.
-
-    Failed rollouts are counted and do not enter the averages. Data sets in which all failed are left out. If all failed
-    everywhere there is one result without averages, so that whoever waits for it knows that the evaluation is over.
-
-    Args:
-        template: everything that is the same for all results. Its versions apply if no rollout says its own.
-    """
-    by_name: dict[str, list[Answer]] = defaultdict(list)
-    for problem, answer in zip(problems, answers, strict=True):
-        own_name = answer.dataset_name if isinstance(answer, RolloutEnded) else None
-        by_name[own_name or problem.dataset_name].append(answer)
-    results = [_summarize_one(ALL_DATASETS, answers, template)] if len(by_name) > 1 else []
-    results += [_summarize_one(name, own, template) for name, own in sorted(by_name.items())]
-    return [result for result in results if result.success_rate is not None] or results[:1]
-
-
-def _summarize_one(dataset_name: str, answers: Sequence[Answer], template: EvaluationResult) -> EvaluationResult:
-    ended = [answer for answer in answers if isinstance(answer, RolloutEnded)]
-    versions = [version for answer in ended for version in (answer.min_version, answer.max_version)]
-    known = [version for version in versions if version is not None] or [template.min_version, template.max_version]
-    metrics: dict[str, list[float]] = defaultdict(list)
-    for answer in ended:
-        for name, value in answer.summary.metrics.items():
-            metrics[name].append(value)
-    return replace(
-        template,
-        min_version=min(known),
-        max_version=max(known),
-        dataset_name=dataset_name,
-        num_rollouts=len(answers),
-        num_failed=len(answers) - len(ended),
-        success_rate=_mean([answer.summary.success for answer in ended]),
-        mean_reward=_mean([answer.summary.reward for answer in ended]),
-        metrics={name: math.fsum(values) / len(values) for name, values in sorted(metrics.items())},
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def rollout_record(

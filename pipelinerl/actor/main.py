@@ -151,7 +151,7 @@ class Actor:
             heartbeat=context.heartbeat,
         )
         self.evaluator = Evaluator(
-            problems=evaluation_problems(problems.test, config.actor.test_samples, str(config.seed)),
+            problems=evaluation_problems(problems.test, config.actor.test_samples, str(config.seed), config.eval),
             seed=config.seed,
             incarnation=incarnation,
             scheduler=self.scheduler,

@@ -109,8 +109,9 @@ class RolloutWorker:
         self._incarnation = incarnation
         self._actor = actor
         self._block_limit_s = block_limit_s
-        # Handles of the servers, by whether they are for evaluations.
-        self._llms: dict[bool, list[TrainableLLM]] = {False: [], True: []}
+        # Handles of the servers: for training (None), and for each set of evaluations.
+        kinds: list[int | None] = [None, *range(len(config.evaluation_parameters))]
+        self._llms: dict[int | None, list[TrainableLLM]] = {kind: [] for kind in kinds}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._seen: Counter[str] = Counter()
 
@@ -146,9 +147,9 @@ class RolloutWorker:
                     self._actor.send(RolloutFailed(message.ticket, "cancelled", ""))
 
     def _set_servers(self, servers: Servers) -> None:
-        for evaluation, llms in self._llms.items():
+        for evaluation_set, llms in self._llms.items():
             for url in servers.urls[len(llms) :]:
-                llms.append(make_llm(self._config, url, self._tokenizer, evaluation=evaluation))
+                llms.append(make_llm(self._config, url, self._tokenizer, evaluation_set))
                 # One renderer for all: its cache serves every server.
                 llms[-1].share_renderer(llms[0])
                 llms[-1].max_model_len = servers.max_model_len
@@ -159,7 +160,7 @@ class RolloutWorker:
             self._actor.send(RolloutFailed(ticket, "cancelled", ""))
 
     async def _run_rollout(self, start: StartRollout, session: aiohttp.ClientSession) -> None:
-        llm = self._llms[start.evaluation][start.server].for_rollout(start.seed)
+        llm = self._llms[start.evaluation_set if start.evaluation else None][start.server].for_rollout(start.seed)
         answer: FromWorker
         try:
             result = await self._function(self._cfg, llm, start.problem, session)
@@ -259,21 +260,25 @@ async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def make_llm(config: RunConfig, url: str, tokenizer: Any, *, evaluation: bool) -> TrainableLLM:
-    """Return the handle of a server. Evaluations do not train, so they ask for no log-probs, which cost the server."""
-    section = config.test_llm if evaluation else config.llm
+def make_llm(config: RunConfig, url: str, tokenizer: Any, evaluation_set: int | None) -> TrainableLLM:
+    """Return the handle of a server, for training (None) or a set of evaluations (`config.evaluation_parameters`).
+
+    Evaluations do not train, so they ask for no log-probs, which cost the server.
+    """
+    is_training = evaluation_set is None
+    parameters = config.llm.parameters if evaluation_set is None else config.evaluation_parameters[evaluation_set]
     return TrainableLLM(
         base_url=url,
         model_name=_MODEL_NAME,
         tokenizer=tokenizer,
-        parameters=sampling_parameters(section.parameters),
+        parameters=sampling_parameters(parameters),
         template_kwargs=config.llm.chat_template_kwargs,
         token=os.environ.get(TOKEN_KEY, ""),
-        collect_logprobs=not evaluation,
+        collect_logprobs=is_training,
         request_timeout_s=config.actor.request_timeout_s,
         max_retries=config.actor.max_retries,
         # Without a trainer nobody labels the weights: they are the model's own.
-        unlabelled_version=0 if config.debug.mode == "actor" else None,
+        unlabelled_version=None if config.has_stage("finetune") else 0,
     )
 
 

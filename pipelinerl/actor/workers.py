@@ -59,7 +59,8 @@ class Servers(msgspec.Struct, tag="servers"):
 class StartRollout(msgspec.Struct, tag="start"):
     """One rollout to run; to a worker. `record` asks for the tokens of an evaluation.
 
-    `server` and `ticket`, which names a try in all answers, are set for each try.
+    `evaluation_set` says how an evaluation samples (`RunConfig.evaluation_parameters`). `server` and `ticket`, which
+    names a try in all answers, are set for each try.
     """
 
     rollout_id: str
@@ -67,6 +68,7 @@ class StartRollout(msgspec.Struct, tag="start"):
     problem: dict[str, Any]
     seed: int
     evaluation: bool = False
+    evaluation_set: int = 0
     record: bool = False
     server: int = 0
     ticket: int = 0

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
+from typing import Any
 
 from pipelinerl.analysis.sample_view import (
     EVALUATION_LEGEND,
@@ -49,7 +50,7 @@ def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, see
     if wanted.dataset is not None and wanted.dataset not in seen.datasets:
         near = get_close_matches(wanted.dataset, sorted(seen.datasets), n=1)
         next_step = f"Did you mean {near[0]!r}?" if near else next_step
-        if not args.evaluation and wanted.dataset in run.config.test_dataset_names:
+        if not args.evaluation and wanted.dataset in _held_out_names(run):
             next_step = "It is evaluated on: give --evaluation."
     what = "recorded rollouts of evaluations" if args.evaluation else "recorded groups"
     low, high = seen.versions or (0, 0)
@@ -62,12 +63,16 @@ def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, see
     )
 
 
+def _held_out_names(run: StartedRun) -> list[Any]:
+    return [*run.config.test_dataset_names, *(each.name for each in run.config.eval)]
+
+
 def _no_rollouts(run: StartedRun, is_evaluation: bool) -> ConfigError:
     config = run.config
     if is_evaluation and config.actor.recorded_test_samples == 0:
         next_step = "actor.recorded_test_samples=0 asked for none."
-    elif is_evaluation and not config.test_dataset_names:
-        next_step = "The run has no test_dataset_names, so nothing is evaluated."
+    elif is_evaluation and not config.is_evaluated:
+        next_step = "The run has neither test_dataset_names nor eval, so nothing is evaluated."
     elif not is_evaluation and config.debug.streams_from is not None:
         next_step = f"This run reads those of another one (debug.streams_from): give {config.debug.streams_from}."
     elif run.is_running:

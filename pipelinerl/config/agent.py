@@ -51,6 +51,9 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
     if agent.get("prompt_data_probs") is not None:
         data["dataset_loader_params"]["shares"] = _shares(agent["prompt_data_probs"], names)
     data["test_dataset_names"] = _data_sets(agent.get("eval_data"), "agent.eval_data", search_dirs)
+    for own in data.get("eval") or []:
+        if isinstance(own, dict) and isinstance(own.get("name"), str):
+            own["name"] = _found(own["name"], search_dirs)
 
 
 def unused_agent_keys(config: RunConfig) -> Iterator[str]:

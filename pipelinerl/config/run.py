@@ -28,6 +28,8 @@ from pipelinerl.config.task import (
     ActorConfig,
     AgentConfig,
     EvaluationConfig,
+    EvaluationParameters,
+    EvaluationSet,
     LLMConfig,
     PreprocessConfig,
     RewardsConfig,
@@ -105,6 +107,12 @@ class RunConfig(FlatSection):
     dataset_loader_params: dict[str, Any] = Field(default={}, description="further arguments of load_problems")
     train_dataset_names: list[Any] = Field(default=[], description="passed to load_problems for training")
     test_dataset_names: list[Any] = Field(default=[], description="passed to load_problems for evaluation")
+    eval: list[EvaluationSet] = Field(
+        default=[],
+        description="[{name, k, problems, temperature, top_p, top_k, max_tokens, stop}, ...]: held-out sets with k "
+        "samples of each problem (of at most so many `problems`) and sampling of their own, in place of "
+        "`test_llm.parameters`; a set that is not in test_dataset_names is evaluated too (docs/evaluation.md)",
+    )
     environment: dict[str, Any] | None = Field(
         default=None, description="{_target_, arguments}: what environment servers serve (world.env_replicas)"
     )
@@ -173,6 +181,22 @@ class RunConfig(FlatSection):
         if mode == "open_loop":
             changes["supervise"] = self.supervise.model_copy(update={"max_server_restarts": 0})
         return self.model_copy(update=changes)
+
+    @property
+    def plain_test_names(self) -> list[Any]:
+        """Names of held-out sets without sampling of their own."""
+        own = [each.name for each in self.eval]
+        return [name for name in self.test_dataset_names if name not in own]
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether there are held-out problems."""
+        return bool(self.test_dataset_names or self.eval)
+
+    @property
+    def evaluation_parameters(self) -> list[EvaluationParameters]:
+        """Sampling of held-out problems by `Problem.evaluation_set`: of `plain_test_names`, then of each of `eval`."""
+        return [self.test_llm.parameters, *(each.parameters(self.test_llm.parameters) for each in self.eval)]
 
     @property
     def schedule(self) -> str:

@@ -39,6 +39,24 @@ class EvaluationConfig(Section):
     parameters: EvaluationParameters = EvaluationParameters()
 
 
+class EvaluationSet(Section):
+    """A held-out data set with its own sampling (`eval`). What is left out is that of `test_llm.parameters`."""
+
+    name: Any
+    k: int = Field(default=1, ge=1)
+    problems: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+
+    def parameters(self, others: EvaluationParameters) -> EvaluationParameters:
+        """How this set is sampled; `others` has what it leaves out."""
+        own = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "stop")}
+        return others.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
 class Example(Section):
     """A question and its answer, shown before the task as an earlier turn of the dialogue."""
 

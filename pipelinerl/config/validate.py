@@ -132,7 +132,7 @@ def _trainer(config: RunConfig) -> Faults:
     if finetune.interrupt_train_steps == 0 or finetune.interrupt_train_steps > finetune.max_train_steps:
         expected = f"-1 (off), or from 1 to finetune.max_train_steps={finetune.max_train_steps}"
         yield "finetune.interrupt_train_steps", expected, "Leave it at -1, or raise finetune.max_train_steps."
-    if finetune.keep_best is not None and not config.test_dataset_names:
+    if finetune.keep_best is not None and not config.is_evaluated:
         expected = "null without held-out problems, as nothing is evaluated"
         yield "finetune.keep_best", expected, "Name some in test_dataset_names."
 
@@ -186,10 +186,20 @@ def _lengths(config: RunConfig) -> Faults:
         if parameters.min_tokens > parameters.max_tokens:
             expected = f"at most {section}.parameters.max_tokens={parameters.max_tokens}"
             yield f"{section}.parameters.min_tokens", expected, "Lower it."
+    key, _ = vllm.option("max-model-len")
+    for index, own in enumerate(config.eval):
+        if context is not None and own.max_tokens is not None and own.max_tokens >= context:
+            yield f"eval.{index}.max_tokens", f"less than {key}={context}, so that a prompt fits too", "Lower it."
     key, _ = vllm.option("block-size")
     size = vllm.number("block-size")
     if config.world.device == "cpu" and size is not None and (size == 0 or size % _CPU_BLOCK):
         yield key, f"a multiple of {_CPU_BLOCK} on a CPU", f"Set it to {_CPU_BLOCK}."
+
+
+def _evaluation(config: RunConfig) -> Faults:
+    names = [repr(each.name) for each in config.eval]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield "eval", f"each set once ({', '.join(twice)} is there twice)", "Leave one out."
 
 
 def _chat_template(config: RunConfig) -> Faults:
@@ -280,6 +290,6 @@ def _agent_function(config: RunConfig) -> Faults:
 
 
 _RULES = (
-    *(_groups, _reference, _loss, _updates, _trainer, _adapter, _lengths, _chat_template, _world, _gpu_lists),
-    *(_run, _stage_alone, _agent_function),
+    *(_groups, _reference, _loss, _updates, _trainer, _adapter, _lengths, _evaluation, _chat_template, _world),
+    *(_gpu_lists, _run, _stage_alone, _agent_function),
 )

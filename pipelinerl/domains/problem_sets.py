@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.task import EvaluationSet
 from pipelinerl.domains.registry import LOADER_KEY, DatasetLoader, describe_error, load_dataset_loader
 from pipelinerl.errors import DomainError, UserError
 
@@ -23,6 +24,7 @@ class Problem(msgspec.Struct, frozen=True):
     """One problem: the user's dict, with an id that stays the same from run to run.
 
     `share` is how much of training the problems of its `domain` are to have; None: as much as their number.
+    `evaluation_set` says how a held-out problem is sampled (`RunConfig.evaluation_parameters`).
     """
 
     id: str
@@ -30,6 +32,7 @@ class Problem(msgspec.Struct, frozen=True):
     data: dict[str, Any]
     domain: str = ""
     share: float | None = None
+    evaluation_set: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,21 @@ class ProblemSets:
 
 
 def load_problem_sets(config: RunConfig) -> ProblemSets:
-    """Load `train_dataset_names` and `test_dataset_names`.
+    """Load `train_dataset_names`, `test_dataset_names` and the sets of `eval`; without a trainer only the latter two.
 
     Raises:
         DomainError: the loader fails, returns something else than a list of dicts of plain data, or returns no problem.
     """
     loader = load_dataset_loader(config)
+    train = [] if config.debug.mode == "evaluation" else _load_training(loader, config)
+    test = _load_held_out(loader, config, "test_dataset_names", config.plain_test_names)
+    for index, own in enumerate(config.eval):
+        loaded = _load_held_out(loader, config, f"eval.{index}.name", [own.name])
+        test += [msgspec.structs.replace(problem, evaluation_set=index + 1) for problem in loaded]
+    return ProblemSets(train=train, test=test)
+
+
+def _load_training(loader: DatasetLoader, config: RunConfig) -> list[Problem]:
     train = _load(loader, config, "train_dataset_names", config.train_dataset_names)
     subset = config.train_subset
     if subset is not None:
@@ -57,16 +69,17 @@ def load_problem_sets(config: RunConfig) -> ProblemSets:
             f"{LOADER_KEY}: {config.dataset_loader!r} returned no training problem for "
             f"train_dataset_names={config.train_dataset_names}{after}, expected at least one. Check these names."
         )
-    test = []
-    if config.test_dataset_names:
-        test = _load(loader, config, "test_dataset_names", config.test_dataset_names)
-        if not test:
-            raise DomainError(
-                f"{LOADER_KEY}: {config.dataset_loader!r} returned no problem for "
-                f"test_dataset_names={config.test_dataset_names}, expected at least one. "
-                "Check these names, or set test_dataset_names=[] to train without evaluation."
-            )
-    return ProblemSets(train=train, test=test)
+    return train
+
+
+def _load_held_out(loader: DatasetLoader, config: RunConfig, key: str, names: list[Any]) -> list[Problem]:
+    test = _load(loader, config, key, names) if names else []
+    if names and not test:
+        raise DomainError(
+            f"{LOADER_KEY}: {config.dataset_loader!r} returned no problem for {key}={names}, expected at least one. "
+            "Check these names, or leave them out (test_dataset_names=[]) to train without evaluation."
+        )
+    return test
 
 
 def _load(loader: DatasetLoader, config: RunConfig, key: str, names: list[Any]) -> list[Problem]:
@@ -213,21 +226,34 @@ class EpochCounter:
             self._leading += 1
 
 
-def evaluation_problems(problems: list[Problem], num_rollouts: int | None, seed: str) -> list[Problem]:
-    """Return the problems of one evaluation, the same for every evaluation of a run.
+def evaluation_problems(
+    problems: list[Problem], num_rollouts: int | None, seed: str, sets: Sequence[EvaluationSet] = ()
+) -> list[Problem]:
+    """Return the problems of one evaluation, one for each rollout, the same for every evaluation of a run.
 
     Args:
         problems: the held-out problems.
-        num_rollouts: how many to return. More than there are problems means several rollouts per problem; None means
-            one each.
+        num_rollouts: how many to return of sets without sampling of their own. More than there are problems means
+            several rollouts per problem; None means one each.
         seed: determines which ones, if there are more problems than rollouts.
+        sets: those with sampling of their own (`eval`): `k` places for each problem, one after another.
     """
-    if num_rollouts is None or not problems:
+    places = _some_of([problem for problem in problems if not problem.evaluation_set], num_rollouts, seed)
+    for index, own in enumerate(sets, start=1):
+        of_set = [problem for problem in problems if problem.evaluation_set == index]
+        count = None if own.problems is None else min(own.problems, len(of_set))
+        places += [problem for problem in _some_of(of_set, count, seed) for _ in range(own.k)]
+    return places
+
+
+def _some_of(problems: list[Problem], count: int | None, seed: str) -> list[Problem]:
+    """Return `count` of `problems`, in the order of the seed and more than once if there are fewer; None: all."""
+    if count is None or not problems:
         return list(problems)
     shuffled = list(problems)
     random.Random(f"evaluation/{seed}").shuffle(shuffled)
-    repeats = -(-num_rollouts // len(shuffled))
-    return (shuffled * repeats)[:num_rollouts]
+    repeats = -(-count // len(shuffled))
+    return (shuffled * repeats)[:count]
 
 
 def rollout_seed(*parts: str | int) -> int:

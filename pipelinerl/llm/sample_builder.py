@@ -297,6 +297,7 @@ def summarize(result: RolloutResult, rollout_id: str) -> RolloutSummary:
         output_tokens=sum(text.output_tokens for text in result.training_texts),
         latency_s=latency_s,
         metrics=metrics,
+        num_cut=sum(_finish_reason_of(text) == "length" for text in result.training_texts),
     )
 
 

@@ -2,6 +2,7 @@
 
 from pipelinerl.records.messages import (
     FATES,
+    Estimate,
     EvaluationResult,
     Fate,
     FateRecord,
@@ -42,6 +43,7 @@ __all__ = [
     "IGNORED_LABEL",
     "SCHEMA_VERSION",
     "BatchHead",
+    "Estimate",
     "EvaluationResult",
     "EvaluationRollout",
     "EvaluationSample",

@@ -158,11 +158,21 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimated probability with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation on the held-out problems: stream `evaluation`, written by the actor.
 
     `due_version` is the version that it was due at; `min_version`/`max_version` are those that sampled its tokens.
-    Where no rollout finished there are no averages: `success_rate` and `mean_reward` are None together.
+    Where no rollout finished there are no averages: `success_rate`, `mean_reward`, `output_tokens` (mean of a rollout)
+    and `cut_fraction` (rollouts with a sample that was cut off) are None together. `estimates` has `avg_at_<k>` and
+    `pass_at_<j>` over `num_problems` problems with `attempts` samples each, or more (`actor/estimates.py`).
     """
 
     due_version: int
@@ -177,6 +187,11 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     seconds: float
     time: float
+    num_problems: int = 0
+    attempts: int = 1
+    estimates: dict[str, Estimate] = {}
+    output_tokens: float | None = None
+    cut_fraction: float | None = None
     incarnation: int = 0
     schema: int = SCHEMA_VERSION
 

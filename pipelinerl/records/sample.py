@@ -83,7 +83,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rollout came to, without its tokens. `metrics` are the numbers of the user's `BaseMetrics`."""
+    """What one rollout came to, without its tokens. `metrics` are the numbers of the user's `BaseMetrics`.
+
+    `num_cut` of its samples were cut off, by the limit on tokens or by the context.
+    """
 
     rollout_id: str
     reward: float
@@ -92,6 +95,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     latency_s: float
     metrics: dict[str, float] = {}
+    num_cut: int = 0
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

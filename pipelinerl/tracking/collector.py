@@ -281,7 +281,14 @@ class Collector:
             f"evaluation/{dataset}/num_rollouts": float(result.num_rollouts),  #: rollouts of the evaluation
             f"evaluation/{dataset}/num_failed": float(result.num_failed),  #: rollouts that failed
             f"evaluation/{dataset}/seconds": result.seconds,  #: duration of the evaluation
+            #: sampled tokens of a rollout, on average
+            f"evaluation/{dataset}/output_tokens": result.output_tokens,
+            #: share of rollouts with a sample that was cut off, by the limit on tokens or by the context
+            f"evaluation/{dataset}/cut_fraction": result.cut_fraction,
         }
+        for estimate, found in result.estimates.items():
+            #: `avg_at_<k>`, `pass_at_<j>`: mean success of k samples of each problem; chance that one of j is right
+            values[f"evaluation/{dataset}/{estimate}"] = found.value
         for metric, value in result.metrics.items():
             values[f"evaluation/{dataset}/{metric}"] = value  #: mean of a field of the domain's own metrics
         with self._lock:

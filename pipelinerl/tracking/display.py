@@ -100,6 +100,9 @@ def evaluation_line(result: EvaluationResult) -> str:
     found = "no rollout finished"
     if result.success_rate is not None and result.mean_reward is not None:
         found = f"success {result.success_rate:.3f}, reward {result.mean_reward:.3f}"
+        if result.attempts > 1:
+            best = result.estimates.get(f"pass_at_{result.attempts}")
+            found += f", pass@{result.attempts} {best.value:.3f}" if best else ""
     return f"{kind} on {result.dataset_name}: {found} ({result.num_rollouts} rollouts{failed}, {result.seconds:.1f} s)"
 
 

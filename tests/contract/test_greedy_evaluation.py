@@ -27,7 +27,7 @@ async def completions(config: RunConfig, url: str) -> dict[bool, list[Completion
         pairs = [
             (
                 evaluation,
-                complete(make_llm(config, url, None, evaluation=evaluation).for_rollout(seed), prompt, session),
+                complete(make_llm(config, url, None, 0 if evaluation else None).for_rollout(seed), prompt, session),
             )
             for evaluation in (True, False)
             for seed in SEEDS

@@ -205,6 +205,17 @@ async def test_an_evaluation_writes_what_was_chosen_also_what_failed(tmp_path: P
     assert (results[0].num_rollouts, results[0].num_failed) == (4, 1)
 
 
+async def test_k_samples_of_a_problem_have_their_own_seeds_and_are_told_how_to_sample() -> None:
+    evaluator, runner, _ = evaluator_of(recorder_of(0))
+    own = replace(evaluator.problems[1], evaluation_set=2)
+    evaluator.problems = [evaluator.problems[3], own, own]
+    (result,) = await evaluator.evaluate(4)
+    assert [(start.evaluation_set, start.problem["n"]) for start in runner.starts] == [(0, 3), (2, 1), (2, 1)]
+    assert len({start.seed for start in runner.starts}) == 3
+    assert (result.num_problems, result.attempts, result.num_rollouts) == (2, 1, 3)
+    assert result.estimates["avg_at_1"].value == 1.0
+
+
 @pytest.mark.parametrize("fails_at", ["open", "write"])
 async def test_o2_a_record_that_cannot_be_written_costs_this_one_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails_at: str

@@ -93,6 +93,11 @@ def faults(words: str) -> list[str]:
         ("llm.parameters.max_tokens=10000", "llm.parameters.max_tokens"),
         ("llm.parameters.min_tokens=9000", "llm.parameters.min_tokens"),
         ("llm.chat_template_kwargs.tokenize=true", "llm.chat_template_kwargs"),
+        ('eval=[{"name":"a"},{"name":"a","k":2}]', "eval"),
+        ('eval=[{"name":"a","max_tokens":10000}]', "eval.0.max_tokens"),
+        ('eval=[{"name":"a","k":0}]', "eval.0.k"),
+        ('eval=[{"k":2}]', "eval.0.name"),
+        ('eval=[{"name":"a","seed":2}]', "eval.0.seed"),
         (f"world.device=cpu {KWARGS}.block_size=16", f"{KWARGS}.block_size"),
         ("world.actor_fraction=0", "world.actor_fraction"),
         ("world.finetune_fraction=0", "world.finetune_fraction"),
@@ -178,6 +183,7 @@ def test_d8_on_policy_training_updates_after_every_step() -> None:
         "finetune.interrupt_train_steps=1000",
         "finetune.seq_length=10000",
         "test_llm.parameters.temperature=0",
+        'eval=[{"name":"a","k":4,"temperature":0},{"name":"b"}] finetune.keep_best=mean_reward test_dataset_names=[]',
         "llm.chat_template_kwargs.enable_thinking=false",
         "world.actor_fraction=0 world.num_actor_llms=1",
         "world.servers_per_gpu=2 world.num_actor_llms=3",
@@ -192,6 +198,17 @@ def test_d8_on_policy_training_updates_after_every_step() -> None:
 )
 def test_the_neighbor_of_a_mistake_is_accepted(words: str) -> None:
     assert checked(words)
+
+
+def test_sets_of_evaluations_sample_like_the_others_in_what_they_leave_out() -> None:
+    own = '[{"name":"a","k":4,"temperature":0.5,"stop":["x"]},{"name":"c","top_k":3}]'
+    others = "test_llm.parameters.top_p=0.9 test_llm.parameters.max_tokens=7"
+    config = checked(f"eval={own} test_dataset_names=[a,b] {others}")
+    assert config.plain_test_names == ["b"] and config.is_evaluated
+    plain, first, second = config.evaluation_parameters
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.max_tokens, plain.stop) == (1.0, 0.9, -1, 7, [])
+    assert (first.temperature, first.top_p, first.top_k, first.max_tokens, first.stop) == (0.5, 0.9, -1, 7, ["x"])
+    assert (second.temperature, second.top_k) == (1.0, 3)
 
 
 def test_several_faults_are_one_error() -> None:

@@ -60,6 +60,17 @@ def test_a_good_task(write_task: Any) -> None:
     assert problems.test[0].dataset_name == "test"
 
 
+def test_sets_of_evaluations_are_loaded_by_themselves(write_task: Any) -> None:
+    source = "def load_problems(names):\n    return [{'names': list(names), 'q': i} for i in range(len(names))]\n"
+    sets = [{"name": "aime", "k": 4}, {"name": {"file": "x"}}]
+    run = config(write_task(source), test_dataset_names=["test", "aime", "other"], eval=sets)
+    found = [(problem.evaluation_set, problem.data["names"]) for problem in load_problem_sets(run).test]
+    assert found == [(0, ["test", "other"])] * 2 + [(1, ["aime"]), (2, [{"file": "x"}])]
+    source = "def load_problems(names):\n    return [{'a': 1}] if 'train' in names else []\n"
+    with pytest.raises(DomainError, match=r"no problem for eval.1.name=\['b'\]"):
+        load_problem_sets(config(write_task(source), test_dataset_names=[], eval=[{"name": "train"}, {"name": "b"}]))
+
+
 def test_own_ids_are_kept_and_subsets_are_cut(write_task: Any) -> None:
     source = "def load_problems(names):\n    return [{'id': i} for i in range(10)]\n"
     problems = load_problem_sets(config(write_task(source), train_subset={"begin": 2, "end": 4}, test_dataset_names=[]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
+from pipelinerl.config.task import EvaluationSet
 from pipelinerl.domains.problem_sets import (
     DomainMix,
     EpochCounter,
@@ -47,6 +49,17 @@ def test_evaluations_take_the_same_problems_every_time() -> None:
     twelve = [problem.id for problem in evaluation_problems(PROBLEMS, 12, "1")]
     assert len(twelve) == 12 and {twelve.count(problem.id) for problem in PROBLEMS} == {2, 3}
     assert evaluation_problems([], 12, "1") == []
+
+
+def test_sets_with_their_own_sampling_have_k_places_for_each_problem() -> None:
+    sets = [EvaluationSet(name="a", k=2), EvaluationSet(name="b", problems=2, k=3)]
+    problems = [*PROBLEMS, *(replace(each, evaluation_set=index) for index in (1, 2) for each in PROBLEMS)]
+    places = evaluation_problems(problems, 3, "1", sets)
+    assert [each.evaluation_set for each in places] == [0] * 3 + [1] * 10 + [2] * 6
+    assert places[:3] == evaluation_problems(PROBLEMS, 3, "1")
+    assert [each.id for each in places[3:13]] == list("0011223344")
+    few = [each.id for each in places[13:]]
+    assert few[0] == few[1] == few[2] != few[3] == few[4] == few[5]
 
 
 def test_o3_rollout_seeds_differ_by_every_part() -> None:
