@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from pipelinerl.errors import DomainError, RolloutError
-from pipelinerl.llm.client import are_logprobs, check_spans, is_finished
 from pipelinerl.llm.tokens import LLMCall
 from pipelinerl.records import IGNORED_LABEL, EvaluationSample, RolloutSummary, Sample, VersionSpan
+from pipelinerl.records.completion import are_logprobs, check_spans, is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # of fp32

@@ -14,7 +14,7 @@ import msgspec
 from pipelinerl.config.task import EvaluationParameters, LLMParameters
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.chat_messages import Message, assistant_message, for_template, tool_message
-from pipelinerl.llm.client import Completion, Verdict, classify, post, read_completion, reason_of, retry_delay_s
+from pipelinerl.llm.client import Fault, Verdict, classify, post, reason_of, retry_delay_s
 from pipelinerl.llm.sample_builder import Transcript, Turn
 from pipelinerl.llm.tokens import (
     ChatRenderer,
@@ -28,7 +28,7 @@ from pipelinerl.llm.tokens import (
     sampled_text,
 )
 from pipelinerl.llm.tool_calls import parse_tool_calls
-from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE
+from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, Completion, read_completion
 from pipelinerl.rollouts import STEP_REWARD, TrainingText
 
 _SEED_MASK = (1 << 63) - 1
@@ -240,7 +240,7 @@ async def complete(llm: TrainableLLM, prompt_ids: list[int], session: aiohttp.Cl
             if isinstance(completion, Completion):
                 llm.counters.versions.update(span.version for span in completion.version_spans)
                 return completion
-            problem, content = completion, b"no complete answer"
+            problem, content = Fault(completion), b"no complete answer"
         text = f"{url}: {reason_of(problem)}: {content[:_QUOTED_CHARACTERS].decode(errors='replace')}"
         verdict = classify(problem)
         if verdict is Verdict.END_RUN:

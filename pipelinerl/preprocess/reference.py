@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 
 from pipelinerl.errors import EndRunError, RolloutError
-from pipelinerl.llm.client import Fault, Verdict, are_logprobs, classify, open_session, post, reason_of, retry_delay_s
+from pipelinerl.llm.client import Fault, Verdict, classify, open_session, post, reason_of, retry_delay_s
 from pipelinerl.records import IGNORED_LABEL, Sample
-from pipelinerl.records.completion import GENERATE_PATH
+from pipelinerl.records.completion import GENERATE_PATH, are_logprobs
 
 logger = logging.getLogger(__name__)
 

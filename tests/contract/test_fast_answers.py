@@ -14,12 +14,13 @@ from fakes.mid_sequence import ATTEMPTS, num_running
 from fakes.random_model import random_ids, random_model
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.llm.client import Completion, read_completion
 from pipelinerl.records.completion import (
     GENERATE_PATH,
     MEDIA_TYPE,
+    Completion,
     decode_completion,
     is_packed,
+    read_completion,
     unpack_ids,
     unpack_logprobs,
 )

@@ -10,8 +10,9 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.actor.worker import make_llm
 from pipelinerl.config import RunConfig
-from pipelinerl.llm.client import Completion, open_session
+from pipelinerl.llm.client import open_session
 from pipelinerl.llm.trainable import complete
+from pipelinerl.records.completion import Completion
 from pipelinerl.role import TOKEN_KEY
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress

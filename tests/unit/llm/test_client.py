@@ -16,9 +16,9 @@ from fakes.completions import as_json, packed
 
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import TrainableLLM, trainable
-from pipelinerl.llm.client import Completion, Fault, Verdict, classify, connect_fault, open_session, retry_delay_s
+from pipelinerl.llm.client import Fault, Verdict, classify, connect_fault, open_session, retry_delay_s
 from pipelinerl.llm.trainable import complete, request_body
-from pipelinerl.records.completion import MEDIA_TYPE
+from pipelinerl.records.completion import MEDIA_TYPE, Completion
 
 
 @pytest.mark.parametrize(
