@@ -86,8 +86,8 @@ class AdaptiveLag(MaxLag):
 
     Servers that are faster than the trainer would stand still when the weights change, and no sequence would get new
     weights on its way. So during the last micro-batch of a step they get groups beyond the budget until `in_flight` of
-    a batch is running, and more as these end, but never more than the bound. If some ended before the step did, the
-    next ones start a fifth closer to its end, else a quarter earlier.
+    a batch is running, and again as many as these end, but never more than the bound. If these ended before the step
+    did, the next ones start a fifth closer to its end; if the step ended before they started, a quarter earlier.
 
     Args:
         samples_per_step: samples that close an optimizer step.
@@ -127,12 +127,17 @@ class AdaptiveLag(MaxLag):
         """How many samples may be unsettled now."""
         return self._samples_per_step + min(self._max_lag, self._samples_per_step + self._extra)
 
+    @property
+    def _most_samples(self) -> float:
+        """How many samples may be unsettled at the end of a step."""
+        late = self.budget_samples + self._MOST_REPEATS * self._in_flight_samples
+        return min(late, self._samples_per_step + self._max_lag)
+
     def allows_group(self, budget: SampleBudget) -> bool:
         charged = budget.charged_samples
         allowed = self.budget_samples
         if self.retry_s() == 0 and budget.running_samples < self._in_flight_samples:
-            late = allowed + self._MOST_REPEATS * self._in_flight_samples
-            allowed = min(late, self._samples_per_step + self._max_lag)
+            allowed = self._most_samples
         if budget.group_fits(allowed - charged):
             return True
         return budget.running_groups == 0 and charged < self._samples_per_step
@@ -143,12 +148,16 @@ class AdaptiveLag(MaxLag):
     def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
         now, began, batch = self._clock(), self._step_began, self._samples_per_step
         if self._ending_since is not None:
+            if self.retry_s():
+                self._early_s *= 1.25
+            elif budget.running_samples < self._in_flight_samples and not budget.group_fits(
+                self._most_samples - budget.charged_samples - message.num_samples
+            ):
+                self._early_s *= 0.8
             seconds = now - self._ending_since
             self._ending_s += self._SMOOTHING * (seconds - self._ending_s) if self._ending_s else seconds
+            self._early_s = min(self._early_s, self._ending_s)
             self._ending_since = None
-            late = budget.charged_samples + message.num_samples - self.budget_samples
-            has_ended = late - budget.samples_per_group >= self._in_flight_samples
-            self._early_s = min(self._early_s * (0.8 if has_ended else 1.25), self._ending_s)
         was_complete = self._ready_surplus >= 0
         self._ready_surplus = budget.charged_samples - budget.running_samples - batch
         self._step_began = now
@@ -246,11 +255,6 @@ class SampleBudget:
         return sum(self._charge(account) for account in self._accounts.values() if account.published is None)
 
     @property
-    def samples_per_group(self) -> int:
-        """The most that a group is expected to have; 0 while no rollout has ended."""
-        return self.attempts * self.samples_per_rollout
-
-    @property
     def running_groups(self) -> int:
         return sum(account.published is None for account in self._accounts.values())
 
@@ -260,7 +264,7 @@ class SampleBudget:
 
     def group_fits(self, num_samples: float) -> bool:
         """Return whether a group is sure to have at most `num_samples` samples; False while no rollout has ended."""
-        return 0 < self.samples_per_group <= num_samples
+        return 0 < self.attempts * self.samples_per_rollout <= num_samples
 
     def allows_group(self) -> bool:
         """Return whether another group may start."""

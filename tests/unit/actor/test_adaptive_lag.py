@@ -240,21 +240,24 @@ def test_sequences_start_for_the_update() -> None:
     assert admit() == 6, "two batches again"
     policy.step_ending()
     assert policy.retry_s() == 0
-    for ending, more in ((6, 1), (1, 1)):
+    for ending, more in ((6, 1), (1, 1), (1, 0)):
         end(ending)
         assert admit() == more
     end_step(8.0)
     policy.step_ending()
-    assert policy.retry_s() == pytest.approx(4.0 - 0.8 * 4.0), "one had ended too early, so a fifth later"
+    assert policy.retry_s() == pytest.approx(4.0 - 0.8 * 4.0), "all had ended too early, so a fifth later"
     now = 8.7
     assert policy.retry_s() == pytest.approx(0.1)
     assert admit() == 6
-    end(7)
+    end(6)
     now = 9.0
     assert admit() == 1
     end_step(12.0)
     policy.step_ending()
-    assert policy.retry_s() == 0.0, "none had ended, so a quarter earlier, but not before it begins"
+    assert policy.retry_s() == pytest.approx(0.8), "one was running, so as before"
+    end_step(12.5)
+    policy.step_ending()
+    assert policy.retry_s() == 0.0, "the step ended before: a quarter earlier, but not before its last micro-batch"
 
 
 def test_a_bound_below_one_batch_stays_the_bound() -> None:
