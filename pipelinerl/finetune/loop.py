@@ -107,7 +107,7 @@ class Trainer:
         self.has_servers = bool(context.world.jobs_of("actor_llm"))
         self.update_interval = update_interval(config)
         self.heartbeat = context.heartbeat
-        policy = load_policy(config, ranks.device)
+        policy = load_policy(config, ranks.device, ranks)
         # Before the backend: it may shard or wrap the policy.
         reference = load_reference(config, policy, ranks.device, bool(context.world.jobs_of("preprocessor_llm")))
         self.backend = create_backend(policy, config, ranks)

@@ -34,7 +34,9 @@ from pipelinerl.finetune.packing_check import (
     tf32_difference,
 )
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_values import parameters_to_round, round_for_good, wire_dtype
+from pipelinerl.finetune.sharded_model import loaded_in_parts, shards_weights, whole_for_trial
 from pipelinerl.rl.microbatch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -58,8 +60,10 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[wanted]
 
 
-def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
+def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = None) -> PolicyModel:
     """Load `model_path` as a policy with fp32 parameters on `device`.
+
+    Several `ranks` whose backend shards the weights get a part each (`sharded_model.py`).
 
     Raises:
         ConfigError: there is no such model, or it cannot be trained as configured.
@@ -69,6 +73,7 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
     dtype = compute_dtype(config, device)
     served_length = config.vllm_config.number("max-model-len")
     register_own_attention()
+    in_parts = ranks is not None and ranks.world_size > 1 and shards_weights(config)
     reasons: list[str] = []
     blamed: tuple[str, Any, str] = ("model_path", path, "Use another model.")
     if settings.attn_implementation != "auto":
@@ -77,7 +82,8 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
     candidates = candidate_implementations(settings.attn_implementation, device, dtype)
     for attention in candidates:
         try:
-            language_model = load_language_model(path, attention, settings.trust_remote_code, served_length)
+            with loaded_in_parts(ranks) if in_parts and ranks else nullcontext():
+                language_model = load_language_model(path, attention, settings.trust_remote_code, served_length)
         except (ImportError, ValueError, KeyError) as error:
             # Old families look their attention up in a table of their own.
             reasons.append(f"{attention}: {_first_sentence(error)}")
@@ -94,10 +100,12 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
             tf32=settings.dtype == "tf32",
             served_dtype=wire_dtype(config, dtype, device, path),
         ).to(device)
-        if reason := find_fault(policy, settings.seq_packing, settings.train_batch_size):
+        with whole_for_trial(policy):
+            reason = find_fault(policy, settings.seq_packing, settings.train_batch_size)
+            blamed = (cure(policy, config) if reason else None) or blamed
+        if reason:
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
-            blamed = cure(policy, config) or blamed
             continue
         if policy.tf32 and policy.fp32_head and not policy.has_linear_head:
             raise ConfigError(
@@ -107,8 +115,8 @@ def load_policy(config: RunConfig, device: torch.device) -> PolicyModel:
                 "Use finetune.dtype=fp32, or fp32_lm_head=false.",
             )
         if settings.lora.enabled:
-            # FSDP gathers the parameters of a layer as one, so they have one dtype; it casts by itself.
-            add_adapters(policy, settings.lora, path, one_dtype=config.backend.type == "fsdp")
+            # FSDP gathers the parameters of a layer as one, so they have one dtype; both cast by themselves.
+            add_adapters(policy, settings.lora, path, one_dtype=config.backend.type == "fsdp" or in_parts)
             if settings.reentrant_checkpointing:
                 # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
                 language_model.enable_input_require_grads()

@@ -68,7 +68,9 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], config: Fi
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
-        kind = "critic" if VALUE_HEAD in name.split(".") else "matrices" if parameter.ndim > 1 else "vectors"
+        # DeepSpeed keeps the shape next to a parameter that it has sharded.
+        is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+        kind = "critic" if VALUE_HEAD in name.split(".") else "matrices" if is_matrix else "vectors"
         groups[kind]["params"].append(parameter)  # type: ignore[attr-defined]
     return [{**group, "lr": group["base_lr"]} for group in groups.values() if group["params"]]
 

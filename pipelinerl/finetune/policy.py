@@ -175,6 +175,12 @@ def backbone(language_model: PreTrainedModel) -> torch.nn.Module:
     return language_model.base_model
 
 
+def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:
+    """The repeated blocks of the model: the content of its longest `ModuleList`. Empty if it has none."""
+    modules = backbone(policy.language_model).modules()
+    return max(([*module] for module in modules if isinstance(module, torch.nn.ModuleList)), key=len, default=[])
+
+
 def has_linear_head(language_model: PreTrainedModel) -> bool:
     """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping, by the configuration, and
     there is a decoder to get `hidden` from.

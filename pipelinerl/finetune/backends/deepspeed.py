@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedPlugin
+from torch.distributed.tensor import DTensor
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import read_deepspeed_file
@@ -24,6 +25,7 @@ from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import ValueOf, updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.sharded_model import has_parts, replace_parameters
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
@@ -51,6 +53,8 @@ class DeepSpeedBackend(Backend):
         self._stage = settings["zero_optimization"]["stage"]
         # On a CPU the loop over tensors would need two more copies of all weights, and take several times as long.
         self._is_fused = is_offloaded(settings) or None
+        if has_parts(policy):
+            _shard_parts(policy, settings, deepspeed.zero)
         plugin = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
         super().__init__(
             policy, config.finetune, ranks, make_accelerator(ranks, deepspeed_plugin=plugin), fused=self._is_fused
@@ -158,6 +162,34 @@ def engine_settings(name: str, clipping_threshold: float | None, compute_dtype: 
     settings["data_types"] = {"grad_accum_dtype": "fp32"}
     settings.pop("train_batch_size", None)
     return settings
+
+
+def _shard_parts(policy: PolicyModel, settings: Mapping[str, Any], zero: Any) -> None:
+    """Let ZeRO-3 shard a policy that is in parts: it gets the whole of one parameter after the other."""
+    dtype = torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
+    sharded: list[Any] = []
+
+    def shard(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        value: Any = parameter.detach().to(dtype)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        new: Any = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+        if sharded:
+            sharded[0].convert_to_zero_parameters(param_list=[new])
+        else:
+            zero.Init(module=torch.nn.ParameterList([new]), config_dict_or_path=_without_auto(settings), dtype=dtype)
+            sharded.append(new)
+        return new  # type: ignore[no-any-return]
+
+    replace_parameters(policy, shard)
+
+
+def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` without what accelerate fills in later, when it knows the model."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if value != "auto"
+    }
 
 
 def is_offloaded(settings: Mapping[str, Any]) -> bool:

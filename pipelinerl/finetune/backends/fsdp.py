@@ -7,9 +7,12 @@ tied head stays tied. Forward, backward, step, save and every pass over the weig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +22,9 @@ from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, make_accelerator
 from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import ValueOf, has_adapters
-from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, backbone
+from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, decoder_layers
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.sharded_model import has_parts, part_of, replace_parameters
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
@@ -37,10 +41,12 @@ class FSDPBackend(Backend):
         settings = config.backend
         assert isinstance(settings, FSDPSettings)
         self._gathered_dtype = _DTYPES[settings.param_dtype]
+        if not (layers := decoder_layers(policy)):
+            raise ValueError(f"{type(policy.language_model).__name__} has no list of layers, so FSDP cannot shard it")
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=[type(layer).__name__ for layer in decoder_layers(policy)],
+            transformer_cls_names_to_wrap=[type(layer).__name__ for layer in layers],
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=self._gathered_dtype,
                 reduce_dtype=_DTYPES[settings.reduce_dtype],
@@ -53,8 +59,10 @@ class FSDPBackend(Backend):
         if has_adapters(policy) and ranks.world_size > 1:
             # Drawn at random; every rank keeps its share of what the first one drew.
             for parameter in policy.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
                     torch.distributed.broadcast(parameter.data, src=0)
+        if has_parts(policy):
+            _shard_parts(accelerator, policy, ranks)
         super().__init__(policy, config.finetune, ranks, accelerator)
 
     def _parameters_to_round(self) -> list[torch.nn.Parameter]:
@@ -81,16 +89,29 @@ class FSDPBackend(Backend):
         return self._gathered_source(rename, dtype, gather, form)
 
 
+def _shard_parts(accelerator: Accelerator, policy: PolicyModel, ranks: Ranks) -> None:
+    """Shard a policy that is in parts already, without a whole parameter: without values first, then with the parts."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    parts: dict[str, torch.Tensor] = {}
+
+    def set_aside(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        cut = part_of(parameter, mesh, ranks)
+        part: Any = parameter if cut is None else cut
+        parts[name] = part.detach().to_local()
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    def put_back(name: str, parameter: Any) -> torch.nn.Parameter:
+        own, shape, stride = parts.pop(name), parameter.shape, parameter.stride()
+        placed = parameter.device_mesh, parameter.placements
+        value = DTensor.from_local(own, *placed, run_check=False, shape=shape, stride=stride)
+        return torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    replace_parameters(policy, set_aside)
+    fsdp2_prepare_model(accelerator, policy)
+    replace_parameters(policy, put_back)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, gathered from the ranks if it is sharded (a collective)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model: the content of its longest `ModuleList`."""
-    lists = [
-        [*module] for module in backbone(policy.language_model).modules() if isinstance(module, torch.nn.ModuleList)
-    ]
-    if not lists:
-        raise ValueError(f"{type(policy.language_model).__name__} has no list of layers, so FSDP cannot shard it")
-    return max(lists, key=len)

@@ -1,0 +1,109 @@
+"""One trainer rank that loads models as a run does, and writes down what memory it took.
+
+Usage: `python loading_process.py BACKEND MODELS FOLDER`, started by `fakes/rank_group.py`. MODELS are folders, divided
+by commas; one whose name ends with `large` is not trained.
+"""
+
+import json
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from fakes.finetune_kit import Kit
+from rank_process import CHOICES, full_weights, join, make_backend
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.main import end_process
+from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.step import StepRunner
+from pipelinerl.finetune.tensor_files import write_tensors
+from pipelinerl.rl.packing import make_plan
+
+
+def anonymous_mib():
+    """Memory of this process alone: pages of the files that it reads are everyone's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+@contextmanager
+def sampled(found, key):
+    """`found[key]`: the largest `anonymous_mib` within."""
+    ended = threading.Event()
+    found[key] = anonymous_mib()
+
+    def sample():
+        while not ended.wait(0.002):
+            found[key] = max(found[key], anonymous_mib())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def load(name, model, folder, ranks, kit):
+    """The backend of a loaded model, and MiB of memory: before, at most while it loads, after it, with the engine."""
+    finetune = dict(
+        seq_length=128,
+        seq_packing=False,
+        train_batch_size=1,
+        learning_rate=1e-2,
+        weight_decay=1.0,
+        num_warmup_steps=0,
+        max_train_steps=4,
+        lora={"enabled": name.endswith("_lora"), "r": 4},
+    )
+    choice = CHOICES[name.removesuffix("_lora")]
+    config = RunConfig(output_dir=str(folder), model_path=str(model), finetune=finetune, **choice)
+    # What is needed for any model: groups, and DeepSpeed's modules.
+    make_backend(kit.policy(), config, ranks)
+    # It stays set that there was an engine, and a trainer makes one.
+    unset_hf_deepspeed_config()
+    found = {"empty": anonymous_mib()}
+    # Adapters are drawn.
+    torch.manual_seed(3)
+    with sampled(found, "loading"):
+        policy = load_policy(config, ranks.device, ranks)
+    found["loaded"] = anonymous_mib()
+    with sampled(found, "sharding"):
+        backend = make_backend(policy, config, ranks)
+    found["ready"] = anonymous_mib()
+    return config, backend, found
+
+
+def train(config, backend, ranks, kit):
+    """Loss and norm of the gradient of each of two steps."""
+    samples = kit.samples(6, 1)
+    plan = make_plan([len(sample.input_ids) for sample in samples], ranks.world_size, 64, False)
+    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    results = [runner.run(kit.batch(samples, step=step, plan=plan)) for step in (1, 2)]
+    return [[result.metrics["finetune/loss"], result.grad_norm] for result in results]
+
+
+def main(name, models, folder):
+    torch.set_num_threads(1)
+    kit, ranks = Kit(), join("cpu")
+    for number, model in enumerate(models):
+        config, backend, found = load(name, model, folder, ranks, kit)
+        if model.endswith("large"):
+            (folder / f"loaded_{number}_{ranks.rank}.json").write_text(json.dumps(found))
+            continue
+        write_tensors(folder / f"buffers_{number}_{ranks.rank}.safetensors", dict(backend.policy.named_buffers()))
+        if sent := full_weights(backend):
+            write_tensors(folder / f"sent_{number}.safetensors", sent)
+        found["steps"] = train(config, backend, ranks, kit)
+        (folder / f"loaded_{number}_{ranks.rank}.json").write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].split(","), Path(sys.argv[3]))
+    end_process(0)

@@ -1,0 +1,84 @@
+"""A model whose weights are sharded is loaded in parts: with the right values, and never whole on any rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.families import random_model
+from fakes.rank_group import run_ranks
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl.finetune.tensor_files import read_tensors
+
+SCRIPT = Path(__file__).with_name("loading_process.py")
+#: Tied; beyond the vocabulary of a trial; transposed; experts by other names, with a buffer; states, vectors in fp32.
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma3_text": dict(tie_word_embeddings=True),
+    "qwen3": dict(tie_word_embeddings=False, vocab_size=3001, pad_token_id=3000),
+    "gpt2": {},
+    "deepseek_v3": {},
+    "qwen3_moe": {},
+    "falcon_mamba": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "zero3", "fsdp_lora", "zero3_lora"])
+def test_parts_have_the_values_of_the_files_and_train_as_the_whole_model(tmp_path: Path, backend: str) -> None:
+    lora = "_lora" if backend.endswith("_lora") else ""
+    # peft refuses all layers of a Mamba.
+    families = [family for family in MODELS if not lora or family != "falcon_mamba"]
+    folders = [tmp_path / f"model_{number}" for number in range(len(families))]
+    for folder, family in zip(folders, families, strict=True):
+        random_model(family, **MODELS[family]).save_pretrained(folder)
+    models = ",".join(map(str, folders))
+    for name, world_size in (("plain" + lora, 1), (backend, 2)):
+        (tmp_path / name).mkdir()
+        run_ranks(SCRIPT, [name, models, str(tmp_path / name)], tmp_path / name, world_size)
+    for number, (family, folder) in enumerate(zip(families, folders, strict=True)):
+        files, sent = read_tensors(folder), read_tensors(tmp_path / backend / f"sent_{number}.safetensors")
+        assert files.keys() == sent.keys(), family
+        assert all(torch.equal(files[name], sent[name]) for name in files), family
+        expected = json.loads((tmp_path / ("plain" + lora) / f"loaded_{number}_0.json").read_text())["steps"]
+        buffers = read_tensors(tmp_path / ("plain" + lora) / f"buffers_{number}_0.safetensors")
+        for rank in range(2):
+            found = json.loads((tmp_path / backend / f"loaded_{number}_{rank}.json").read_text())
+            # The second loss shows that the same parameters decay.
+            assert found["steps"] == [pytest.approx(step, rel=1e-4) for step in expected], family
+            own = read_tensors(tmp_path / backend / f"buffers_{number}_{rank}.safetensors")
+            assert own.keys() == buffers.keys(), family
+            assert all(torch.equal(buffers[name], own[name]) for name in buffers), family
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
+def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend: str) -> None:
+    """A model of 0.5 B parameters, whose files are in bf16. Its largest matrix alone has the size of nine layers."""
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    whole, layer = (4 * sum(p.numel() for p in part.parameters()) / 2**20 for part in (model, model.model.layers[0]))
+    model.save_pretrained(tmp_path / "large")
+    del model
+    run_ranks(SCRIPT, [backend, str(tmp_path / "large"), str(tmp_path)], tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"loaded_0_{rank}.json").read_text())
+        taken = found["loading"] - found["empty"]
+        # Room for what is no weight: code that is loaded meanwhile, activations of a trial.
+        assert whole / 2 < taken < whole / 2 + 2 * layer + 64, found
