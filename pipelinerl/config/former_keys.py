@@ -152,20 +152,34 @@ MOVED: dict[str, str] = {
 }
 #: Data sets of PipelineRL's own tasks: the same kind of problems under another name.
 DATA_SETS: dict[str, str] = {"train_counting_problems": "train", "test_counting_problems": "test"}
-_FILE = "name a JSONL file of its rows, with the fields that docs/domains.md gives"
 #: Data sets that no task here knows by name.
 LACKING_DATA: dict[str, str] = {
-    **dict.fromkeys(("taco", "apps"), f"TACO and APPS: {_FILE}"),
-    **dict.fromkeys(("fn_calling", "fn_calling_train", "fn_calling_test"), f"BFCL v4: {_FILE}"),
-    **dict.fromkeys(("ifeval", "ifeval_train", "ifeval_test"), f"IF_multi_constraints: {_FILE}"),
+    **dict.fromkeys(
+        ("fn_calling", "fn_calling_train", "fn_calling_test"),
+        "BFCL has names by its kinds, and no parts: bfcl_simple, bfcl_multiple, bfcl_parallel, bfcl_parallel_multiple",
+    ),
     **dict.fromkeys(
         ("logic", "logic_train", "logic_test"),
         "the puzzles of INTELLECT-3-RL: train and test are puzzles of reasoning-gym (dataset_loader_params.families)",
     ),
-    **dict.fromkeys(("livecodebench", "livecodebench_v5", "livecodebench_v6"), f"LiveCodeBench: {_FILE}"),
 }
-#: Arguments of loaders of PipelineRL's own tasks that ours have too, under their names here.
-LOADER_ARGUMENTS: dict[str, str] = {"seed": "seed", "max_examples": "limit"}
+_OF_ROWS = {"seed": "seed", "max_examples": "limit"}
+#: Arguments of the loaders of PipelineRL's own tasks that ours have too, by task, under their names here.
+LOADER_ARGUMENTS: dict[str, dict[str, str]] = {
+    "math": _OF_ROWS,
+    "coding": {**_OF_ROWS, "max_tests_per_problem": "max_tests"},
+    "fn_calling": _OF_ROWS,
+    "ifeval": _OF_ROWS,
+    "logic": {"seed": "seed"},
+}
+_PARTS = "the name of a data set says which part of it"
+#: What became of others.
+DROPPED_ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys(("split", "taco_split", "apps_split", "subset", "train_ratio", "test_size"), _PARTS),
+    "taco_excluded_difficulties": "write {name: taco, filter: {difficulty: {not: [...]}}} in train_dataset_names",
+    "huggingface_token": "the hub's library reads HF_TOKEN itself",
+    "max_prompt_tokens": "a prompt that leaves no room in the context fails its rollout",
+}
 #: Tasks that are not here, by the beginning of their functions' names.
 LACKING: dict[str, str] = {
     "pipelinerl.domains.chartqa.": "a task about pictures: models get text only",

@@ -11,6 +11,7 @@ from pipelinerl.config.faults import nearest_key
 from pipelinerl.config.former_keys import (
     DATA_SETS,
     DROPPED,
+    DROPPED_ARGUMENTS,
     GRADING_SERVICES,
     LACKING,
     LACKING_DATA,
@@ -151,7 +152,8 @@ class Conversion:
                 self.say("changed", key, f"now {MOVED[path]}")
             elif reason is not None:
                 self.fail(key, f"{path}: {reason}")
-        self._data_sets(str(self._value("dataset_loader")).startswith("pipelinerl."))
+        loader = str(self._value("dataset_loader"))
+        self._data_sets(loader.split(".")[2] if loader.startswith("pipelinerl.domains.") else None)
         if self._get("actor.task_prompt") == "":
             self._take("actor.task_prompt")
             self.say("dropped", "actor.task_prompt", "it is empty")
@@ -175,29 +177,32 @@ class Conversion:
             self._take("world.env_replicas")
             self.say("dropped", "world.env_replicas", "there is no environment to serve")
 
-    def _data_sets(self, is_built_in: bool) -> None:
+    def _data_sets(self, domain: str | None) -> None:
         """The names of data sets as a list; in a built-in task also what they are, and the loader's arguments."""
         for key in ("train_dataset_names", "test_dataset_names"):
             given = self._get(key)
             names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-            new = [DATA_SETS.get(str(name), name) if is_built_in else name for name in names]
+            new = [DATA_SETS.get(str(name), name) if domain else name for name in names]
             if names and new != given and not str(given).startswith("${"):
                 self._set(key, new)
                 self.say("changed", key, f"now {new}")
             for name in map(str, names):
-                if is_built_in and name in LACKING_DATA:
+                if domain and name in LACKING_DATA:
                     self.fail(key, f"{name} is unknown here, {LACKING_DATA[name]}")
-        if not is_built_in:
-            return
         arguments = self._get("dataset_loader_params")
-        for name, value in list(arguments.items()) if isinstance(arguments, dict) else ():
+        if domain is None or not isinstance(arguments, dict):
+            return
+        known = LOADER_ARGUMENTS.get(domain, {})
+        for name, value in list(arguments.items()):
             key = f"dataset_loader_params.{name}"
-            new_name = LOADER_ARGUMENTS.get(name)
-            if value is None or new_name is None:
+            if value is None:
                 self._take(key)
-                self.say("dropped", key, "it asks for nothing" if value is None else "the loader has no such argument")
-            elif new_name != name:
-                self._rename(key, f"dataset_loader_params.{new_name}")
+                self.say("dropped", key, "it asks for nothing")
+            elif name not in known:
+                self._take(key)
+                self.say("dropped", key, DROPPED_ARGUMENTS.get(name, "the loader has no such argument"))
+            elif known[name] != name:
+                self._rename(key, f"dataset_loader_params.{known[name]}")
 
     def _samples_to_steps(self) -> None:
         """Versions are optimizer steps; PipelineRL counts the samples that a version has seen."""
@@ -207,6 +212,8 @@ class Conversion:
         samples = math.prod(sizes)
         for key, rounded in (("eval_every_n_versions", round), ("finetune.weight_update_interval", math.ceil)):
             value = self._get(key)
+            if value == 0:
+                self.say("changed", key, "0: before and after training; test_dataset_names=[] evaluates never")
             if value in (_ABSENT, 0):
                 continue
             if not isinstance(value, int) or not sizes:
@@ -250,6 +257,8 @@ class Conversion:
                 self._take(key)
                 self.say("dropped", key, "it refers to itself under its new name")
                 continue
+            if "${hydra:" in text:
+                self.fail(key, f"{text}: a run is not Hydra's; write the value")
             for name in names:
                 if not is_known(name) and self._get(name) is _ABSENT:
                     self.fail(key, f"{text} refers to {name}, which is not there any more")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ import yaml
 
 from pipelinerl.__main__ import main
 from pipelinerl.config.compose import compose
+from pipelinerl.config.former_keys import LACKING_DATA
 from pipelinerl.config.run import RunConfig
+from pipelinerl.domains.data import SPLITS
+from pipelinerl.domains.shapes import KNOWN
 from pipelinerl.launch import main as launch
 
 SHAPES = yaml.safe_load((Path(__file__).parents[2] / "fakes" / "former_conf.yaml").read_text(encoding="utf-8"))
@@ -26,9 +31,9 @@ TRANSLATED: dict[str, tuple[str, ...]] = {
     "counting": (),
     "deepscaler15b": (),
     "math": (),
-    "coding": ("train_dataset_names", "train_dataset_names", "test_dataset_names"),
+    "coding": (),
+    "ifeval": (),
     "fn_calling": ("train_dataset_names", "test_dataset_names"),
-    "ifeval": ("train_dataset_names", "test_dataset_names"),
     "logic": ("train_dataset_names", "test_dataset_names"),
 }
 LACKING = {
@@ -131,6 +136,19 @@ def test_samples_that_cannot_be_trained_are_not_sampled(new: Path) -> None:
     assert (config.llm.parameters.max_tokens, config.test_llm.parameters.max_tokens) == (1200, 1200)
 
 
+@pytest.mark.parametrize("name", ["math", "coding", "fn_calling", "ifeval", "logic", "counting"])
+def test_the_loader_takes_its_arguments_and_knows_the_data_sets(name: str, new: Path) -> None:
+    config = composed(new, name)
+    module, _, function = str(config.dataset_loader).rpartition(".")
+    loader = getattr(import_module(module), function)
+    inspect.signature(loader).bind(config.train_dataset_names, **config.dataset_loader_params)
+    known = {*SPLITS, *KNOWN.get(name, ()), *LACKING_DATA}
+    assert {*config.train_dataset_names, *config.test_dataset_names} <= known
+    assert not LACKING_DATA.keys() & KNOWN.get(name, {}).keys()
+    kept = {"coding": {"max_tests": 4, "seed": 3}, "fn_calling": {"limit": 500, "seed": 3}, "math": {}, "counting": {}}
+    assert config.dataset_loader_params == kept.get(name, {"seed": 3})
+
+
 def test_another_loss_keeps_the_clip_range_and_brings_its_value_head(old: Path) -> None:
     _, text, _ = converted(old / "miniwob.yaml")
     found = yaml.safe_load(text)
@@ -169,6 +187,7 @@ def test_files_of_groups_and_packages(old: Path, tmp_path: Path) -> None:
         ("defaults: [nothing]", "defaults"),
         ("defaults: [{domain_mix: mine}]", "defaults"),
         ("actor: {log_each_n_secs: '${jobs}'}", "actor.log_each_n_secs"),
+        ("sandbox_endpoint: '${hydra:runtime.cwd}/x'", "sandbox_endpoint"),
         ("environments: [{_target_: my.Environment}]", "environments"),
         ("eval_every_n_versions: '${custom.often}'", "eval_every_n_versions"),
     ],

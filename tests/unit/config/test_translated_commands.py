@@ -6,6 +6,7 @@ One trains asynchronously with two servers and six trainer GPUs, the other alter
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +107,22 @@ def composed(command: dict[str, list[str]], folder: Path) -> tuple[ComposedConfi
     result = compose([*words, *(override for overrides in command.values() for override in overrides)])
     assert result.config is not None
     return result, result.config
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "steps"),
+    [(ASYNCHRONOUS, "async", 12500 * 8 // 192 + 1), (SYNCHRONOUS, "sync", 100000 * 8 // 128)],
+)
+def test_the_whole_command_is_what_the_table_gives(
+    command: dict[str, list[str]], name: str, steps: int, tmp_path: Path
+) -> None:
+    lines = (PAGE.parent / "from_pipelinerl.md").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    (line,) = [line for line in lines if f"output_dir=results/llama3-8b-{name} " in line]
+    unlike = {"all": ["agent.action_special_tokens=true", f"finetune.max_train_steps={steps}"]}
+    _, expected = composed({**command, **unlike}, tmp_path)
+    places = [f"output_dir={tmp_path}/run", f"actor.agent_func_path={tmp_path}/agent_func.py"]
+    given = ["model_path=org/llama-8b", "agent.prompt_data=org/prompts"]
+    assert compose([*shlex.split(line)[3:], *places, *given]).config == expected
 
 
 def plan(config: RunConfig) -> WorldMap:
