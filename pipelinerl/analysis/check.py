@@ -58,6 +58,7 @@ _NEARLY = 1 - 1e-6
 _REPEAT_S = 5.0  # code that swallows the interruption meets it again
 _LAST_RESORT_S = 20.0
 _FRAMES = 6
+_SHOWN_PROMPTS, _SHOWN_CHARACTERS = 3, 3000
 _DRY_ROLLOUT = "actor.rollout_policy: a dry rollout"
 _AT_START_S = 30.0  # for a dry rollout of the launcher's
 TEMPLATE_LIMIT_S = 10.0  # for one prompt; a usual one takes a few milliseconds
@@ -195,8 +196,10 @@ _FILLER = "I do not know."
 _TOKEN = "dry-rollout"
 
 
-def dry_rollout(config: RunConfig, problem: Problem, timeout_s: float = TIMEOUT_S) -> str:
-    """Run one rollout of `problem` and return one line about it.
+def dry_rollout(
+    config: RunConfig, problem: Problem, timeout_s: float = TIMEOUT_S, prompts: list[str] | None = None
+) -> str:
+    """Run one rollout of `problem` and return one line about it; append its first prompt to `prompts`.
 
     The server answers with the domain's gold answer, if it has one: the rollout must then be a success.
 
@@ -211,10 +214,10 @@ def dry_rollout(config: RunConfig, problem: Problem, timeout_s: float = TIMEOUT_
         f"{_DRY_ROLLOUT} of problem {problem.id!r} holds the event loop and",
         "Other rollouts cannot run meanwhile: await what takes long, or put it into a thread or a @grader.",
     ):
-        return asyncio.run(_run(config, problem, limit_s))
+        return asyncio.run(_run(config, problem, limit_s, prompts if prompts is not None else []))
 
 
-async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
+async def _run(config: RunConfig, problem: Problem, limit_s: float, prompts: list[str]) -> str:
     function = load_rollout_function(config)
     gold_answer = domain_function(config, "gold_answer")
     try:
@@ -227,7 +230,8 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
         open_session() as session,
         open_verifier(config.verifier, []),
     ):
-        llm = _handle(config, url, tokenizer)
+        renderer = _TryingRenderer(tokenizer, config)
+        llm = _handle(config, url, tokenizer, renderer)
         timeout = asyncio.timeout(limit_s)
         try:
             async with timeout:
@@ -258,6 +262,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
                 f"{_DRY_ROLLOUT} of problem {problem.id!r}, answered with {gold or _FILLER!r}, failed: "
                 f"{describe_error(error, function)}"
             ) from error
+    prompts.append(renderer.first_prompt)
     said = "the gold answer" if gold else f"{_FILLER!r}"
     if gold and not summary.success:
         raise DomainError(
@@ -270,8 +275,8 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float) -> str:
     )
 
 
-def _handle(config: RunConfig, url: str, tokenizer: Any) -> Any:
-    parameters, renderer = sampling_parameters(config.llm.parameters), _TryingRenderer(tokenizer, config)
+def _handle(config: RunConfig, url: str, tokenizer: Any, renderer: ChatRenderer) -> Any:
+    parameters = sampling_parameters(config.llm.parameters)
     llm = TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN, _renderer=renderer)
     return llm.for_rollout(seed=0)
 
@@ -285,6 +290,7 @@ class _TryingRenderer(ChatRenderer):
     def __init__(self, tokenizer: Any, config: RunConfig) -> None:
         super().__init__(tokenizer, config.llm.chat_template_kwargs)
         self._model_path, self._models = config.model_path, None
+        self.first_prompt = ""
         try:
             trust = config.finetune.trust_remote_code
             self._models = ChatRenderer(
@@ -302,15 +308,19 @@ class _TryingRenderer(ChatRenderer):
     def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> tuple[str, list[int]]:
-        self._try(messages, tools)
+        as_messages = "\n".join(f"{each.get('role')}: {each.get('content')}" for each in messages)
+        prompt = self._try(messages, tools) or as_messages
+        self.first_prompt = self.first_prompt or prompt
         return super().render(messages, tools)
 
-    def _limited(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
+    def _limited(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[str, list[int]]:
         if (renderer := self._models) is None:
-            return []
+            return "", []
         try:
             # In a thread, because a template is a program: one that loops forever cannot be ended.
-            return start_thread(lambda: renderer.render(messages, tools)).result(TEMPLATE_LIMIT_S)[1]
+            return start_thread(lambda: renderer.render(messages, tools)).result(TEMPLATE_LIMIT_S)
         except TimeoutError as error:
             raise ConfigError(
                 "model_path",
@@ -319,9 +329,10 @@ class _TryingRenderer(ChatRenderer):
                 "Correct the template in chat_template.jinja or tokenizer_config.json of the model folder.",
             ) from error
 
-    def _try(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> None:
+    def _try(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str:
+        """Return the text that the model gets; empty where it is not here."""
         try:
-            ids = self._limited(messages, tools)
+            prompt, ids = self._limited(messages, tools)
         except RolloutError as error:
             roles = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))
             raise ConfigError(
@@ -340,6 +351,7 @@ class _TryingRenderer(ChatRenderer):
                 f"ids below {rows}, the vocab_size of its config.json; its tokenizer makes {max(ids)} of {text!r}",
                 "Copy the tokenizer that belongs to these weights, or resize the embedding of the model.",
             )
+        return prompt
 
 
 @contextlib.asynccontextmanager
@@ -410,7 +422,12 @@ def _check(config: RunConfig) -> None:
     if note := _note_of(problems):
         print(f"note: {note}", flush=True)
     print(check_answers(config, problems), flush=True)
-    print(dry_rollout(config, problems.train[0]))
+    prompts: list[str] = []
+    print(dry_rollout(config, problems.train[0], prompts=prompts), flush=True)
+    for problem in problems.train[1:_SHOWN_PROMPTS]:
+        dry_rollout(config, problem, prompts=prompts)
+    for problem, prompt in zip(problems.train, prompts, strict=False):
+        print(f"\nproblem {problem.id} as the model gets it:\n{prompt[:_SHOWN_CHARACTERS]}")
 
 
 def _note_of(problems: ProblemSets) -> str:

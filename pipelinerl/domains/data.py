@@ -41,10 +41,16 @@ def optional(package: str, domain: str, extra: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise DomainError(
-            f"{domain}: the package {package.partition('.')[0]} is needed: {error}. Install pipelinerl[{extra}] (in a "
-            f"checkout: pip install -e '.[{extra}]'), or start another experiment, such as --config-name guessing."
-        ) from error
+        raise DomainError(missing_package(package.partition(".")[0], domain, extra, error)) from error
+
+
+def missing_package(package: str, domain: str, extra: str, error: Exception | None = None) -> str:
+    """Say what to install."""
+    why = f": {error}" if error is not None else ", which is not installed"
+    return (
+        f"{domain}: the package {package} is needed{why}. Install pipelinerl[{extra}] (in a checkout: pip install "
+        f"-e '.[{extra}]'), or start another experiment, such as --config-name guessing."
+    )
 
 
 def draw_problems(

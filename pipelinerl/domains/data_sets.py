@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import difflib
+import importlib.util
 import itertools
 import logging
 import math
@@ -20,8 +21,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pipelinerl.domains.data import SPLITS, Problem, optional
-from pipelinerl.domains.shapes import KNOWN, MISSING, Row, field_names, fit, lookup, proposed_map, with_fields
+from pipelinerl.domains.data import SPLITS, Problem, missing_package, optional
+from pipelinerl.domains.shapes import KNOWN, MISSING, SHAPES, Row, field_names, fit, lookup, proposed_map, with_fields
 from pipelinerl.errors import DomainError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def data_set(given: Any, domain: str, known: Mapping[str, Any] | None = None, ma
         # What the mapping does not say is as the name or the path has it.
         base = data_set(own.path or own.name, domain, known, made)
         said = {key: getattr(own, key) for key in given if key != "path"}
-        return msgspec.structs.replace(base, **{"name": own.name or base.name, **said})
+        return _without_idle_keys(msgspec.structs.replace(base, **{"name": own.name or base.name, **said}), domain)
     name = str(given)
     if name in made:
         return DataSet(name=name)
@@ -111,6 +112,23 @@ def data_set(given: Any, domain: str, known: Mapping[str, Any] | None = None, ma
     if not path or (known is not None and path.count("/") != 1):
         raise DomainError(_unknown(name, domain, [*made, *(known or ())]))
     return DataSet(path=path, name=name, subset=subset or None, split=split, revision=revision or None)
+
+
+def _without_idle_keys(source: DataSet, domain: str) -> DataSet:
+    """Return the data set, unless it says what has no effect on it."""
+    local, idle = _local(source.path), set[str]()
+    if source.is_made:
+        idle = {"subset", "split", "revision", "answers", "fields", "filter"}
+    elif source.path.startswith(_REMOTE) or (local is not None and not local.is_dir()):
+        idle = {"subset", "split", "revision"}
+    elif local is not None:
+        idle = {"revision"}
+    if found := sorted(key for key in idle if getattr(source, key)):
+        raise DomainError(
+            f"{domain}: {', '.join(found)} of the data set {source.name!r} can have no effect: "
+            f"{'it is made by the domain' if source.is_made else f'{source.path} has none'}. Leave it out."
+        )
+    return source
 
 
 #: A name, and a split of the package `datasets`, such as train or test[:100].
@@ -290,24 +308,35 @@ def load_data_sets(
     Raises:
         DomainError: a data set cannot be had or has rows of another shape, or none of its rows can be used.
     """
-    sets = [data_set(name, domain, KNOWN.get(domain, {}), SPLITS) for name in names]
+    sets = [_with_defaults(data_set(name, domain, KNOWN[domain], SPLITS), domain, fields, limit) for name in names]
     total = math.fsum(each.share or 1.0 for each in sets)
     has_shares = any(each.share is not None for each in sets)
+    counts: Counter[str] = Counter()
     problems: list[Problem] = []
     for each in sets:
-        if each.is_made:
-            own = make(each.name)[: each.limit]
-        else:
-            own = _converted(domain, _with_defaults(each, fields, limit), convert)
+        counts[each.name] += 1
+        if has_shares and counts[each.name] > 1:
+            raise DomainError(f"{domain}: two data sets are called {each.name!r}. Give one of them another `name`.")
+        own = make(each.name)[: each.limit] if each.is_made else _converted(domain, each, convert)
+        if counts[each.name] > 1:
+            own = [problem | {"id": f"{problem['id']}.{counts[each.name]}"} for problem in own]
         if has_shares:
             own = [problem | {"domain": each.name, "share": (each.share or 1.0) / total} for problem in own]
         problems += own
     return problems
 
 
-def _with_defaults(source: DataSet, fields: Mapping[str, str] | None, limit: int | None) -> DataSet:
+def _with_defaults(
+    source: DataSet, domain: str, fields: Mapping[str, str] | None = None, limit: int | None = None
+) -> DataSet:
+    """Return the data set with the map and the limit of the loader, where it has none of its own."""
+    if source.is_made:
+        return source
     own_fields = source.fields or dict(fields or {})
-    return msgspec.structs.replace(source, fields=own_fields, limit=source.limit if source.limit else limit)
+    known = dict.fromkeys(field.removesuffix("?") for shape in SHAPES[domain] for field in shape.fields)
+    if unknown := [field for field in own_fields if field not in known]:
+        raise DomainError(f"{domain}: `fields` maps {unknown}, expected some of {', '.join(known)}. Correct the map.")
+    return msgspec.structs.replace(source, fields=own_fields, limit=source.limit or limit)
 
 
 def _converted(domain: str, source: DataSet, convert: Convert) -> list[Problem]:
@@ -345,3 +374,46 @@ def fitting(domain: str, row: Row, index: int, source: DataSet) -> Row:
             "(dots lead into nested fields), or `fields` of this data set alone."
         )
     return values
+
+
+#: What a domain needs besides, to load data sets: package and extra.
+_PACKAGES = {"math": ("math_verify", "math")}
+_SHOWN_ROWS, _SHOWN_CHARACTERS, _SHOWN_FILE_BYTES = 3, 200, 32 << 20
+
+
+def preview(domain: str, names: Sequence[Any], fields: Mapping[str, str] | None = None) -> list[str]:
+    """Say of data sets what can be said at once: without the network and without importing large packages.
+
+    Raises:
+        DomainError: a name is unknown, a file is missing or of another shape, or a package is missing.
+    """
+    lines = []
+    for each in (data_set(name, domain, KNOWN[domain], SPLITS) for name in names):
+        local = _local(each.path)
+        if domain in _PACKAGES:
+            _look_for(*_PACKAGES[domain], domain)
+        if each.is_made:
+            continue
+        is_json = local is not None and local.suffix in _JSON_SUFFIXES and not local.is_dir()
+        if not is_json:
+            _look_for("datasets", "data", domain)
+        if local is None:
+            lines.append(f"{each.name}: not looked at, {each.path!r} may have to be downloaded")
+        elif not local.exists():
+            raise DomainError(
+                f"{domain}: cannot read {each.path!r}: it is not there. Correct the name of the data set."
+            )
+        elif not is_json or local.stat().st_size > _SHOWN_FILE_BYTES:
+            lines.append(f"{each.name}: {each.path} is there; its rows were not looked at")
+        else:
+            source = _with_defaults(each, domain, fields)
+            for index, row in enumerate(itertools.islice(read_rows(source, domain), _SHOWN_ROWS)):
+                values = fitting(domain, row, index, source)
+                shown = "; ".join(f"{field}: {str(value)[:_SHOWN_CHARACTERS]!r}" for field, value in values.items())
+                lines.append(f"{each.name}, row {index}: {shown}")
+    return lines
+
+
+def _look_for(package: str, extra: str, domain: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise DomainError(missing_package(package, domain, extra))

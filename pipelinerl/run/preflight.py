@@ -24,6 +24,8 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.advice import epoch_notes
 from pipelinerl.config.load import save_config
 from pipelinerl.config.validate import missing_task
+from pipelinerl.domains.data_sets import preview
+from pipelinerl.domains.shapes import SHAPES
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
 from pipelinerl.role import NODE_SECRET_KEY
@@ -321,6 +323,19 @@ def check_dataset_loader(start: Start) -> list[str]:
     return _check_function("dataset_loader", start.config.dataset_loader, False, start)
 
 
+def check_data_sets(start: Start) -> list[str]:
+    """Refuse unknown data sets of a built-in domain and rows of another shape; show rows of the files that are here."""
+    config = start.config
+    module, _, function = (config.dataset_loader or "").rpartition(".")
+    package, _, domain = module.rpartition(".")
+    if not config.has_stage("actor") or (package, function) != ("pipelinerl.domains", "load_problems"):
+        return []
+    if domain not in SHAPES:
+        return []
+    names = [*config.train_dataset_names, *config.test_dataset_names]
+    return preview(domain, names, config.dataset_loader_params.get("fields"))
+
+
 def check_rollout_policy(start: Start) -> list[str]:
     return _check_function("actor.rollout_policy", start.config.actor.rollout_policy, True, start)
 
@@ -461,5 +476,6 @@ CHECKS = (
     Check(check_module_names, dry_run="report"),
     Check(check_dataset_loader, dry_run="report", at_start=False),  # `check_domain` calls it
     Check(check_rollout_policy, dry_run="report", at_start=False),
+    Check(check_data_sets, dry_run="report", at_start=False),
     Check(check_domain),
 )

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from fakes.scripted_texts import chat_tokenizer
 
 from pipelinerl.__main__ import main
 from pipelinerl.analysis import check as dry_rollout
@@ -77,6 +78,21 @@ def test_built_in_domains_pass(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert main(["check-domain", name, *small]) == 0
     out = capsys.readouterr().out
     assert "training problems" in out and "each scores 1" in out and "success True" in out
+
+
+def test_three_rows_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    file.write_text("".join(f'{{"q": "{n}+1?", "a": "#### {n + 1}"}}\n' for n in range(5)))
+    words = [f"train_dataset_names=[{file}]", "test_dataset_names=[]", f"model_path={model}"]
+    words.append("+dataset_loader_params.fields={task: q, answer: a}")
+    assert main(["check-domain", "math", *words]) == 0
+    out = capsys.readouterr().out
+    assert [f"user: {n}+1?\n" in out for n in range(4)] == [True, True, True, False]
+    chat_tokenizer(32).save_pretrained(model)
+    assert main(["check-domain", "math", *words, "actor.system_prompt="]) == 0
+    assert "<|user|>2+1?<|end|><|assistant|>" in capsys.readouterr().out
+    assert main(["check-domain", "math", *words[:-1]]) == 2
+    assert "It has the fields q, a." in capsys.readouterr().err
 
 
 def test_a_configuration_without_a_task_names_experiments(capsys: pytest.CaptureFixture[str]) -> None:

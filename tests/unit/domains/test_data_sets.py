@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from fakes.data_set_rows import FN_CALLING, IFEVAL, MATH
 
 from pipelinerl.domains import fn_calling, ifeval, math
-from pipelinerl.domains.data_sets import data_set, read_rows
+from pipelinerl.domains.data_sets import data_set, preview, read_rows
 from pipelinerl.domains.shapes import KNOWN
 from pipelinerl.errors import DomainError
 
@@ -137,6 +139,14 @@ def test_known_names_are_data_sets(domain: str) -> None:
         assert found.name == name and found.is_remote and found.path
 
 
+def test_the_page_names_known_data_sets() -> None:
+    text = (Path(__file__).parents[3] / "docs/domains.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    named = {row[0].strip("| `"): re.findall(r"`(\w+)`", row[2]) for row in rows if len(row) == 3 and "_" in row[2]}
+    for domain in KNOWN:
+        assert named[domain] and set(named[domain]) <= set(KNOWN[domain])
+
+
 @pytest.mark.parametrize(
     ("given", "asked"),
     [
@@ -206,6 +216,32 @@ def test_shares_say_how_often_a_data_set_is_drawn(tmp_path: Path) -> None:
     ]
 
 
+def test_data_sets_of_one_name(tmp_path: Path) -> None:
+    """Rows have ids of their own; shares need names of their own."""
+    twice = [{"path": file_of(tmp_path, ROWS), "limit": 2}, {"path": file_of(tmp_path, ROWS), "filter": {"level": 5}}]
+    problems = math.load_problems(twice, fields=FIELDS)
+    assert [each["id"] for each in problems] == ["rows-0", "rows-1", "rows-0.2"]
+    with pytest.raises(DomainError, match="rows"):
+        math.load_problems([{**each, "share": 1} for each in twice], fields=FIELDS)
+
+
+def test_what_a_dry_run_says_without_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = served(monkeypatch, [])
+    hub, row, *_ = preview("math", ["train", "gsm8k_train", file_of(tmp_path, ROWS)], FIELDS)
+    assert "openai/gsm8k" in hub and "task: '0 + 1?'" in row and "answer: '1'" in row and asked == []
+    assert len(preview("math", [file_of(tmp_path, ROWS)], FIELDS)) == 3
+    for names, words in (
+        (["gsm8k_tran"], "gsm8k_train"),
+        ([file_of(tmp_path, ROWS)], r"q, meta\.final"),
+        (["no.csv"], "no.csv"),
+    ):
+        with pytest.raises(DomainError, match=words):
+            preview("math", names)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else object())
+    with pytest.raises(DomainError, match=r"pipelinerl\[data\]"):
+        preview("coding", ["mbpp"])
+
+
 def test_a_wrong_shape_is_answered_with_its_fields_and_the_map(tmp_path: Path) -> None:
     file = file_of(tmp_path, [{"my_query": "1+1?", "meta": {"gold_answer": "2", "n": 1}}])
     with pytest.raises(DomainError) as caught:
@@ -226,6 +262,9 @@ def test_a_wrong_shape_is_answered_with_its_fields_and_the_map(tmp_path: Path) -
         ({"name": "gsm8k_train", "share": 0}, "share"),
         ({"name": "gsm8k_train", "limit": 0}, "limit"),
         ({}, "unknown"),
+        ({"name": "train", "split": "x"}, "split"),
+        ({"path": "rows.jsonl", "revision": "v1"}, "revision"),
+        ({"path": "rows.jsonl", "fields": {"tsak": "q"}}, "tsak"),
     ],
 )
 def test_unknown_names_and_keys(given: Any, words: str) -> None:

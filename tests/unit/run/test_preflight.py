@@ -56,6 +56,17 @@ def test_what_can_be_planned_but_not_run(changes: dict[str, Any], nodes: int, ke
     assert (caught and caught.value.key) == key
 
 
+def test_data_sets_of_built_in_domains_are_looked_at_in_a_dry_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2"}\n')
+    loader = {"dataset_loader": "pipelinerl.domains.math.load_problems"}
+    (line,) = preflight.check_data_sets(start({**loader, "train_dataset_names": [str(file)]}))
+    assert "1+1?" in line
+    with pytest.raises(UserError, match="gsm8k_train"):
+        preflight.check_data_sets(start({**loader, "test_dataset_names": ["gsm8k_trian"]}))
+    assert preflight.check_data_sets(start({"dataset_loader": "my.load", "train_dataset_names": ["x"]})) == []
+
+
 def test_several_nodes_need_a_redis_server_with_an_address() -> None:
     with pytest.raises(ConfigError) as caught:
         preflight.check_streams(start({"streams": {"backend": "redis"}}, 2))
