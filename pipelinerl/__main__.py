@@ -18,7 +18,10 @@ _COMMANDS = {
     "launch": ("pipelinerl.launch", "start a run (also: python -m pipelinerl.launch)"),
     "plan": ("pipelinerl.run.plan_command", "forecast memory, speed and disk of a run before it is started"),
     "tiny-model": ("pipelinerl.tiny.main", "build the small model of the quickstart"),
-    "check-domain": ("pipelinerl.analysis.check", "import your rollout function and data sets and check their shapes"),
+    "check-domain": (
+        "pipelinerl.analysis.check_domain",
+        "import your rollout function and data sets and check their shapes",
+    ),
     "convert": ("pipelinerl.config.convert", "translate a configuration file of PipelineRL"),
     "status": ("pipelinerl.run.status", "show what the processes of a run are doing"),
     "audit": ("pipelinerl.analysis.audit", "account for every sample of a run"),

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import PipelineRLError
 from pipelinerl.finetune.model import load_policy
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.weights.link import ControlClient, control_session
 
 TOPICS = ("the sea", "prime numbers", "a train that is late", "how bread is made", "the moon", "sorting a list")

@@ -18,9 +18,9 @@ from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.checkpoint_form import LANGUAGE_PREFIX, export_name, is_adapter_part
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.tensor_files import write_tensors
+from pipelinerl.finetune.weight_conversion import LANGUAGE_PREFIX, export_name, is_adapter_part
 
 ADAPTER = "adapter"
 _NAME = "default"

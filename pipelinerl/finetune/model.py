@@ -1,6 +1,6 @@
 """Loads the model to train, picks its attention, and loads the frozen reference model of the KL term.
 
-A model family whose samples change beside others is found by trying it (`packing_check.py`), not by its name; with
+A model family whose samples change beside others is found by trying it (`model_check.py`), not by its name; with
 `finetune.seq_packing` it is refused with the reason.
 """
 
@@ -23,7 +23,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_implementations, register_own_attention
 from pipelinerl.finetune.experts import use_own_experts
 from pipelinerl.finetune.lora import adapters_off, add_adapters, has_adapters, keep_products_exact, sends_merged
-from pipelinerl.finetune.packing_check import (
+from pipelinerl.finetune.model_check import (
     exact_fp32,
     far_difference,
     forward_difference,

@@ -19,11 +19,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.dynamic_module_utils import custom_object_save
 
-from pipelinerl.finetune.checkpoint_form import export_name, is_adapter_part
 from pipelinerl.finetune.lora import ADAPTER, has_adapters, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.tensor_files import write_tensors
+from pipelinerl.finetune.weight_conversion import export_name, is_adapter_part
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.rundir.durable import finish_folder, point_link, remove_folder, start_folder
 from pipelinerl.weights.buffers import CollectiveSource, TensorMeta, WeightSource, plan_chunks

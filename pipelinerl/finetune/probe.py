@@ -15,7 +15,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.schedule import update_interval
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.base import Backend
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import Sample
 from pipelinerl.weights.verify import ProbeResult, ProbeSequence

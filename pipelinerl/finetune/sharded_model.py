@@ -2,7 +2,7 @@
 
 While a model is loaded, each parameter is read, converted as its family needs it, cut along its first dimension, and
 all but this rank's rows are dropped before the next one is read. Such a part is a `DTensor`. A model in parts cannot
-compute: `whole_for_trial` gathers one layer after the other for `packing_check.py`. Then the backends take over:
+compute: `whole_for_trial` gathers one layer after the other for `model_check.py`. Then the backends take over:
 FSDP2 takes the rows as they are, ZeRO-3 gathers and cuts one parameter after the other.
 """
 

@@ -367,7 +367,7 @@ def check_domain(start: Start) -> list[str]:
         env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         env.pop(NODE_SECRET_KEY, None)  # not for the user's code
-        argv = [sys.executable, "-m", "pipelinerl.analysis.check", "--run-config", str(file)]
+        argv = [sys.executable, "-m", "pipelinerl.analysis.check_domain", "--run-config", str(file)]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         try:
             with log.file.open("wb") as stderr:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.weights.buffers import saved_buffers
 

@@ -16,8 +16,8 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import fix_frequencies, load_policy
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import check_checkpoint

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy, load_reference
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.model_check import tf32_difference
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.packing_check import tf32_difference
 from pipelinerl.finetune.policy import allowed_products, fp32_products, token_logprobs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner

@@ -19,8 +19,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.analysis import check as check_module
-from pipelinerl.analysis.check import check_run
+from pipelinerl.analysis import check_domain as check_module
+from pipelinerl.analysis.check_domain import check_run
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
@@ -199,6 +199,6 @@ def test_a_template_is_tried_where_no_rollout_is_made_before_the_start(
     loops = "{% for a in range(3000) %}{% for b in range(300) %}{% endfor %}{% endfor %}"
     for template, limit_s, code in (("{{ 1 / 0 }}", 10.0, 0), (loops, 0.01, EXIT_USER_ERROR)):
         save_tokenizer(tmp_path / "model", template)
-        monkeypatch.setattr("pipelinerl.analysis.check.TEMPLATE_LIMIT_S", limit_s)
+        monkeypatch.setattr("pipelinerl.analysis.check_domain.TEMPLATE_LIMIT_S", limit_s)
         assert check_run(file) == code
     assert "model_path" in capsys.readouterr().err

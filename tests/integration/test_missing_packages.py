@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "nvidia-ml-py": "pynvml", "inotify-simple": "inotify_simple"}
 
 
-@pytest.mark.parametrize("module", ["pipelinerl", "pipelinerl.launch", "pipelinerl.analysis.check"])
+@pytest.mark.parametrize("module", ["pipelinerl", "pipelinerl.launch", "pipelinerl.analysis.check_domain"])
 def test_a_python_without_the_packages(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", module, "status", "results/x"],

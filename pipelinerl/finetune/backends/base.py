@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import Layout
-from pipelinerl.finetune.checkpoint_form import CheckpointForm, checkpoint_name, export_name
 from pipelinerl.finetune.lora import (
     ValueOf,
     adapter_name,
@@ -40,6 +39,7 @@ from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.tensor_files import STATE, load_tensors, save_tensors, saved_names
+from pipelinerl.finetune.weight_conversion import CheckpointForm, checkpoint_name, export_name
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import (
     CollectiveSource,

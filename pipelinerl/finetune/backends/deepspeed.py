@@ -21,11 +21,11 @@ from pipelinerl.config.load import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, make_accelerator
-from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import ValueOf, updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.sharded_model import has_parts, replace_parameters
+from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 

@@ -20,11 +20,11 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import FSDPSettings
 from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, make_accelerator
-from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import ValueOf, has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, decoder_layers
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.sharded_model import has_parts, part_of, replace_parameters
+from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 

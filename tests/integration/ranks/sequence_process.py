@@ -22,9 +22,9 @@ from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model import ReferenceModel
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import read_tensors, write_tensors

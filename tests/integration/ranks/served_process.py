@@ -13,8 +13,8 @@ from fakes.finetune_kit import Kit
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.main import end_process
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 

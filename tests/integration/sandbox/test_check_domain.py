@@ -13,7 +13,7 @@ import pytest
 from fakes.scripted_texts import chat_tokenizer
 
 from pipelinerl.__main__ import main
-from pipelinerl.analysis import check as dry_rollout
+from pipelinerl.analysis import check_domain as dry_rollout
 
 # `multi` is made of counting, countdown and math.
 OFFLINE = ("guessing", "ifeval", "fn_calling", "logic", "multi")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.analysis.check import checked_problems, count_line
+from pipelinerl.analysis.check_domain import checked_problems, count_line
 from pipelinerl.config.run import RunConfig
 from pipelinerl.domains.problem_sets import load_problem_sets
 from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function

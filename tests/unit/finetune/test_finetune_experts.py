@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from pipelinerl.finetune.experts import OWN_EXPERTS, use_own_experts
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.served_values import parameters_to_round
 

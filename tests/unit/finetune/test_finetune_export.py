@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from pipelinerl.domains.guessing import turn_messages
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.checkpoint_form import checkpoint_name
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter, tokenizer_difference
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.weight_conversion import checkpoint_name
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.tiny.tokenizer import build_tokenizer
 from pipelinerl.weights.buffers import CollectiveSource, ModuleSource, plan_chunks

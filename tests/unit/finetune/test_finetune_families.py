@@ -33,7 +33,7 @@ from pipelinerl.finetune.model import (
     refuse_positions_beyond_dynamic,
     remove_dropout,
 )
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 
 SHAPE = dict(

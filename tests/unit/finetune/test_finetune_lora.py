@@ -14,9 +14,9 @@ from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import adapters_off, add_adapters
 from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model_check import forward_difference
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.packing_check import forward_difference
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import STATE, read_tensors

@@ -19,7 +19,7 @@ from pipelinerl.errors import ConfigError, WeightSyncError
 from pipelinerl.finetune.attention import register_own_attention, segment_layout
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy
-from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
+from pipelinerl.finetune.model_check import forward_difference, packing_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync

@@ -6,7 +6,7 @@ from fakes.varlen_kernel import plain_varlen_attn, plain_without_grouped_heads
 
 from pipelinerl.finetune import attention as varlen
 from pipelinerl.finetune.attention import candidate_implementations, segment_layout, segmented_attention
-from pipelinerl.finetune.packing_check import forward_difference, packing_difference, token_batch
+from pipelinerl.finetune.model_check import forward_difference, packing_difference, token_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 KERNELS = [plain_varlen_attn, plain_without_grouped_heads]

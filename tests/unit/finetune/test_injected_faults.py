@@ -16,7 +16,7 @@ from fakes.families import random_model
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.packing_check import token_batch
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.probe import PROBE_TOLERANCE
 from pipelinerl.finetune.ranks import Ranks

@@ -11,8 +11,8 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_policy, load_reference
+from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.optimizer import schedule_of
-from pipelinerl.finetune.packing_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
 from pipelinerl.finetune.step import StepRunner

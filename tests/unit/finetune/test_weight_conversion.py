@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
-from pipelinerl.finetune.checkpoint_form import CheckpointForm
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.finetune.weight_sync import check_checkpoint
 
 

@@ -1,8 +1,8 @@
 """The command `check-domain`: check a task's functions, data sets and gold answers, and run one rollout.
 
 No model is started: the rollout runs against a server that answers as told. The launcher makes the same checks in a
-process of its own, without those of the gold answers: `python -m pipelinerl.analysis.check --run-config FILE` exits
-with 0 if the task is usable, else with 2, and stderr says why not.
+process of its own, without those of the gold answers: `python -m pipelinerl.analysis.check_domain --run-config FILE`
+exits with 0 if the task is usable, else with 2, and stderr says why not.
 
 The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
 here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None` or
