@@ -46,7 +46,11 @@ _Dumper.add_representer(
 class OldFile:
     """A file of PipelineRL in its folder.
 
-    `group` is the folder that it is in, if that is a group; `package` is where its keys belong ("" is the root).
+    Attributes:
+        entries: its defaults.
+        root: the folder that groups are in.
+        is_of_group: it has keys of the group whose folder it is in, as it does not say otherwise.
+        package: the section that its keys belong to; empty: they are written from the root.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,9 +63,10 @@ class OldFile:
         if not isinstance(content, dict):
             raise ConfigError("file", str(path), "a mapping of keys to values", "Write `key: value` lines.")
         header = _PACKAGE.search(text)
-        self.is_in_group = header is not None or path.parent.name in _NEUTRAL
-        self.root = path.parent.parent if self.is_in_group else path.parent
-        package = header[1] if header else path.parent.name if self.is_in_group else "_global_"
+        self.has_header = header is not None
+        self.is_of_group = header is None and path.parent.name in _NEUTRAL
+        self.root = path.parent.parent if self.has_header or self.is_of_group else path.parent
+        package = header[1] if header else path.parent.name if self.is_of_group else "_global_"
         self.package = "" if package == "_global_" else package.replace("_group_", path.parent.name)
         defaults: Any = content.pop("defaults", None)
         self.entries: list[Any] = defaults if isinstance(defaults, list) else []
@@ -89,16 +94,16 @@ class FileConversion(Conversion):
         self.file, self._above = file, (*above, file.path)
         chosen: dict[str, Any] = {}
         known: dict[str, Any] = {}
-        for entry in file.entries:
-            if entry == "_self_":
-                continue
+        for entry in [] if file.is_of_group else file.entries:
             if isinstance(entry, dict):
-                (choice,) = entry.items()
-                chosen, known = _merged(chosen, self._choose(*choice)), _merged(known, self._shipped_choice(*choice))
-            else:
+                for key, name in entry.items():
+                    chosen = _merged(chosen, self._choose(str(key), name))
+                    known = _merged(known, self._shipped_choice(str(key), name))
+            elif entry != "_self_":
                 known = _merged(known, self._include(str(entry)))
         self.inherited = known
-        self.data = _merged(chosen, file.data())
+        # A group's file is written with all of its keys, from the root: some of ours are in no group.
+        self.data = _group_keys(file, file.package) if file.is_of_group else _merged(chosen, file.data())
         self._keep_clip_range()
         self.old = _merged(self.old, self.data)
         self.run()
@@ -138,7 +143,7 @@ class FileConversion(Conversion):
 
     def _choose(self, key: str, name: Any) -> dict[str, Any]:
         """Keep the choice of a group's file, or return the old keys of that file to write them out."""
-        *words, target = key.split()
+        *words, target = key.split() or [""]
         group, _, package = target.lstrip("/").partition("@")
         if name is None:
             self.say("dropped", f"defaults.{group}", "it chooses nothing")
@@ -151,7 +156,8 @@ class FileConversion(Conversion):
             else:
                 self.fail("defaults", f"{group}: {name} has no file, neither next to this one nor here")
             return {}
-        old = _group_keys(OldFile(path), package or group.replace("/", "."), skips_base="override" in words)
+        skipped = [path.with_name("base.yaml")] if "override" in words else []  # the file above has its keys already
+        old = _group_keys(OldFile(path), package or group.replace("/", "."), skipped)
         if ours.is_file() and Conversion(old).run() == {group: _shipped(ours)}:
             self.entries.append({key: name})
             return {}
@@ -168,19 +174,14 @@ class FileConversion(Conversion):
         return {group: _shipped(conf_dir() / group / f"{name}.yaml")}
 
 
-def _group_keys(file: OldFile, package: str, skips_base: bool) -> dict[str, Any]:
-    """Old keys of a group's file and of those of the group that it includes.
-
-    Args:
-        skips_base: without those of `base`, which the file above has already.
-    """
+def _group_keys(file: OldFile, package: str, skipped: Sequence[Path] = ()) -> dict[str, Any]:
+    """Old keys of a group's file and of those of the group that it includes, but for the skipped ones."""
     keys: dict[str, Any] = {}
     for entry in file.entries:
-        if not isinstance(entry, str) or entry == "_self_" or (skips_base and entry == "base"):
-            continue
-        if (path := file.included(entry)).is_file():
-            keys = _merged(keys, _group_keys(OldFile(path), package, skips_base))
-    return _merged(keys, file.data(package if file.package == file.path.parent.name else None))
+        path = file.included(str(entry))
+        if isinstance(entry, str) and path not in skipped and path.is_file():
+            keys = _merged(keys, _group_keys(OldFile(path), package, [*skipped, file.path]))
+    return _merged(keys, file.data(None if file.has_header else package))
 
 
 def _shipped(path: Path) -> dict[str, Any]:
@@ -215,6 +216,6 @@ def main(argv: Sequence[str]) -> int:
     conversion = FileConversion(OldFile(parser.parse_args(argv).file.absolute()))
     defaults = {"defaults": conversion.entries} if conversion.entries else {}
     text = yaml.dump({**defaults, **conversion.data}, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    sys.stdout.write((_GLOBAL if conversion.file.is_in_group else "") + text)
+    sys.stdout.write((_GLOBAL if conversion.file.root != conversion.file.path.parent else "") + text)
     sys.stderr.write("".join(f"{line}\n" for line in conversion.lines))
     return EXIT_USER_ERROR if conversion.failed else 0
