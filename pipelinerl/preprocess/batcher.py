@@ -31,7 +31,7 @@ from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import Rounds
 from pipelinerl.preprocess.recovery import ResumePoint
-from pipelinerl.records import Fate, Group, Sample, TrainingBatch
+from pipelinerl.records import IGNORED_LABEL, Fate, Group, Sample, TrainingBatch
 from pipelinerl.rl.advantages import (
     AdvantageInputs,
     discounted_returns,
@@ -48,6 +48,8 @@ Groups = list[Entry[Group]]
 # Samples in, the same samples with ref_logprobs out (None: this one could not be scored).
 ReferenceScorer = Callable[[Sequence[Sample]], list[Sample | None]]
 
+_REPETITION_TOKENS = 32
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -56,6 +58,15 @@ class Rejection:
     sample: Sample
     fate: Fate
     reason: str
+
+
+def repeated_4grams(sample: Sample) -> float | None:
+    """1 - distinct 4-grams / 4-grams of the sampled tokens (seq-rep-4 of arXiv 1908.04319); None below 32 tokens."""
+    tokens = [label for label in sample.labels if label != IGNORED_LABEL]
+    if len(tokens) < _REPETITION_TOKENS:
+        return None
+    distinct = len(set(zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False)))
+    return 1.0 - distinct / (len(tokens) - 3)
 
 
 class GroupScorer:
@@ -73,7 +84,8 @@ class GroupScorer:
         self._resume = resume
         self._add_reference = add_reference
         self._rewards: list[float] = []
-        self._successes = 0
+        self._successes = self._cut = 0
+        self._repeated: list[float] = []
 
     def score(self, entries: Sequence[Entry[Group]]) -> list[tuple[Entry[Group], list[Rejection]]]:
         """The groups that were not seen before, each with its trainable samples only, and what was rejected."""
@@ -83,6 +95,9 @@ class GroupScorer:
                 self._resume.dispatched_groups.add(entry.record.id)
                 self._rewards += [rollout.reward for rollout in entry.record.rollouts]
                 self._successes += sum(rollout.success for rollout in entry.record.rollouts)
+                self._cut += sum(rollout.num_cut > 0 for rollout in entry.record.rollouts)
+                shares = map(repeated_4grams, entry.record.samples)
+                self._repeated += [share for share in shares if share is not None]
                 fresh.append(entry)
         found = self._reference_of([sample for entry in fresh for sample in entry.record.samples])
         return [self._score_one(entry, found) for entry in fresh]
@@ -95,8 +110,13 @@ class GroupScorer:
         means = {
             "preprocessor/reward_mean": sum(self._rewards) / count,  #: mean reward of all rollouts since the last batch
             "preprocessor/success_rate": self._successes / count,  #: share of successful ones
+            #: share of those with a sample that was cut off, by the limit on tokens or by the context
+            "preprocessor/cut_fraction": self._cut / count,
         }
-        self._rewards, self._successes = [], 0
+        if self._repeated:
+            #: share of 4-grams of sampled tokens that occur in the same sample before (of 32 tokens and more)
+            means["preprocessor/repeated_4grams"] = sum(self._repeated) / len(self._repeated)
+        self._rewards, self._successes, self._cut, self._repeated = [], 0, 0, []
         return means
 
     def _reference_of(self, samples: Sequence[Sample]) -> dict[str, Sample | None]:

@@ -24,6 +24,7 @@ from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
 from pipelinerl.streams.read import read_all
+from pipelinerl.tracking.health import Finding, newest_findings
 
 _SILENT_S = 10.0
 
@@ -54,6 +55,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_steps: int | None
     step_age_s: float | None
     checkpoint: int | None
+    findings: list[Finding]
     jobs: list[JobStatus]
 
 
@@ -72,6 +74,7 @@ def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
         max_steps=run.config.finetune.last_step if run.config.finetune.known_steps else None,
         step_age_s=None if step_time is None else max(0.0, now - step_time),
         checkpoint=newest_training_state(run.run_dir),
+        findings=newest_findings(run.run_dir.findings_file),
         jobs=[_job_status(run.run_dir, job.name, now) for job in run.world.jobs],
     )
 
@@ -144,6 +147,8 @@ def print_status(status: RunStatus, console: Console) -> None:
     console.print(f"{step}; newest training state: {checkpoint}", markup=False)
     if status.reason:
         console.print(f"reason: {status.reason}", markup=False)
+    for finding in status.findings:
+        console.print(finding.line, markup=False)
     table = Table(box=None, pad_edge=False)
     for name in ("process", "pid", "progress"):
         table.add_column(name, no_wrap=True)

@@ -58,6 +58,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def findings_file(self) -> Path:
+        """What went wrong in the run's numbers, a JSON object a line (`tracking.health`)."""
+        return self.root / "findings.jsonl"
+
+    @property
     def learning_curve_file(self) -> Path:
         return self.root / "learning_curve.png"
 

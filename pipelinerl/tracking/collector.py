@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.config import RunConfig
@@ -27,6 +27,7 @@ from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display, quiet_line, read_beats
+from pipelinerl.tracking.health import EqualRewards, Finding, Health, Waits, add_finding
 from pipelinerl.tracking.sinks import SinkInputs, make_sinks
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import Status, build_summary, has_learning_curve, plot_learning_curve, write_json
@@ -35,104 +36,6 @@ from pipelinerl.world import WorldMap
 logger = logging.getLogger(__name__)
 
 RECORDING_KINDS = ("actor", "preprocessor", "finetune")
-#: Steps without learning before the first notice, and between notices.
-FIRST_AFTER_STEPS = 5
-AGAIN_AFTER_STEPS = 50
-#: Steps over which waits are looked at, and the share of their time that is worth a notice.
-WAITING_STEPS, WAITING_SHARE = 50, 0.3
-_IDLE = "server_idle_s_"
-
-
-class LearningWatch:
-    """Says when nothing was learned for some steps: all attempts of each group got the same reward.
-
-    Args:
-        samples_per_step: of the configuration.
-        log: file that holds what rollout functions print.
-    """
-
-    def __init__(self, samples_per_step: int, log: str) -> None:
-        self._samples_per_step = samples_per_step
-        self._advice = (
-            "the attempts of each group got the same reward, so every advantage is 0. Print answers and rewards in "
-            f"your rollout function (it writes to {log}), and try the reward with `python -m pipelinerl check-domain`."
-        )
-        self._steps = 0
-        self._filtered = 0
-
-    def step(self, record: MetricRecord) -> str | None:
-        """Take the numbers of one step; returns what to tell the user, if it is time."""
-        fraction = record.values.get("finetune/zero_advantage_fraction")
-        if fraction is None:
-            return None
-        self._filtered = 0
-        self._steps = self._steps + 1 if fraction >= 1 else 0
-        if not _is_due(self._steps):
-            return None
-        return f"note: nothing was learned in {self._steps} steps in a row, up to step {record.step}: {self._advice}"
-
-    def fate(self, record: FateRecord) -> str | None:
-        """Take the end of some samples; with `filter_zero_advantage_groups` no step comes if all groups are such."""
-        if record.fate != "filtered" or record.reason != "zero_advantage":
-            return None
-        before = self._filtered // self._samples_per_step
-        self._filtered += len(record.sample_ids)
-        steps = self._filtered // self._samples_per_step
-        if steps == before or not _is_due(steps):
-            return None
-        return f"note: {self._filtered} samples, enough for {steps} steps, were filtered in a row: {self._advice}"
-
-
-class WaitingWatch:
-    """Says when the trainer or the servers wait for the other side much of the time.
-
-    Args:
-        advice: what to do about it.
-    """
-
-    def __init__(self, advice: str) -> None:
-        self._advice = advice
-        self._steps = 0
-        self._step_s = self._wait_s = self._idle_s = self._idle_of_s = 0.0
-        self._last_record: float | None = None
-        self._said: str | None = None
-
-    def actor(self, record: MetricRecord) -> None:
-        """Take what the actor recorded of its servers."""
-        idle = [value for name, value in record.values.items() if _IDLE in name]
-        if idle and self._last_record is not None:
-            self._idle_s += sum(idle)
-            self._idle_of_s += len(idle) * max(0.0, record.time - self._last_record)
-        if idle:
-            self._last_record = record.time
-
-    def step(self, record: MetricRecord) -> str | None:
-        """Take the numbers of one step; returns what to tell the user, the same only once."""
-        if (seconds := record.values.get("finetune/step_s")) is None:
-            return None
-        self._steps += 1
-        self._step_s += seconds
-        self._wait_s += record.values.get("finetune/wait_data_s", 0.0)
-        if self._steps < WAITING_STEPS:
-            return None
-        waited = self._wait_s / max(self._step_s, 1e-9)
-        idle = self._idle_s / max(self._idle_of_s, 1e-9)
-        self._steps = 0
-        self._step_s = self._wait_s = self._idle_s = self._idle_of_s = 0.0
-        if waited > WAITING_SHARE:
-            side, share = "the trainer waited for samples", waited
-        elif idle > WAITING_SHARE:
-            side, share = "the servers had nothing to do", idle
-        else:
-            return None
-        if side == self._said:
-            return None
-        self._said = side
-        return f"note: {side} {share:.0%} of the last {WAITING_STEPS} steps, up to step {record.step}: {self._advice}"
-
-
-def _is_due(steps: int) -> bool:
-    return steps >= FIRST_AFTER_STEPS and (steps - FIRST_AFTER_STEPS) % AGAIN_AFTER_STEPS == 0
 
 
 class Collector:
@@ -158,10 +61,7 @@ class Collector:
     ) -> None:
         self._incarnation = incarnation
         self._since = record_time() if incarnation else 0.0
-        self._learning = LearningWatch(config.finetune.samples_per_step, str(run_dir.job("actor_0") / "stdout.log"))
-        # Whoever takes turns waits by design.
-        takes_turns = config.schedule == "conventional" or config.max_lag == 0
-        self._waiting = None if takes_turns else WaitingWatch(_waiting_advice(run_dir))
+        self._health = _health_of(config, world, run_dir)
         self._run_dir = run_dir
         self._max_steps = config.finetune.known_steps
         self._title = run_dir.root.name
@@ -241,18 +141,14 @@ class Collector:
         return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
 
     def _on_metrics(self, record: MetricRecord) -> None:
-        notices = list[str | None]()
+        findings: list[Finding] = []
         with self._lock:
             self._state.fold_metrics(record)
             if record.time >= self._since:
                 if "finetune/loss" in record.values:
                     self._show(lambda: self._display.step_recorded(self._state, record))
-                    notices.append(self._learning.step(record))
-                if self._waiting is not None:
-                    self._waiting.actor(record)
-                    notices.append(self._waiting.step(record))
-        for notice in notices:
-            self._tell(notice)
+                findings = self._health.metrics(self._state, record)
+        self._tell(findings)
         self._notice_blocked_workers(record)
         self._log(record)
 
@@ -265,12 +161,12 @@ class Collector:
             self._show(lambda: self._display.notice(line))
 
     def _on_fate(self, record: FateRecord) -> None:
-        notice = None
+        findings: list[Finding] = []
         with self._lock:
             self._state.fold_fate(record)
             if record.incarnation == self._incarnation:
-                notice = self._learning.fate(record)
-        self._tell(notice)
+                findings = self._health.fate(record)
+        self._tell(findings)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         dataset = result.dataset_name
@@ -321,11 +217,16 @@ class Collector:
             for sink in self._sinks:
                 sink.log(record)
 
-    def _tell(self, notice: str | None) -> None:
+    def _tell(self, findings: Sequence[Finding]) -> None:
         # Not under the state's lock, as in `_log`.
-        if notice is not None:
-            logger.warning("%s", notice)
-            self._show(lambda: self._display.notice(notice))
+        for finding in findings:
+            logger.warning("%s", finding.line)
+            self._show(lambda: self._display.notice(finding.line))  # noqa: B023 - called at once
+            self._log(_row("health", finding.step, record_time(), {f"health/{finding.name}": 1.0}))
+            try:
+                add_finding(self._run_dir.findings_file, finding)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", self._run_dir.findings_file, error)
 
     def _show(self, action: Callable[[], None]) -> None:
         if not self._display_works:
@@ -337,8 +238,13 @@ class Collector:
             logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
 
 
-def _waiting_advice(run_dir: RunDir) -> str:
-    return f"`python -m pipelinerl plan --from {run_dir.root}` says what to change."
+def _health_of(config: RunConfig, world: WorldMap, run_dir: RunDir) -> Health:
+    # Whoever takes turns waits by design, and on a CPU the sides share the cores anyway.
+    waits_by_design = config.schedule == "conventional" or config.max_lag == 0 or world.device == "cpu"
+    advice = f"`python -m pipelinerl plan --from {run_dir.root}` says what to change."
+    waits = None if waits_by_design else Waits(advice)
+    log = str(run_dir.job("actor_0") / "stdout.log")
+    return Health(EqualRewards(config.finetune.samples_per_step, log), waits, str(run_dir.root))
 
 
 def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:

@@ -13,8 +13,8 @@ from preprocess_groups import sample
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.preprocess.batcher import reject_stale, reject_untrainable, score_group
-from pipelinerl.records import VersionSpan
+from pipelinerl.preprocess.batcher import reject_stale, reject_untrainable, repeated_4grams, score_group
+from pipelinerl.records import IGNORED_LABEL, VersionSpan
 
 
 def advantages(samples, rl=None, extra=()):
@@ -129,3 +129,20 @@ def test_staleness_looks_at_the_oldest_token():
     assert [r.reason for r in reject_stale(scored(two), 6, 2)[1]] == ["max_version_lag"]
     assert reject_stale(scored(two), 1000, None)[1] == []
     assert [r.reason for r in reject_stale(scored(two), 4, None)[1]] == ["rolled_back"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ([*range(100, 140)], 0.0),
+        ([1, 2, 3, 4] * 10, 1 - 4 / 37),
+        ([*range(100, 120), *range(100, 120)], 17 / 37),
+        ([7] * 31, None),
+    ],
+    ids=["all different", "a cycle of 4", "said twice", "too short"],
+)
+def test_repeated_4grams_by_hand(tokens, share):
+    prompt = [1, 2, 3, 4] * 10
+    labels = [*[IGNORED_LABEL] * len(prompt), *tokens]
+    found = repeated_4grams(sample("g/r0/s0", input_ids=[*prompt, *tokens], labels=labels))
+    assert found == (None if share is None else pytest.approx(share))

@@ -21,6 +21,7 @@ from pipelinerl.run.status import format_seconds, print_status, read_status
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import find_run
+from pipelinerl.tracking.health import Finding, add_finding
 from pipelinerl.world import Job, WorldMap
 
 
@@ -90,12 +91,20 @@ def test_an_ended_run_says_how(run_dir: RunDir, living: set[int]) -> None:
     assert status.state == "ended" and "the launcher was killed" in str(status.reason)
     assert not any(job.is_alive for job in status.jobs) and status.jobs[-1].waiting_for is None
     run_dir.summary_file.write_text(json.dumps({"status": "failed", "reason": "actor_0 died"}))
+    add_finding(run_dir.findings_file, Finding(name="truncation", step=2, evidence="60% are cut", advice="Raise it."))
     status = read_status(find_run(run_dir.root))
     assert (status.state, status.reason) == ("failed", "actor_0 died")
     shown = io.StringIO()
     print_status(status, Console(file=shown, width=200))
     text = shown.getvalue()
-    for words in ("run run-a", "failed (start 2)", "step 2 of 40", "reason: actor_0 died", "never started"):
+    for words in (
+        "run run-a",
+        "failed (start 2)",
+        "step 2 of 40",
+        "reason: actor_0 died",
+        "60% are cut",
+        "never started",
+    ):
         assert words in text
 
 

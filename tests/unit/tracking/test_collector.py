@@ -29,6 +29,7 @@ from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.recorder import MetricRecorder
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.display import PlainDisplay
+from pipelinerl.tracking.health import newest_findings
 from pipelinerl.tracking.sinks import SinkInputs, make_sinks
 from pipelinerl.world import Job, WorldMap
 
@@ -130,11 +131,16 @@ def test_steps_without_anything_to_learn_are_said_and_not_again_after_a_resume(t
     numbers.close()
     run.collector.write_summary("interrupted", "signal")
     assert run.screen.getvalue().count("note: ") == 1 and "up to step 5" in run.screen.getvalue()
+    (finding,) = newest_findings(run.dir.findings_file)
+    assert (finding.name, finding.step) == ("groups_equal", 5)
+    logged = [json.loads(line) for line in run.dir.metrics_file.read_text().splitlines()]
+    assert [line["step"] for line in logged if line.get("health/groups_equal") == 1.0] == [5]
     run.screen.truncate(0)
     again = run.make_collector(incarnation=1)
     again.start()
     again.write_summary("completed", None)
     assert "step" not in run.screen.getvalue()
+    assert newest_findings(run.dir.findings_file) == [finding]
 
 
 def test_a_run_that_ended_before_anything_still_gets_its_summary_and_is_not_drawn(tmp_path: Path) -> None:
