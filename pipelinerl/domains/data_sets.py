@@ -344,6 +344,11 @@ def _converted(domain: str, source: DataSet, convert: Convert) -> list[Problem]:
     left_out: Counter[str] = Counter()
     for index, row in enumerate(read_rows(source, domain)):
         problem = convert(fitting(domain, row, index, source))
+        if not isinstance(problem, str):
+            try:
+                msgspec.msgpack.encode(problem)
+            except (TypeError, ValueError, OverflowError) as error:  # such as an integer of more than 64 bits
+                problem = f"that cannot be sent to a rollout worker: {error}"
         if isinstance(problem, str):
             left_out[problem] += 1
         else:

@@ -64,3 +64,10 @@ def test_rows_whose_tests_cannot_be_run(tests: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **words: [{"task": "t", "tests": tests}])
     with pytest.raises(DomainError, match="without"):
         coding.load_problems(["own/rows:train"])
+
+
+def test_tests_with_numbers_that_no_record_holds_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"task": "t", "function": "f", "tests": [{"args": [1], "expected": 1}]}
+    rows = [{**row, "tests": [{"args": [2**70], "expected": 1}]}, row]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **words: rows)
+    assert [each["id"] for each in coding.load_problems(["own/rows:train"])] == ["own/rows:train-1"]

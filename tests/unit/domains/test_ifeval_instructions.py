@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
+from pipelinerl.domains import ifeval_instructions
 from pipelinerl.domains.ifeval import follows
-from pipelinerl.domains.ifeval_instructions import INSTRUCTIONS
+from pipelinerl.domains.ifeval_instructions import INSTRUCTIONS, read_instructions
+from pipelinerl.errors import DomainError
 
 AT_LEAST, LESS = {"relation": "at least"}, {"relation": "less than"}
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -64,3 +67,11 @@ def test_instructions(kind: str, arguments: dict[str, Any], good: str, bad: str)
 
 def test_every_instruction_is_tested() -> None:
     assert {case[0] for case in CASES} == set(INSTRUCTIONS) and len(INSTRUCTIONS) == 25
+
+
+def test_the_package_for_languages_is_named_where_a_row_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ifeval_instructions._detectors.cache_clear()
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    with pytest.raises(DomainError, match=r"pipelinerl\[ifeval\]"):
+        read_instructions(["language:response_language"], [{"language": "de"}])
+    assert read_instructions(["punctuation:no_comma"], [None]) == [{"kind": "punctuation:no_comma"}]
