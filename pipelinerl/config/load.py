@@ -32,7 +32,7 @@ _LOOKS_LIKE_A_NUMBER = re.compile(r"[-+.\d][-+.\deE_:xXoObB]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+class _ConfigDumper(yaml.SafeDumper):  # type: ignore[misc]
     """Quotes text that looks like a number, and never writes aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -44,7 +44,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+_ConfigDumper.add_representer(str, _represent_text)
 
 
 def save_config(config: RunConfig, path: str | Path) -> Path:
@@ -57,7 +57,7 @@ def save_config(config: RunConfig, path: str | Path) -> Path:
     refuse_secrets(data, os.environ)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=10_000)
+    text = yaml.dump(data, Dumper=_ConfigDumper, sort_keys=False, width=10_000)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(target)
