@@ -127,8 +127,8 @@ class FileConversion(Conversion):
         self.entries.append(name)
         included = FileConversion(OldFile(path), self._above)
         if not is_ours and included.failed:
-            first = next(line for line in included.lines if line.startswith("cannot "))
-            self.fail("defaults", f"{name}.yaml, which it includes, cannot be translated: {first}")
+            reasons = (line.removeprefix("cannot ") for line in included.lines if line.startswith("cannot "))
+            self.fail("defaults", f"it includes {name}.yaml, which cannot be translated: {next(reasons)}")
         elif not is_ours:
             self.say("changed", "defaults", f"translate {name}.yaml too, and put it next to this file")
         self.old = _merged(self.old, included.old)
@@ -153,6 +153,9 @@ class FileConversion(Conversion):
         if not path.is_file():
             if ours.is_file():
                 self.entries.append({key: name})
+                self.say(
+                    "kept", f"defaults.{group}", f"{name} is ours: there is no {group}/{name}.yaml next to the file"
+                )
             else:
                 self.fail("defaults", f"{group}: {name} has no file, neither next to this one nor here")
             return {}

@@ -118,6 +118,8 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
     "world.replicas": (1, "one actor serves all servers: set world.num_actor_llms and actor.rollout_workers"),
     "debug.use_existing_llms": (False, "a run starts its own servers"),
     "environments": ([], "a run has one environment: set environment"),
+    "actor.domain_mix": ({}, "dataset_loader_params.domains of pipelinerl.domains.multi has the weights"),
+    "actor.domain_rollouts": ({}, "dataset_loader_params.domains of pipelinerl.domains.multi names the tasks"),
     "use_fast_llm": (False, "there is one trainer: set finetune"),
     "fast_llm": ({}, "there is one trainer: set finetune"),
     "finetune.rl.epsilon": (None, "set finetune.rl.epsilon_low and finetune.rl.epsilon_high"),

@@ -72,6 +72,7 @@ def known_keys() -> tuple[Key, ...]:
     return tuple(keys_of(RunConfig))
 
 
+@cache
 def is_known(key: str) -> bool:
     """True if the schema has this dotted key, as a section, a value, or below a mapping with free keys."""
     names = {each.name for each in known_keys()}

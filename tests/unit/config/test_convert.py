@@ -62,6 +62,7 @@ def test_a_converted_file_composes(tmp_path: Path, capsys: pytest.CaptureFixture
         ("finetune: {model_class: vision2seq}", "finetune.model_class"),
         ("attempts: 4\nfinetune: {attempts: 8}", "finetune.attempts"),
         ("finetune: {seq_lenght: 4}", "finetune.seq_lenght"),
+        ("actor: {domain_mix: {math: 1}}", "actor.domain_mix"),
     ],
 )
 def test_what_cannot_be_translated_is_said(text: str, key: str) -> None:
@@ -88,6 +89,15 @@ def test_what_cannot_be_translated_is_said(text: str, key: str) -> None:
             "wandb: {use_wandb: true, wandb_id: a}\nactor: {task_prompt: p}",
             {"wandb": {"wandb_id": "a"}, "custom": {"task_prompt": "p"}},
         ),
+        (
+            "finetune: {seed: '${..seed}', rl: {aggregate_loss: mean}}",
+            {"finetune": {"rl": {"aggregation": "sample_mean"}}},
+        ),
+        (
+            "rewards: {buffer_tokens: 64}",
+            {"rewards": {"buffer_tokens": 64, "components": {"outcome": 1.0, "soft_length": 1.0}}},
+        ),
+        ("finetune: {rl: {epsilon_low: 0.1, epsilon_high: 0.1}}", {"finetune": {"rl": {"clamp": 1.1}}}),
         ("max_lag: ${finetune.attempts}", {"max_lag": "${attempts}"}),
     ],
 )

@@ -47,6 +47,9 @@ LACKING = {
 }
 
 
+Results = dict[str, tuple[int, str, list[str]]]
+
+
 def converted(file: Path) -> tuple[int, str, list[str]]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -64,11 +67,16 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(old: Path) -> Results:
+    return {name: converted(old / f"{name}.yaml") for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def new(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All translated files in one folder: `base` of PipelineRL hides ours."""
     folder = tmp_path_factory.mktemp("new")
-    for name in NAMES:
-        (folder / f"{name}.yaml").write_text(converted(old / f"{name}.yaml")[1])
+    for name, (_, text, _) in results.items():
+        (folder / f"{name}.yaml").write_text(text)
     return folder
 
 
@@ -88,9 +96,14 @@ def test_every_file_is_here() -> None:
 
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_it_can_be_planned_alone_and_with_the_others(
-    name: str, old: Path, new: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    results: Results,
+    new: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, text, lines = converted(old / f"{name}.yaml")
+    code, text, lines = results[name]
     assert (code, sorted(cannot(lines))) == (2 if TRANSLATED[name] else 0, sorted(TRANSLATED[name]))
     (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -101,8 +114,8 @@ def test_it_can_be_planned_alone_and_with_the_others(
 
 
 @pytest.mark.parametrize("name", LACKING)
-def test_it_says_what_is_missing(name: str, old: Path) -> None:
-    code, _, lines = converted(old / f"{name}.yaml")
+def test_it_says_what_is_missing(name: str, results: Results) -> None:
+    code, _, lines = results[name]
     assert code == 2 and LACKING[name] in cannot(lines)
 
 
@@ -149,9 +162,8 @@ def test_the_loader_takes_its_arguments_and_knows_the_data_sets(name: str, new: 
     assert config.dataset_loader_params == kept.get(name, {"seed": 3})
 
 
-def test_another_loss_keeps_the_clip_range_and_brings_its_value_head(old: Path) -> None:
-    _, text, _ = converted(old / "miniwob.yaml")
-    found = yaml.safe_load(text)
+def test_another_loss_keeps_the_clip_range_and_brings_its_value_head(new: Path) -> None:
+    found = yaml.safe_load((new / "miniwob.yaml").read_text())
     rl = found["finetune"]["rl"]
     assert (rl["policy_loss"], rl["advantage_estimator"], rl["value_loss_coef"]) == ("ppo", "gae", 0.2)
     assert (rl["epsilon_low"], rl["epsilon_high"], rl["clamp"], found["attempts"]) == (0.03, 0.03, None, 1)
