@@ -83,11 +83,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     files: dict[str, tuple[int, int]]
 
-    @property
-    def fits_any_world_size(self) -> bool:
-        """DeepSpeed's files are those of one number of ranks; `torch.distributed.checkpoint` reshards."""
-        return not any(name.startswith("deepspeed/") for name in self.files)
-
 
 class CheckpointStore:
     """Saves and restores training states below `root` (`finetune/training_state`).
@@ -140,7 +135,7 @@ class CheckpointStore:
         """Load the newest complete state into `backend`; None if there is none at all.
 
         Raises:
-            UserError: states exist but none is complete, or it has a share for each of another number of ranks.
+            UserError: states exist but none is complete.
         """
         found = newest_complete(self._root) if self._ranks.is_first else None
         step = self._ranks.broadcast(-1 if found is None else found.state.step)
@@ -148,11 +143,6 @@ class CheckpointStore:
             return None
         folder = self._root / str(step)
         manifest = found or decode_manifest(folder)
-        if manifest.world_size != self._ranks.world_size and not manifest.fits_any_world_size:
-            raise UserError(
-                f"{folder} was written by {manifest.world_size} trainer ranks, this run has {self._ranks.world_size}. "
-                "Use the same number of ranks, or start from finetune/current in a new output_dir."
-            )
         backend.load(folder)
         rng = folder / _rng_name(self._ranks)
         # More ranks than before: the new ones draw what the first one draws.

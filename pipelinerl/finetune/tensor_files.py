@@ -9,11 +9,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pipelinerl.errors import UserError
 from pipelinerl.finetune.ranks import Ranks
 
 #: Folder of a training state that holds weights and optimizer.
@@ -50,8 +54,24 @@ def save_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
         raise OSError(f"{folder}: {error}") from error
 
 
+def flat_share(piece: torch.Tensor, offset: int, total: int, ranks: Ranks) -> torch.Tensor:
+    """A flat tensor of `total` elements for `save_tensors` and `load_tensors`, of which this rank has `piece`, from
+    element `offset` on. All ranks call it; together they have each element once."""
+    shards = []
+    if len(piece) > 0:
+        placement = f"rank:{ranks.rank}/{piece.device}"
+        metadata = ShardMetadata(shard_offsets=[offset], shard_sizes=[len(piece)], placement=placement)
+        shards.append(Shard(piece, metadata))
+    return init_from_local_shards(shards, total, process_group=ranks.host_group)
+
+
 def saved_names(folder: Path) -> list[str]:
-    """Names of the tensors in `folder`."""
+    """Names of the tensors in `folder`. UserError if there are none."""
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} does not exist: another version wrote this training state. Resume with that version, or start "
+            "from finetune/current in a new output_dir."
+        )
     return sorted(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
 
 

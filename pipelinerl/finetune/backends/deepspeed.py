@@ -1,7 +1,6 @@
 """DeepSpeed: ZeRO stages 1, 2 and 3, with or without CPU offload, as `backend.config` says.
 
-Forward, backward, step, save and (stage 3) every pass over the weights are collectives of all ranks. Training states
-are DeepSpeed's own files, which only the same number of ranks can load.
+Forward, backward, step, save and (stage 3) every pass over the weights are collectives of all ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from pipelinerl.finetune.lora import ValueOf, updates
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.sharded_model import has_parts, replace_parameters
+from pipelinerl.finetune.tensor_files import STATE, flat_share, load_tensors, save_tensors, saved_names
 from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
-_STATE_FOLDER = "deepspeed"
-_TAG = "state"
+#: How many steps the optimizer took, for all parameters.
+_STEP = "optimizer/step"
 
 
 class DeepSpeedBackend(Backend):
@@ -59,7 +59,6 @@ class DeepSpeedBackend(Backend):
         super().__init__(
             policy, config.finetune, ranks, make_accelerator(ranks, deepspeed_plugin=plugin), fused=self._is_fused
         )
-        self._base_lrs = [group["base_lr"] for group in self.optimizer.param_groups]
         if self._stage == 3 and policy.has_linear_head:
             # The head's weight is used by the policy's own forward, outside of the module that owns it.
             head = policy.language_model.get_output_embeddings()
@@ -116,29 +115,75 @@ class DeepSpeedBackend(Backend):
         if self._stage == 3:
             self.module.optimizer.empty_partition_cache()
 
-    def _frozen_sums(self) -> list[int]:
-        """Checksums of this rank's frozen weights, if servers must have the same. DeepSpeed's states hold them too."""
-        frozen = [p for p in self.policy.parameters() if not p.requires_grad] if self.policy.sends_adapter else []
-        shards = [getattr(parameter, "ds_tensor", parameter).detach() for parameter in frozen]
-        words = {2: torch.int16, 4: torch.int32}
-        return [int(shard.contiguous().view(words[shard.element_size()]).sum()) for shard in shards]
-
     def save(self, folder: Path) -> None:
-        self.module.save_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
+        """As the other backends, under the same names; every tensor is flat, as ZeRO cuts it."""
+        save_tensors(folder / STATE, self._shares(), self._ranks)
 
     def load(self, folder: Path) -> None:
-        frozen = self._frozen_sums()
-        path, _ = self.module.load_checkpoint(str(folder / _STATE_FOLDER), tag=_TAG)
-        if path is None:
-            raise ValueError(f"{folder}: no DeepSpeed state that fits this run")
-        if self._frozen_sums() != frozen:
-            raise ValueError(
-                f"{folder}: its frozen weights are not those of the model folder, which servers read themselves with "
-                "finetune.lora.sync=adapter: restore the old weights, or set finetune.lora.sync=merged"
-            )
-        for group, base_lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            # A state holds the settings of the run that wrote it.
-            group["base_lr"], group["fused"] = base_lr, self._is_fused
+        keys = {name.rpartition("/")[2] for name in saved_names(folder / STATE) if name.startswith("optimizer/")}
+        for masters in self._masters():
+            # The first step would make them.
+            begun = {key: torch.zeros(()) if key == "step" else torch.zeros_like(masters) for key in keys}
+            self._adamw.state[masters].update(begun)
+        shares = self._shares()
+        load_tensors(folder / STATE, shares, self._ranks)
+        for masters in self._masters() if keys else ():
+            self._adamw.state[masters]["step"].copy_(shares[_STEP])
+        self._spread_masters()
+
+    @property
+    def _adamw(self) -> torch.optim.Optimizer:
+        adamw: torch.optim.Optimizer = self.module.optimizer.optimizer
+        return adamw
+
+    def _masters(self) -> list[torch.Tensor]:
+        """This rank's share of the fp32 master weights, in flat tensors of many parameters."""
+        if self._stage == 3:
+            return list(self.module.optimizer.fp32_partitioned_groups_flat)
+        return [flat for group in self._adamw.param_groups for flat in group["params"]]
+
+    def _shares(self) -> dict[str, torch.Tensor]:
+        """Master weights and moments of each trained parameter: a flat tensor, of which this rank has a piece."""
+        masters = self._masters()
+        states = [self._adamw.state.get(flat, {}) for flat in masters]
+        tensors = {_STEP: states[0]["step"]} if states[0] else {}
+        for name, parameter in self._named:
+            number, start, count, offset = self._piece_of(parameter)
+            kinds = {f"model/{name}": masters[number]}
+            moments = {key: value for key, value in states[number].items() if key != "step"}
+            kinds |= {f"optimizer/{name}/{key}": value for key, value in moments.items()}
+            for saved, flat in kinds.items():
+                piece = flat.detach().narrow(0, start, count)
+                total = getattr(parameter, "ds_numel", parameter.numel())
+                tensors[saved] = flat_share(piece, offset, total, self._ranks)
+        return tensors
+
+    def _piece_of(self, parameter: Any) -> tuple[int, int, int, int]:
+        """Where this rank has a piece of `parameter`: number of the flat tensor, its first element there, how many, and
+        the first element in the parameter."""
+        if self._stage < 3:
+            piece = parameter._hp_mapping
+            if piece is None:
+                return 0, 0, 0, 0
+            address = piece.hp_fragment_address
+            return piece.param_group_index, address.start, address.numel, piece.lp_fragment_address.start
+        zero = self.module.optimizer
+        number, start, size = zero.grad_position[zero.get_param_id(parameter)]
+        offset = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
+        # The last pieces are filled up.
+        return number, start, min(size, parameter.ds_numel - offset), offset
+
+    def _spread_masters(self) -> None:
+        """Round the master weights into the parameters, as after a step."""
+        zero = self.module.optimizer
+        if self._stage < 3:
+            zero.update_lp_params()
+            return
+        # Small parameters stay whole between steps.
+        zero.checkpoint_event_prologue()
+        for rounded, masters in zip(zero.fp16_partitioned_groups_flat, self._masters(), strict=True):
+            rounded.data.copy_(masters.data)
+        zero.checkpoint_event_epilogue()
 
 
 def engine_settings(name: str, clipping_threshold: float | None, compute_dtype: torch.dtype) -> dict[str, Any]:
