@@ -16,6 +16,7 @@ from pipelinerl.errors import EXIT_USER_ERROR, UserError
 #: Name -> (module with `main(argv) -> int`, one line of help).
 _COMMANDS = {
     "launch": ("pipelinerl.launch", "start a run (also: python -m pipelinerl.launch)"),
+    "eval": ("pipelinerl.analysis.evaluate", "evaluate a model or a run: avg@k, pass@k, intervals"),
     "plan": ("pipelinerl.run.plan_command", "forecast memory, speed and disk of a run before it is started"),
     "tiny-model": ("pipelinerl.tiny.main", "build the small model of the quickstart"),
     "check-domain": (

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -54,8 +54,13 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one launcher and return its exit code."""
+    return start(lambda: compose(sys.argv[1:] if argv is None else argv))
+
+
+def start(compose_config: Callable[[], ComposedConfig]) -> int:
+    """Start what is composed, or show its plan, and return the exit code. Errors are messages."""
     try:
-        composed = compose(sys.argv[1:] if argv is None else argv)
+        composed = compose_config()
         if composed.config is None:
             sys.stdout.write(f"{composed.help_text}\n")
             return 0

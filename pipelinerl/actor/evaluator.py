@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from pipelinerl.domains.problem_sets import Problem, rollout_seed
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationResult, EvaluationRollout, record_time
 from pipelinerl.rundir.heartbeat import Heartbeat
-from pipelinerl.streams.base import EVALUATION_TOPIC
+from pipelinerl.streams.base import EVALUATION_ROLLOUTS_TOPIC, EVALUATION_TOPIC
 from pipelinerl.streams.hub import LoopWriter, StreamHub
 from pipelinerl.streams.read import read_all
 
@@ -102,6 +102,7 @@ class Evaluator:
     schedule: EvaluationSchedule
     concurrency: int
     holds_updates: bool = False
+    _num_ended: int = field(default=0, init=False)
 
     async def run_when_due(self) -> list[EvaluationResult]:
         """Evaluate next to training until training is done, and return the results of the last evaluation.
@@ -132,17 +133,33 @@ class Evaluator:
             logger.info("training is done at version %d; final evaluation", version)
             await self.evaluate(version, is_final=True)
 
+    def report(self) -> dict[str, float]:
+        """Return how far the newest evaluation is."""
+        return {
+            "actor/evaluation_rollouts": float(self._num_ended),  #: rollouts of the newest evaluation that ended
+            "actor/evaluation_size": float(len(self.problems)),  #: rollouts of one evaluation
+        }
+
     async def evaluate(
-        self, due_version: int, *, is_final: bool = False, concurrency: int | None = None
+        self,
+        due_version: int,
+        *,
+        is_final: bool = False,
+        concurrency: int | None = None,
+        known: Mapping[int, Answer] = {},
     ) -> list[EvaluationResult]:
         """Run one evaluation, write its results and return them: see `summarize`. Empty without problems.
 
-        `concurrency` limits the rollouts at a time; None: all slots.
+        Args:
+            due_version: names it.
+            is_final: it is the one after training.
+            concurrency: limits the rollouts at a time; None: all slots.
+            known: answers that need no rollout, by place among `problems`.
         """
         if not self.problems:
             return []
         async with self.scheduler.hold_updates() if self.holds_updates else nullcontext():
-            results = await self._run(due_version, is_final, concurrency or self.scheduler.total_slots)
+            results = await self._run(due_version, is_final, concurrency or self.scheduler.total_slots, known)
         await self._write(results)
         for result in results:
             if result.success_rate is None:
@@ -160,14 +177,19 @@ class Evaluator:
             )
         return results
 
-    async def _run(self, due_version: int, is_final: bool, concurrency: int) -> list[EvaluationResult]:
+    async def _run(
+        self, due_version: int, is_final: bool, concurrency: int, known: Mapping[int, Answer]
+    ) -> list[EvaluationResult]:
         started, first_version = monotonic(), self.progress.current_version
         places = asyncio.Semaphore(concurrency)
         recorded = self.recorder.places(len(self.problems))
+        self._num_ended = len(known)
         # If passes end training, one may already have been due at the version of the final evaluation.
         group_id = f"evaluation-{self.incarnation}-{due_version}{'-final' if is_final else ''}"
 
         async def run_attempt(index: int, problem: Problem) -> Answer:
+            if index in known:
+                return known[index]
             rollout = StartRollout(
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
@@ -181,6 +203,7 @@ class Evaluator:
             async with places:
                 answer = await self.scheduler.run(rollout)
             self.heartbeat.progress()
+            self._num_ended += 1
             if isinstance(answer, RolloutEnded):
                 self.progress.budget.observe_rollout(answer.summary.num_samples)
             if rollout.record:
@@ -267,3 +290,18 @@ def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
         for evaluation in read_all(streams, EVALUATION_TOPIC, actor, EvaluationResult)
         if evaluation.success_rate is not None
     }
+
+
+def find_ended_rollouts(streams: StreamHub, actor: str) -> dict[int, RolloutEnded]:
+    """Return what is recorded of the rollouts of an evaluation that was interrupted, by place among its problems.
+
+    Those that failed are made again.
+    """
+    ended: dict[int, RolloutEnded] = {}
+    for record in read_all(streams, EVALUATION_ROLLOUTS_TOPIC, actor, EvaluationRollout):
+        if record.summary is not None:
+            versions = (record.min_version, record.max_version)
+            ended[int(record.id.rpartition("/r")[2])] = RolloutEnded(
+                0, [], record.summary, record.dataset_name, *versions, requests=0, retries=0
+            )
+    return ended

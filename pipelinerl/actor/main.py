@@ -7,7 +7,7 @@ Problems become groups of rollouts on the stream `actor`:
 
 | task                     | waits for                                      | woken by                               |
 |--------------------------|------------------------------------------------|----------------------------------------|
-| `_train`                 | the first weight update                        | the trainer, at most the start timeout |
+| `_begin`                 | the first weight update                        | the trainer, at most the start timeout |
 | `GroupRunner.run`        | a free slot and room in the sample budget      | rollouts that end; steps and fates     |
 | a group                  | its last attempt                               | workers; each attempt has a deadline   |
 | `Scheduler.run`          | a free slot, the end of a pause; the answer    | other rollouts; the trainer; a worker  |
@@ -38,7 +38,13 @@ from typing import Any
 import uvloop
 
 from pipelinerl.actor.budget import SampleBudget, lag_policy_of
-from pipelinerl.actor.evaluator import UNRECORDED, EvaluationRecorder, Evaluator, find_evaluations
+from pipelinerl.actor.evaluator import (
+    UNRECORDED,
+    EvaluationRecorder,
+    Evaluator,
+    find_ended_rollouts,
+    find_evaluations,
+)
 from pipelinerl.actor.groups import (
     INTERRUPTED,
     GroupRunner,
@@ -116,7 +122,7 @@ class Actor:
         self.budget = SampleBudget(lag_policy_of(config), config.attempts)
         self.progress: TrainingProgress = (
             ProgressWithoutTrainer(config, self.budget, incarnation, self.changes)
-            if config.debug.mode == "actor"
+            if not config.has_stage("finetune")
             else TrainingProgress(self.budget, incarnation, self.changes, config.finetune.last_step)
         )
         self.urls = {job.name: job.url for job in context.world.jobs_of("actor_llm") if job.url is not None}
@@ -198,7 +204,9 @@ class Actor:
                     ]
                 try:
                     await self.pool.start(background)
-                    await self._train()
+                    await self._begin()
+                    await (self._evaluate() if self.config.debug.mode == "evaluation" else self._train())
+                    await self._report()
                     for helper in helpers:
                         helper.cancel()
                 finally:
@@ -213,8 +221,9 @@ class Actor:
                 if self.pause_answers is not None:
                     writers.push_async_callback(self.pause_answers.close)
 
-    async def _train(self) -> None:
-        context, progress, evaluator = self.context, self.progress, self.evaluator
+    async def _begin(self) -> None:
+        """Wait until the servers have weights and the workers know the servers."""
+        context, progress = self.context, self.progress
         start_timeout_s = self.config.vllm_config.start_timeout_s
         if isinstance(progress, ProgressWithoutTrainer):
             with context.heartbeat.waiting("servers to start", start_timeout_s):
@@ -224,6 +233,14 @@ class Actor:
             await self.changes.wait_for(lambda: progress.version is not None)
         await self.membership.begin()
 
+    async def _evaluate(self) -> None:
+        """`debug.mode=evaluation`: the model of the servers, and nothing else."""
+        streams, name = self.context.streams, self.context.job.name
+        if not find_evaluations(streams, name):
+            await self.evaluator.evaluate(0, known=find_ended_rollouts(streams, name))
+
+    async def _train(self) -> None:
+        context, progress, evaluator = self.context, self.progress, self.evaluator
         first_version = progress.current_version
         if context.incarnation > 0:
             await self._resume()
@@ -241,7 +258,6 @@ class Actor:
         has_trainer = not isinstance(progress, ProgressWithoutTrainer)
         if has_trainer and (progress.current_version, True) not in made:
             await evaluator.run_final(evaluations.result())
-        await self._report()
 
     async def _resume(self) -> None:
         """After a restart, charge what is still on its way to the trainer, and run again what was cut off."""
@@ -323,6 +339,7 @@ class Actor:
             **self.groups.throughput.rates(),
             **self.scheduler.report(),
             **self.budget.policy.report(),
+            **self.evaluator.report(),
             "actor/in_flight_samples": float(self.budget.running_samples),  #: of these, in groups being generated
             "actor/admitted_samples": float(self.budget.charged_samples),  #: admitted samples without a fate yet
             "actor/running_groups": float(self.groups.running_groups),  #: groups being generated

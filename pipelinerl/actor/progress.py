@@ -112,7 +112,7 @@ class TrainingProgress:
 
 
 class ProgressWithoutTrainer(TrainingProgress):
-    """`debug.mode=actor`: published samples are settled at once.
+    """Without a trainer (`debug.mode`): published samples are settled at once.
 
     Done once the samples of `finetune.max_train_steps` steps are published, or `finetune.max_epochs` passes are over.
     """

@@ -422,11 +422,11 @@ def _check(config: RunConfig) -> None:
     if note := _note_of(problems):
         print(f"note: {note}", flush=True)
     print(check_answers(config, problems), flush=True)
-    prompts: list[str] = []
-    print(dry_rollout(config, problems.train[0], prompts=prompts), flush=True)
-    for problem in problems.train[1:_SHOWN_PROMPTS]:
+    prompts, tried = list[str](), problems.train or problems.test
+    print(dry_rollout(config, tried[0], prompts=prompts), flush=True)
+    for problem in tried[1:_SHOWN_PROMPTS]:
         dry_rollout(config, problem, prompts=prompts)
-    for problem, prompt in zip(problems.train, prompts, strict=False):
+    for problem, prompt in zip(tried, prompts, strict=False):
         print(f"\nproblem {problem.id} as the model gets it:\n{prompt[:_SHOWN_CHARACTERS]}")
 
 
@@ -451,7 +451,7 @@ def check_run(file: Path) -> int:
         if config.world.env_replicas:  # the environment's servers are started with the run
             _TryingRenderer(build_tokenizer(max_number=1), config).try_template()
         else:
-            dry_rollout(config, problems.train[0], _AT_START_S)
+            dry_rollout(config, (problems.train or problems.test)[0], _AT_START_S)
     except PossibleFault as error:
         print(f"\n{REMARK}{' '.join(str(error).split())} Rollouts like it count as failed.", flush=True)
     except UserError as error:

@@ -72,7 +72,7 @@ def _no_rollouts(run: StartedRun, is_evaluation: bool) -> ConfigError:
     if is_evaluation and config.actor.recorded_test_samples == 0:
         next_step = "actor.recorded_test_samples=0 asked for none."
     elif is_evaluation and not config.is_evaluated:
-        next_step = "The run has neither test_dataset_names nor eval, so nothing is evaluated."
+        next_step = "The run has no test_dataset_names and no eval, so nothing is evaluated."
     elif not is_evaluation and config.debug.streams_from is not None:
         next_step = f"This run reads those of another one (debug.streams_from): give {config.debug.streams_from}."
     elif run.is_running:
@@ -99,6 +99,7 @@ def main(argv: list[str]) -> int:
     if fault := _contradiction(args):
         parser.error(fault)
     run = find_run(args.run_dir)
+    args.evaluation = args.evaluation or run.config.debug.mode == "evaluation"  # it has no others
     try:
         with open_streams(run) as streams:
             _show(run, streams, args)
@@ -196,7 +197,8 @@ def _positive(text: str) -> int:
 
 def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None:
     wanted = _wanted(args, streams)
-    made = find_evaluations(streams) if args.evaluation else None
+    is_alone = run.config.debug.mode == "evaluation"
+    made = find_evaluations(streams, is_continued=is_alone) if args.evaluation else None
     source = TRAINING if made is None else evaluation_source(made, wanted, args.failed, args.no_success)
     chosen, seen = choose(streams, wanted, source)
     if not chosen:

@@ -284,13 +284,17 @@ class Evaluations:
         return (rollout.due_version, rollout.is_final) in self.made and not self.has_result(rollout)
 
 
-def find_evaluations(streams: StreamHub) -> Evaluations:
-    """The evaluations that have a result by now. Raises StreamError if the stream cannot be read."""
+def find_evaluations(streams: StreamHub, is_continued: bool = False) -> Evaluations:
+    """The evaluations that have a result by now. Raises StreamError if the stream cannot be read.
+
+    `is_continued`: each start goes on with the evaluation of the one before, so the result is of all of them.
+    """
     found = Evaluations()
     for entry in read_entries(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult):
         result: EvaluationResult = entry.record
         if result.success_rate is not None:  # without it all its rollouts failed
-            found.made.setdefault((result.due_version, result.is_final), set()).add(result.incarnation)
+            starts = range(result.incarnation + 1) if is_continued else (result.incarnation,)
+            found.made.setdefault((result.due_version, result.is_final), set()).update(starts)
     return found
 
 

@@ -98,7 +98,7 @@ def steps_of_epochs(num_problems: int, attempts: int, max_epochs: int, samples_p
 def epoch_notes(config: RunConfig, num_problems: int) -> list[str]:
     """Remarks on settings that do not fit the number of steps that `finetune.max_epochs` will take."""
     finetune, epochs = config.finetune, config.finetune.max_epochs
-    if epochs is None:
+    if epochs is None or not num_problems:
         return []
     most = finetune.max_train_steps
     steps = steps_of_epochs(num_problems, config.attempts, epochs, finetune.samples_per_step)

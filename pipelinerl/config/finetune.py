@@ -62,6 +62,12 @@ class FinetuneConfig(Section):
     max_epochs: int | None = Field(
         default=None, ge=1, description="passes over the problems after which training ends earlier; null: no such end"
     )
+    stop_at_success: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="training ends once an evaluation has this success_rate over all test data; null: no such end",
+    )
     interrupt_train_steps: int = Field(
         default=-1, ge=-1, description="stop earlier without changing the schedule; -1: off"
     )
@@ -71,6 +77,9 @@ class FinetuneConfig(Section):
         default=1024, ge=1, description="tokens whose log-probs are computed at once, which bounds memory"
     )
     save_checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints")
+    save_checkpoint_minutes: float | None = Field(
+        default=None, gt=0, description="also a checkpoint so many minutes after the last one; null: by steps only"
+    )
     also_save_steps: list[Annotated[int, Field(ge=1)]] = Field(
         default=[], description="further steps with a checkpoint"
     )

@@ -64,6 +64,12 @@ def save_config(config: RunConfig, path: str | Path) -> Path:
     return target
 
 
+def save_composable(data: dict[str, Any], path: Path) -> Path:
+    """Write plain data to `path` as a file that can be composed: text with `${` stays text; return the path."""
+    path.write_text(yaml.dump(_escape(data), Dumper=_ConfigDumper, sort_keys=False, width=10_000), encoding="utf-8")
+    return path
+
+
 def load_config(path: str | Path) -> RunConfig:
     """Read what `save_config` wrote.
 

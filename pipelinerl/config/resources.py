@@ -277,6 +277,7 @@ STAGE_KINDS: dict[str, tuple[str, ...]] = {
     "": _ALL_KINDS,
     "open_loop": _ALL_KINDS,
     "actor": ("actor_llm", "environment", "verifier", "actor"),
+    "evaluation": ("actor_llm", "environment", "verifier", "actor"),
     "preprocessor": ("preprocessor_llm", "preprocessor"),
     "finetune": ("finetune",),
 }
@@ -285,8 +286,10 @@ READING_MODES = ("preprocessor", "finetune")
 
 
 class DebugConfig(Section):
-    mode: Literal["", "actor", "preprocessor", "finetune", "open_loop"] = Field(
-        default="", description="run stages alone; open_loop: all, but servers keep their first weights"
+    mode: Literal["", "actor", "evaluation", "preprocessor", "finetune", "open_loop"] = Field(
+        default="",
+        description="run stages alone; evaluation: no training (`python -m pipelinerl eval`); open_loop: all, but "
+        "servers keep their first weights",
     )
     streams_from: str | None = Field(
         default=None, description="output_dir of the run whose streams the preprocessor or trainer alone reads"

@@ -178,6 +178,8 @@ class RunConfig(FlatSection):
             "world": self.world.model_copy(update=world),
             "finetune": self.finetune.model_copy(update={"send_weight_updates": False}),
         }
+        if mode == "evaluation":  # an evaluation that was interrupted goes on with what is recorded
+            changes["actor"] = self.actor.model_copy(update={"recorded_test_samples": None})
         if mode == "open_loop":
             changes["supervise"] = self.supervise.model_copy(update={"max_server_restarts": 0})
         return self.model_copy(update=changes)

@@ -132,6 +132,9 @@ def _trainer(config: RunConfig) -> Faults:
     if finetune.interrupt_train_steps == 0 or finetune.interrupt_train_steps > finetune.max_train_steps:
         expected = f"-1 (off), or from 1 to finetune.max_train_steps={finetune.max_train_steps}"
         yield "finetune.interrupt_train_steps", expected, "Leave it at -1, or raise finetune.max_train_steps."
+    if finetune.stop_at_success is not None and not (config.is_evaluated and config.eval_every_n_versions):
+        expected = "null without evaluations in the course of training"
+        yield "finetune.stop_at_success", expected, "Name test_dataset_names, and set eval_every_n_versions above 0."
     if finetune.keep_best is not None and not config.is_evaluated:
         expected = "null without held-out problems, as nothing is evaluated"
         yield "finetune.keep_best", expected, "Name some in test_dataset_names."
@@ -200,6 +203,8 @@ def _evaluation(config: RunConfig) -> Faults:
     names = [repr(each.name) for each in config.eval]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield "eval", f"each set once ({', '.join(twice)} is there twice)", "Leave one out."
+    if config.debug.mode == "evaluation" and not config.is_evaluated:
+        yield "test_dataset_names", "names of held-out sets: they are all that is evaluated", "Name at least one."
 
 
 def _chat_template(config: RunConfig) -> Faults:

@@ -1,4 +1,5 @@
-"""The wait for the next batch, and everything else that can end it: SIGTERM, a server without weights, the last pass.
+"""The wait for the next batch, and everything else that can end it: SIGTERM, a server without weights, the last pass,
+an evaluation that reached the target.
 
 All ranks read the same records. Rank 0 waits for the preprocessor and the other ranks wait for rank 0, so every rank
 reaches the same decision at the same step.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pipelinerl.errors import StreamError, WorkerError
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.records import PassesOver, TrainingBatch
+from pipelinerl.records import EvaluationResult, PassesOver, TrainingBatch
 from pipelinerl.rundir.heartbeat import Heartbeat
 from pipelinerl.streams.base import Entry, StreamReader
 from pipelinerl.streams.read import Feed
@@ -98,6 +99,42 @@ class PassesEnd:
             self._wake()
 
 
+class TargetReached:
+    """Follows the stream `evaluation` in a thread: whether an evaluation had the success rate that ends training.
+
+    Those of earlier starts count: a run that reached its target is complete.
+
+    Args:
+        target: `finetune.stop_at_success`.
+        wake: called when it is reached or the thread fails.
+    """
+
+    def __init__(self, reader: StreamReader[EvaluationResult], target: float, wake: Callable[[], None]) -> None:
+        self._target = target
+        self._wake = wake
+        self._last: tuple[int, int, bool] | None = None
+        self._is_reached = False
+        self._feed = Feed(reader, self._take, "evaluation", lambda _: wake()).start()
+
+    @property
+    def is_reached(self) -> bool:
+        """Raises what the thread failed with."""
+        self._feed.raise_if_failed()
+        return self._is_reached
+
+    def close(self) -> None:
+        self._feed.stop()
+
+    def _take(self, entry: Entry[EvaluationResult]) -> None:
+        result = entry.record
+        # The first result of an evaluation is over all its data sets.
+        evaluation = (result.incarnation, result.due_version, result.is_final)
+        is_first, self._last = evaluation != self._last, evaluation
+        if is_first and result.success_rate is not None and result.success_rate >= self._target:
+            self._is_reached = True
+            self._wake()
+
+
 class _News(enum.IntEnum):
     """Why the wait of rank 0 ended."""
 
@@ -120,6 +157,7 @@ class DataFeed:
         stop: ends the wait without a batch.
         weights: interrupts the wait when a server needs weights.
         passes: ends the wait when no batch follows (rank 0).
+        target: ends training when it is reached (rank 0).
     """
 
     def __init__(
@@ -131,8 +169,9 @@ class DataFeed:
         stop: StopRequest,
         weights: WeightSync | None = None,
         passes: PassesEnd | None = None,
+        target: TargetReached | None = None,
     ) -> None:
-        #: Whether `next` returned no batch because none follows; the same on all ranks.
+        #: Whether `next` returned no batch because none follows or is wanted; the same on all ranks.
         self.is_over = False
         self._reader = reader
         self._heartbeat = heartbeat
@@ -141,6 +180,7 @@ class DataFeed:
         self._stop = stop
         self._weights = weights
         self._passes = passes
+        self._target = target
         self._batch: TrainingBatch | None = None
 
     @property
@@ -189,6 +229,8 @@ class DataFeed:
                 return _News.STOP
             if self._weights is not None and self._weights.has_fresh:
                 return _News.SERVER
+            if self._target is not None and self._target.is_reached:
+                return _News.OVER
             if self._passes is not None and self._passes.is_after(step - 1):
                 # This record is written after the last batch, so that batch is here if there is one.
                 return _News.BATCH if self._fetch(0) else _News.OVER

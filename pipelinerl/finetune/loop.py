@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends import create_backend
 from pipelinerl.finetune.best_model import BestKeeper, best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
-from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, stop_on_sigterm
+from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, TargetReached, stop_on_sigterm
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
@@ -143,7 +143,7 @@ class Trainer:
         """Open the streams that this rank reads and, on rank 0, the connections to the servers."""
         context, config, ranks = self.context, self.context.config, self.ranks
         reader = self._open_batches(stack)
-        publisher = passes = None
+        publisher = passes = target = None
         self.weights: WeightSync | None = None
         if self.has_servers:
             pool = open_pool(context, stack, reader.wake) if ranks.is_first else None
@@ -163,8 +163,12 @@ class Trainer:
         if ranks.is_first and max_epochs is not None and context.world.jobs_of("preprocessor"):
             passes = PassesEnd(context.streams.reader(PASSES_TOPIC, PREPROCESSOR, PassesOver), max_epochs, reader.wake)
             stack.callback(passes.close)
+        if ranks.is_first and self.config.stop_at_success is not None and self.has_servers:
+            results = context.streams.reader(EVALUATION_TOPIC, ACTOR, EvaluationResult)
+            target = TargetReached(results, self.config.stop_at_success, reader.wake)
+            stack.callback(target.close)
         timeout_s = config.supervise.progress_timeout_s
-        self.feed = DataFeed(reader, self.heartbeat, timeout_s, ranks, self.stop, self.weights, passes)
+        self.feed = DataFeed(reader, self.heartbeat, timeout_s, ranks, self.stop, self.weights, passes, target)
         self.best = self._best_keeper(stack)
 
     def run(self) -> TrainerState:
@@ -173,6 +177,7 @@ class Trainer:
         Asked to stop, it returns after the present step with a training state saved.
         """
         self._begin()
+        self._saved_at = monotonic()
         saved_step, is_first_update = self.state.step, True
         while not self._is_complete():
             start = perf_counter()
@@ -217,7 +222,7 @@ class Trainer:
             self.best.offer_final(self.state.step, exported)
         if self.reporter:
             self.reporter.training_done(self.state)
-        # Not saved: with more passes a later start trains on.
+        # Not saved: with more passes or a higher target a later start trains on.
         self.state = replace(self.state, is_over=self.feed.is_over)
         return self.state
 
@@ -244,10 +249,18 @@ class Trainer:
         """Save what stays of a step that is not the last one; returns whether its training state was saved."""
         step = self.state.step
         is_saved = step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
+        is_saved = is_saved or self._minutes_are_over()
         exported = self._save() if is_saved else None
         if self.best and update_is_due(self.context.config, step):
             self.best.offer(step, exported)
         return is_saved
+
+    def _minutes_are_over(self) -> bool:
+        """Whether the last checkpoint is `save_checkpoint_minutes` old, by the clock of rank 0."""
+        minutes = self.config.save_checkpoint_minutes
+        if minutes is None:
+            return False
+        return bool(self.ranks.broadcast(int(monotonic() - self._saved_at >= 60 * minutes)))
 
     def _step_ending(self, step: int) -> None:
         if self.reporter and self.weights is not None and update_is_due(self.context.config, step):
@@ -256,7 +269,7 @@ class Trainer:
     def _deliver_rest(self) -> bool:
         """No batch follows: send what was not sent yet. False: asked to stop meanwhile."""
         step = self.state.step
-        logger.info("the passes over the problems are over: step %d was the last one", step)
+        logger.info("the passes or the success rate that end training are reached: step %d was the last one", step)
         if not self.config.send_weight_updates or update_is_due(self.context.config, step):
             return True
         if not self.pauses.before_update(step):
@@ -319,6 +332,7 @@ class Trainer:
         folder = self.exporter.export(self.state.step, self.backend.policy, self.backend.export_source())
         if with_training_state:
             self._save_state()
+        self._saved_at = monotonic()
         return folder
 
     def _open_batches(self, stack: ExitStack) -> StreamReader[TrainingBatch]:

@@ -20,7 +20,7 @@ from pipelinerl.run.nodes import Peers
 from pipelinerl.run.pool_command import forget_requests
 from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed, become_subreaper
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper
-from pipelinerl.run.show import print_result
+from pipelinerl.run.show import evaluation_report, print_evaluation, print_result
 from pipelinerl.run.start import RunSession, server_sockets
 from pipelinerl.run.watch import Supervisor
 from pipelinerl.rundir.layout import newest_training_state
@@ -64,7 +64,10 @@ def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -
         logger.info("%s: %s", outcome.status, outcome.reason)
         summary = _summarize(session, outcome, collector)
     try:
-        print_result(outcome, summary, session.run_dir)
+        if config.debug.mode == "evaluation":
+            print_evaluation(outcome, collector.snapshot(lambda state: list(state.evaluations)), run_dir)
+        else:
+            print_result(outcome, summary, run_dir)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,6 +119,9 @@ def _stop(feed: Feed[PoolAnswer]) -> None:
 def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> dict[str, Any]:
     """Write `summary.json` and return its content."""
     collector.stop()
+    if session.config.debug.mode == "evaluation" and (found := collector.snapshot(lambda each: list(each.evaluations))):
+        with suppress(OSError):  # the disk is full: the table is printed, and the stream has the results
+            write_json(session.run_dir.evaluation_file, evaluation_report(session.config, found))
     more: dict[str, Any] = {}
     if session.restarts:
         more |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}

@@ -1,17 +1,19 @@
-"""What the launcher prints: the plan of a run (`dry_run=true`), and how a run ended."""
+"""What the launcher prints: the plan of a run (`dry_run=true`), and how a run or an evaluation alone ended."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipelinerl.config import RunConfig
+from pipelinerl.records import EvaluationResult
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.start import Command
 from pipelinerl.rundir.layout import RunDir, newest_training_state
@@ -134,3 +136,52 @@ def _how_to_continue(run_dir: RunDir) -> str:
     if step is None:
         return "The same command starts again at the first step: no training state was saved yet."
     return f"The same command, without force_restart, continues after step {step}, the newest training state."
+
+
+def evaluation_report(config: RunConfig, results: Sequence[EvaluationResult]) -> dict[str, Any]:
+    """Content of `evaluation.json`: the model, how it was sampled, and the results of `debug.mode=evaluation`."""
+    plain = {"names": config.plain_test_names, "parameters": config.test_llm.parameters.model_dump()}
+    own = [
+        {"names": [each.name], "parameters": each.parameters(config.test_llm.parameters).model_dump()}
+        for each in config.eval
+    ]
+    return {
+        "model": config.model_path,
+        "sampling": [each for each in (plain, *own) if each["names"]],
+        "results": msgspec.to_builtins(results),
+    }
+
+
+def print_evaluation(outcome: Outcome, results: Sequence[EvaluationResult], run_dir: RunDir) -> None:
+    """Results as a table, and where they are, to stdout; the reason of a failure to stderr, with how to continue."""
+    console = Console(highlight=False, soft_wrap=True)
+    if results:
+        table = Table()
+        for column in ("set", "problems", "k", "estimate", "value", "95 %", "tokens", "cut", "failed"):
+            is_text = column in ("set", "estimate")
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "set")
+        for result in results:
+            for row in _evaluation_rows(result):
+                table.add_row(*row)
+        console.print(table)
+        console.print(f"results: {run_dir.evaluation_file}", markup=False)
+    console.print(f"rollouts: python -m pipelinerl samples {run_dir.root}", markup=False)
+    sys.stdout.flush()
+    if outcome.status == "interrupted":
+        how = "The same command goes on with the rollouts that ended."
+        sys.stderr.write(f"the evaluation was interrupted: {outcome.reason}\n{how}\n")
+    elif outcome.status != "completed":
+        sys.stderr.write(f"error: the evaluation {outcome.status}: {outcome.reason}\n")
+
+
+def _evaluation_rows(result: EvaluationResult) -> Iterator[tuple[str, ...]]:
+    """One row for each estimate; what belongs to all of them is in the first."""
+    first = (result.dataset_name, str(result.num_problems), str(result.attempts))
+    cut = "" if result.cut_fraction is None else f"{result.cut_fraction:.3f}"
+    rest = ("" if result.output_tokens is None else f"{result.output_tokens:.1f}", cut, str(result.num_failed))
+    for name, found in result.estimates.items():
+        interval = f"{found.low:.3f}-{found.high:.3f}"
+        yield (*first, name.replace("_at_", "@"), f"{found.value:.3f}", interval, *rest)
+        first, rest = ("", "", ""), ("", "", "")
+    if not result.estimates:
+        yield (*first, "", "", "", *rest)

@@ -55,6 +55,14 @@ FIXED = {
     "debug.mode": "the streams are those of its stages",
     "debug.streams_from": "the records are those of that run",
 }
+#: In addition, for an evaluation alone.
+FIXED_OF_EVALUATION = dict.fromkeys(
+    (
+        *("test_dataset_names", "eval", "test_llm", "llm", "agent", "custom", "rewards", "environment"),
+        *(f"actor.{key}" for key in ("test_samples", "rollout_policy", "system_prompt", "task_template", "examples")),
+    ),
+    "the rollouts in it were made with it",
+)
 #: Keys that bring in reference servers, with a reference model before and without one.
 _PLACE_KEYS = ("finetune.rl.reference", "world.preprocessor_fraction", "world.num_preprocessor_llms")
 _KL_KEYS = ("finetune.rl.kl_coef", "finetune.rl.final_kl_coef", "finetune.rl.reward_minus_kl_coef")
@@ -239,6 +247,8 @@ def _refuse_finished(run_dir: RunDir, old: RunIdentity, started: RunConfig | Non
         raise ConfigError("output_dir", str(run_dir.summary_file), f"JSON text ({error})", _CHOOSE) from error
     if not isinstance(summary, dict) or summary.get("status") != "completed":
         return
+    if config.debug.mode == "evaluation":
+        raise _refusal(run_dir, f"an unfinished evaluation; {run_dir.evaluation_file} has the results of it", _CHOOSE)
     key, done = "max_train_steps", summary.get("steps")
     if isinstance(done, int) and config.finetune.last_step > done:
         # What ended the run before its last step: passes over the problems, if anything.
@@ -262,6 +272,8 @@ def find_changes(old: RunConfig, new: RunConfig) -> list[Change]:
     """Every key whose value differs, in the order of the schema."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     fixed = {**FIXED, **_reference_keys(old, new)}
+    if new.debug.mode == "evaluation":
+        fixed |= FIXED_OF_EVALUATION
     if old.finetune.rl.uses_values != new.finetune.rl.uses_values:
         fixed["finetune.rl.advantage_estimator"] = _PARAMETERS
 

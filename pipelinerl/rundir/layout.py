@@ -67,6 +67,11 @@ class RunDir:
         return self.root / "learning_curve.png"
 
     @property
+    def evaluation_file(self) -> Path:
+        """Results of an evaluation alone."""
+        return self.root / "evaluation.json"
+
+    @property
     def finetune(self) -> Path:
         return self.root / "finetune"
 

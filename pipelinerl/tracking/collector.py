@@ -73,7 +73,7 @@ class Collector:
         self._display = display or make_display(
             sys.stdout,
             self._title,
-            self._max_steps,
+            config,
             lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs), time.monotonic() - started),
         )
         self._replaced_workers: dict[str, int] = {}

@@ -31,6 +31,8 @@ REFRESHES_PER_SECOND = 2
 PLAIN_INTERVAL_S = 1.0
 #: Plain output says what is waited for when it had no line for so long.
 QUIET_INTERVAL_S = 20.0
+#: How often an evaluation alone says how far it is.
+EVALUATION_INTERVAL_S = 5.0
 _SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
 _NONE = "-"
 _MAX_NAMED = 4
@@ -124,7 +126,9 @@ def quiet_line(state: RunState, config: RunConfig, beats: Mapping[str, Heartbeat
     for name, beat in beats.items():
         if beat is not None and beat.waited_s is not None and beat.waited_s >= _LONG_WAIT_S:
             waits.append(f"{name} waits for {beat.waiting_for} ({beat.waited_s:.0f} s)")
-    if state.phase == "done":
+    if config.debug.mode == "evaluation":
+        text = _evaluated(state, run_s)
+    elif state.phase == "done":
         text = "training is done, the last evaluation is running"
     elif state.phase == "starting":
         text = f"starting, {run_s:.0f} s so far"
@@ -134,6 +138,11 @@ def quiet_line(state: RunState, config: RunConfig, beats: Mapping[str, Heartbeat
         text = f"{step}: {_ready(state)} of {config.finetune.samples_per_step} samples are ready, {_sampling(state)}"
     more = f", and {len(waits) - _MAX_NAMED} more" if len(waits) > _MAX_NAMED else ""
     return f"{text}; {', '.join(waits[:_MAX_NAMED])}{more}" if waits else text
+
+
+def _evaluated(state: RunState, run_s: float) -> str:
+    done, size = (state.latest.get(name, 0.0) for name in ("actor/evaluation_rollouts", "actor/evaluation_size"))
+    return f"{done:.0f} of {size:.0f} rollouts, {run_s:.0f} s" if size else f"starting, {run_s:.0f} s so far"
 
 
 def _last(curve: Mapping[int, float]) -> str:
@@ -282,8 +291,11 @@ class PlainDisplay:
 Display = LiveDisplay | PlainDisplay
 
 
-def make_display(stream: TextIO, title: str, max_steps: int | None, describe: Callable[[RunState], str]) -> Display:
-    """The table where the terminal can redraw, lines elsewhere."""
+def make_display(stream: TextIO, title: str, config: RunConfig, describe: Callable[[RunState], str]) -> Display:
+    """The table where the terminal can redraw, lines elsewhere, and for an evaluation, which has no steps."""
+    max_steps = config.finetune.known_steps
+    if config.debug.mode == "evaluation":
+        return PlainDisplay(stream, None, describe, EVALUATION_INTERVAL_S)
     if stream.isatty() and Console(file=stream).is_terminal and not Console(file=stream).is_dumb_terminal:
         return LiveDisplay(stream, title, max_steps)
     return PlainDisplay(stream, max_steps, describe)

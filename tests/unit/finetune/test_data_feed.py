@@ -10,9 +10,9 @@ import pytest
 
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import WorkerError
-from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest
+from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, TargetReached
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.records import PassesOver, TrainingBatch
+from pipelinerl.records import EvaluationResult, PassesOver, TrainingBatch
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 
@@ -138,3 +138,32 @@ def test_other_ranks_do_what_rank_0_says(feed_of, writer, kit):
     with pytest.raises(WorkerError):
         feed.next(2, refuse)
     assert feed.next(2, refuse) is None and feed.is_over, "all ranks end at the same step"
+
+
+def evaluation(success_rate, due=10, dataset_name="all", incarnation=0):
+    return EvaluationResult(
+        due_version=due, min_version=due, max_version=due, is_final=False, dataset_name=dataset_name, num_rollouts=4,
+        num_failed=0, success_rate=success_rate, mean_reward=success_rate, metrics={}, seconds=1.0, time=0.0,
+        incarnation=incarnation,
+    )  # fmt: skip
+
+
+def test_an_evaluation_over_all_test_data_that_reaches_the_target_ends_training(hub, feed_of, reader, writer, kit):
+    """Not one of a single set, nor one without a result; batches that are ready are not taken any more."""
+    target = TargetReached(hub.reader("evaluation", "actor_0", EvaluationResult), 0.9, reader.wake)
+    results = hub.writer("evaluation", "actor_0", EvaluationResult)
+    feed = feed_of(target=target)
+    for record in (evaluation(0.89), evaluation(1.0, dataset_name="a"), evaluation(None, due=20)):
+        results.write(record)
+    writer.write(kit.batch(kit.samples(4), step=1))
+    writer.write(kit.batch(kit.samples(4), step=2))
+    assert feed.next(1, refuse).step == 1 and not feed.is_over
+    results.write(evaluation(0.9, due=30))
+    deadline = time.monotonic() + 60
+    while not target.is_reached and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert feed.next(2, refuse) is None and feed.is_over
+    target.close()
+    again = TargetReached(hub.reader("evaluation", "actor_0", EvaluationResult), 0.91, reader.wake)
+    again.close()
+    assert not again.is_reached

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,32 @@ def test_also_save_steps_save_between_the_regular_steps(start):
     run = start(save_checkpoint_steps=3, also_save_steps=[1]).go()
     for kind in ("training_state", "intermediate"):
         assert sorted(path.name for path in (run.root / kind).iterdir()) == ["1", "3", "4"]
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(2.5, ["3", "4"]), (60.0, ["4"]), (0.5, ["1", "2", "3", "4"])])
+def test_checkpoints_by_minutes_count_from_the_last_one(start, monkeypatch, minutes, saved):
+    """A minute for each step: the clock is asked when training starts, after each step, and once more after a save."""
+    run = start(save_checkpoint_steps=100, save_checkpoint_minutes=minutes, keep_last_checkpoints=None)
+    monkeypatch.setattr("pipelinerl.finetune.loop.monotonic", lambda: 60.0 * run.state.step)
+    run.go()
+    assert sorted(path.name for path in (run.root / "training_state").iterdir()) == saved
+
+
+@pytest.mark.parametrize(("interval", "versions"), [(1, [0, 1]), (3, [0, 1])])
+def test_a_reached_target_ends_training_with_its_weights_sent(start, interval, versions):
+    run = start(weight_update_interval=interval)
+    run.feed._target = SimpleNamespace(is_reached=False)
+    train = run._train
+
+    def reach(batch):
+        run.feed._target.is_reached = True
+        return train(batch)
+
+    run._train = reach
+    run.go()
+    assert run.publisher.versions == versions
+    assert isinstance(run.written[-1], TrainingDone) and run.written[-1].version == 1
+    assert run.state.is_complete(run.config, interval)
 
 
 def test_d1_the_entropy_bonus_continues_where_it_stood(start):
