@@ -197,7 +197,6 @@ class Recording:
             bounded["max_tokens"] = min(int(limit), bounded["max_tokens"])
         if "stop" in bounded:
             bounded["stop"] = list(dict.fromkeys([*self._llm.parameters.get("stop", []), *bounded["stop"]]))
-            bounded["detokenize"] = True
         return bounded
 
 

@@ -188,7 +188,6 @@ LACKING: dict[str, str] = {
     "pipelinerl.domains.miniwob.": "a task in a web browser, played by the agent framework TapeAgents",
     "pipelinerl.domains.counting.tapeagent.": "it needs the agent framework TapeAgents",
     "pipelinerl.domains.deep_research.": "it needs the agent framework TapeAgents",
-    "pipelinerl.domains.tir.": "there is no task with a Python tool (docs/agents.md shows how to write one)",
     "pipelinerl.domains.dispatcher.": "set pipelinerl.domains.multi.generate_multi_rollout (docs/domains.md)",
     "pipelinerl.domains.multidomain.": "set pipelinerl.domains.multi.load_problems (docs/domains.md)",
 }

@@ -305,7 +305,12 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _run(program: str, stdin: str, endpoint: str | None, patience: Patience) -> Run:
+def run_in_sandbox(program: str, stdin: str = "", endpoint: str | None = None, patience: Patience | None = None) -> Run:
+    """Run a program on the server at `endpoint`, or else in the local sandbox.
+
+    Raises:
+        SandboxUnavailableError, RetryableRolloutError: as in `verify_coding`.
+    """
     limits = Limits()
     if endpoint:
         return run_remotely(endpoint, program, stdin, limits, patience)
@@ -319,13 +324,13 @@ def _tested(
     if "assert" in test:
         # A program that ends itself before the test never prints this.
         passed = secrets.token_hex(8)
-        run = _run(f"{program}\n\n{test['assert']}\nprint('\\n{passed}')\n", "", endpoint, patience)
+        run = run_in_sandbox(f"{program}\n\n{test['assert']}\nprint('\\n{passed}')\n", "", endpoint, patience)
         return run, run.ending == "finished" and _last_line(run) == passed
     if "input" in test:
-        run = _run(program, str(test["input"]), endpoint, patience)
+        run = run_in_sandbox(program, str(test["input"]), endpoint, patience)
         return run, run.ending == "finished" and same_output(run.stdout, str(test["output"]))
     stdin = msgspec.json.encode(test["args"]).decode()
-    run = _run(program + _DRIVER.format(function=function), stdin, endpoint, patience)
+    run = run_in_sandbox(program + _DRIVER.format(function=function), stdin, endpoint, patience)
     if run.ending != "finished":
         return run, False
     try:

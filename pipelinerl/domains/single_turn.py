@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.llm.trainable import llm_async_generate, make_training_text
 from pipelinerl.records.completion import is_finished
-from pipelinerl.rollouts import BaseMetrics, RolloutResult
+from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 from pipelinerl.sandbox.protocol import OVER_LIMIT, Grade, GraderFunction
 
 
@@ -41,7 +42,7 @@ async def answer_once(
     started = time.monotonic()
     call = await llm_async_generate(llm, Prompt(messages=chat(cfg, task, system_prompt), tools=tools), session)
     grade = await verify(grader, call.graded_text, problem, timeout_s=timeout_s, **params)
-    return graded_result(cfg, llm, problem, call, grade, started)
+    return graded_result(cfg, llm, problem, [call], [make_training_text(llm, call)], grade, started)
 
 
 def chat(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[dict[str, str]]:
@@ -56,21 +57,33 @@ def chat(cfg: DictConfig, task: str, system_prompt: str | None = None) -> list[d
 
 
 def graded_result(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], call: LLMCall, grade: Grade, started: float
+    cfg: DictConfig,
+    llm: TrainableLLM,
+    problem: dict[str, Any],
+    calls: Sequence[LLMCall],
+    texts: list[TrainingText],
+    grade: Grade,
+    started: float,
 ) -> RolloutResult:
-    """Return the result of a graded answer: reward by `rewards`, its parts among the metrics."""
-    difficulty = problem.get("difficulty")
+    """Return the result of a graded answer: reward by `rewards`, its parts among the metrics.
+
+    Args:
+        calls: all turns; the answer is as long as they are together, and ends as the last one does.
+        texts: that are trained with the reward.
+        started: when the rollout began, by `time.monotonic`.
+    """
+    difficulty, output_tokens = problem.get("difficulty"), sum(len(call.output_token_ids) for call in calls)
     answer = JudgedAnswer(
         grade=grade,
-        finished=is_finished(call.finish_reason),
-        output_tokens=len(call.output_token_ids),
-        max_tokens=int(llm.parameters.get("max_tokens", len(call.output_token_ids))),
+        finished=is_finished(calls[-1].finish_reason),
+        output_tokens=output_tokens,
+        max_tokens=int(llm.parameters.get("max_tokens", output_tokens)),
         difficulty=float(difficulty) if isinstance(difficulty, int | float) else None,
     )
     rewards = RewardsConfig.model_validate(OmegaConf.to_container(cfg.rewards))
     reward, parts = compute_reward(answer, rewards, cfg.actor.discount_factor)
-    text = make_training_text(llm, call)
-    text.reward = reward
+    for text in texts:
+        text.reward = reward
     metrics = BaseMetrics(
         reward=reward,
         success=grade.status == "correct",
@@ -79,7 +92,7 @@ def graded_result(
         **{"score": grade.score, "overflow": float(not answer.finished), OVER_LIMIT: 0.0, **parts, **grade.details},
     )
     return RolloutResult(
-        training_texts=[text],
+        training_texts=texts,
         metrics=metrics,
         latency=time.monotonic() - started,
         dataset_name=problem.get("dataset"),

@@ -344,6 +344,8 @@ class Chat:
         if parameters:
             llm = copy.copy(llm)
             llm.parameters = {**llm.parameters, **parameters, "temperature": llm.temperature}
+            if llm.parameters.get("stop"):
+                llm.parameters["detokenize"] = True  # as the server has to read
         past, transcript, text, ids = self._next_prompt()
         call = await generate(llm, Prompt(messages=list(self.messages), tools=self.tools), text, ids, self._session)
         transcript.add(call, text + sampled_text(llm.renderer, call))

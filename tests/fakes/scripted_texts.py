@@ -28,6 +28,7 @@ class Texts:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, default: str | None = None) -> None:
         vocabulary = tokenizer.get_vocab()
         self._ids = {chr(code): vocabulary["Ġ" if code == 32 else chr(code)] for code in range(32, 127)}
+        self._ids["\n"] = vocabulary["Ċ"]
         self._end = vocabulary["<|end|>"]
         self._default = default
         self.left: list[str] = []

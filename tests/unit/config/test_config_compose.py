@@ -162,7 +162,7 @@ def test_help_lists_files_of_user_and_package(user_dir: Path) -> None:
         "quickstart",
         "my_task",
         "streams: files, redis",
-        "finetune: base, grpo, gspo, ppo, small",
+        "finetune: base, dapo, grpo, gspo, ppo, small",
     ):
         assert word in composed.help_text
 

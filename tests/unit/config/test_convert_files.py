@@ -37,7 +37,7 @@ TRANSLATED: dict[str, tuple[str, ...]] = {
     "logic": ("train_dataset_names", "test_dataset_names"),
 }
 LACKING = {
-    "tir": "actor.rollout_policy",
+    "tir": "python_tool_shaping",
     "counting_tapeagent": "actor.rollout_policy",
     "chartqa": "finetune.model_class",
     "miniwob": "environment",
