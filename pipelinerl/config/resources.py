@@ -269,6 +269,9 @@ class TrackingConfig(Section):
     sinks: list[str] = Field(
         default=[], description="dotted paths of your own classes that get every number (docs/metrics.md)"
     )
+    prometheus_port: int | None = Field(
+        default=None, ge=1, le=65535, description="port on loopback that serves the newest numbers to Prometheus"
+    )
 
 
 _ALL_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier", "actor", "preprocessor", "finetune")

@@ -1,4 +1,4 @@
-"""Where a run's metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, and classes of the user.
+"""Where metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, Prometheus, and classes of the user.
 
 A sink is a class that is named by its dotted path; those of the user are in `tracking.sinks`:
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 #: Version of `Sink` and `SinkInputs`: a change that breaks classes of users needs a new number.
 SINK_API_VERSION = 1
 WANDB = "pipelinerl.tracking.wandb_sink.WandbSink"
+PROMETHEUS = "pipelinerl.tracking.prometheus_sink.PrometheusSink"
 TENSORBOARD = "pipelinerl.tracking.tensorboard_sink.TensorBoardSink"
 QUEUE_RECORDS = 10_000
 #: A sink that needs a resumed run's records from the first one on gets them all at once.
@@ -89,6 +90,8 @@ def make_sinks(inputs: SinkInputs) -> list[Sink]:
     asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS_OF_HISTORY) for path in config.tracking.sinks]
     if config.wandb.mode != "disabled":
         asked.append(("W&B", WANDB, QUEUE_RECORDS))
+    if config.tracking.prometheus_port is not None:
+        asked.append(("Prometheus", PROMETHEUS, QUEUE_RECORDS))
     if config.tensorboard.enabled:
         asked.append(("TensorBoard", TENSORBOARD, QUEUE_RECORDS_OF_HISTORY))
     background = (BackgroundSink(name, partial(load_sink, path, inputs), size) for name, path, size in asked)
