@@ -74,6 +74,13 @@ def rollout_of(group: StoredGroup, rollout_id: str) -> StoredRollout:
     return StoredRollout(group=group, rollout_id=rollout_id, summary=summary, samples=own)
 
 
+def places_in_group(group: Any) -> list[str]:
+    """Ids of the rollouts of a group, or of a head of one, by place: those with a summary, then those that only samples
+    name."""
+    names = [*(each.rollout_id for each in group.rollouts), *(each.rollout_id for each in group.samples)]
+    return list(dict.fromkeys(names))
+
+
 Order = Literal["last", "first", "best", "worst"]
 
 
@@ -106,9 +113,9 @@ class Wanted:
         """The rollouts of `group` that pass the filters, in its order."""
         if self.dataset is not None and group.dataset_name != self.dataset:
             return
-        by_rollout: dict[str, list[SampleHead]] = {rollout.rollout_id: [] for rollout in group.rollouts}
+        by_rollout: dict[str, list[SampleHead]] = {rollout_id: [] for rollout_id in places_in_group(group)}
         for sample in group.samples:
-            by_rollout.setdefault(sample.rollout_id, []).append(sample)
+            by_rollout[sample.rollout_id].append(sample)
         rewards = {rollout.rollout_id: rollout.reward for rollout in group.rollouts}
         for place, (rollout_id, samples) in enumerate(by_rollout.items()):
             versions = {span.version for sample in samples for span in sample.version_spans}
@@ -257,12 +264,12 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
     for source in (TRAINER, PREPROCESSOR, ACTOR):
         for entry in read_entries(streams, FATES_TOPIC, source, FateRecord):
             record: FateRecord = entry.record
-            if text := _fate_text(record, lineage):
+            if text := fate_text(record, lineage):
                 found.update((name, text) for name in record.sample_ids if name in wanted)
     return found
 
 
-def _fate_text(record: FateRecord, lineage: Lineage) -> str | None:
+def fate_text(record: FateRecord, lineage: Lineage) -> str | None:
     """None for what is no fate (yet), and for training that a restart rolled back."""
     if record.fate == "trained":
         return f"trained in step {record.version}" if lineage.survives(record.incarnation, record.version) else None

@@ -15,6 +15,7 @@ class Lineage:
     def __init__(self) -> None:
         self._samples: dict[tuple[int, int], int] = {}
         self._first_step: dict[int, int] = {}
+        self._last_step: int | None = None
 
     def add(self, message: TrainerMessage) -> None:
         """Take the steps that a message of the trainer reports, if any."""
@@ -25,11 +26,13 @@ class Lineage:
 
     def add_step(self, incarnation: int, step: int, num_samples: int) -> None:
         """`step` (from 1) was done by `incarnation` on `num_samples` samples."""
+        self._last_step = None
         self._samples[incarnation, step] = num_samples
         self._first_step[incarnation] = min(step, self._first_step.get(incarnation, step))
 
     def start(self, incarnation: int, step: int) -> None:
         """`incarnation` continues from `step`; what older ones did after it no longer counts."""
+        self._last_step = None
         self._first_step[incarnation] = min(step + 1, self._first_step.get(incarnation, step + 1))
 
     def survives(self, incarnation: int, step: int) -> bool:
@@ -43,7 +46,10 @@ class Lineage:
     @property
     def last_step(self) -> int:
         """Number of optimizer steps that led to the weights; 0 before the first."""
-        return max((step for incarnation, step in self._samples if self.survives(incarnation, step)), default=0)
+        if self._last_step is None:
+            steps = (step for incarnation, step in self._samples if self.survives(incarnation, step))
+            self._last_step = max(steps, default=0)
+        return self._last_step
 
     @property
     def num_samples(self) -> int:

@@ -61,9 +61,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
     """Gather the status of `run` at `now` (epoch seconds)."""
+    return status_of(run, *_last_step(run), now)
+
+
+def status_of(run: StartedRun, step: int | None, step_time: float | None, now: float | None = None) -> RunStatus:
+    """The same for whoever knows the last step and when it was done: no stream is read."""
     now = time.time() if now is None else now
     state, reason = _state(run)
-    step, step_time = _last_step(run)
     return RunStatus(
         run_id=run.identity.run_id,
         run_dir=str(run.run_dir.root),

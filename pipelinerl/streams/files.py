@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,8 @@ T = TypeVar("T")
 # Both are small for the sake of the processor's caches: decoded large records would be pushed out before they are used.
 CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 1 << 16
+#: Distance of the places in a shard that are remembered, for whoever reads a record again.
+MARK_BYTES = 1 << 20
 #: How often a writer looks whether its shard is still there.
 LOOK_S = 1.0
 _RESTORE = "Restore the file, or start a new run in another output_dir"
@@ -53,6 +56,7 @@ class FileBackend:
     def __init__(self, config: StreamsConfig, root: Path, run_id: str, environ: Mapping[str, str]) -> None:
         self._config = config
         self._root = root
+        self._marks = Marks()
         self.may_wait = config.fsync != "never"
 
     def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
@@ -61,7 +65,7 @@ class FileBackend:
         return FileWriter[Any](folder, record_type, config.shard_bytes, config.fsync, config.retention == "all")
 
     def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]:
-        return FileReader[Any](partition_dir(self._root, spec), record_type, offset)
+        return FileReader[Any](partition_dir(self._root, spec), record_type, offset, self._marks)
 
     def places(self, spec: StreamSpec) -> list[int]:
         return list_shards(partition_dir(self._root, spec))
@@ -255,6 +259,38 @@ class FileWriter(Generic[T]):
         return StreamError(f"stream {self._directory}: {reason}")
 
 
+class Marks:
+    """Where records begin in shards that were read before, so that a record is found again without a walk from the
+    beginning of its shard. Thread-safe. A shard that was rewritten is another file, which has no marks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of_file: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+    def note(self, fd: int, offset: int, position: int) -> None:
+        """Record `offset` begins at byte `position`."""
+        with self._lock:
+            marks = self._of_file.setdefault(_file_id(fd), [])
+            before, after = self._around(marks, offset)
+            if position - before[1] >= MARK_BYTES and (after is None or after[1] - position >= MARK_BYTES):
+                insort(marks, (offset, position))
+
+    def before(self, fd: int, offset: int) -> tuple[int, int]:
+        """The last (offset, position) that is known up to record `offset`; (0, 0): none is."""
+        with self._lock:
+            return self._around(self._of_file.get(_file_id(fd), []), offset)[0]
+
+    @staticmethod
+    def _around(marks: list[tuple[int, int]], offset: int) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        index = bisect_right(marks, offset, key=lambda mark: mark[0])
+        return marks[index - 1] if index else (0, 0), marks[index] if index < len(marks) else None
+
+
+def _file_id(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
 class FileReader(Generic[T]):
     """Reader of `directory` (one partition of one stream) from `offset` on. The stream need not exist yet.
 
@@ -262,12 +298,15 @@ class FileReader(Generic[T]):
         directory: folder of the shards.
         record_type: struct, or union of structs, that the stream holds.
         offset: first record to return. It may lie in the future.
+        marks: shared by readers that may read the same records.
     """
 
-    def __init__(self, directory: Path, record_type: Any, offset: int = 0) -> None:
+    def __init__(self, directory: Path, record_type: Any, offset: int = 0, marks: Marks | None = None) -> None:
         self._directory = directory
         self._codec = RecordCodec[T](record_type)
         self._wanted = offset
+        self._marks = marks or Marks()
+        self._marked = 0
         self._next = 0
         self._shard = 0
         self._fd = -1
@@ -355,6 +394,9 @@ class FileReader(Generic[T]):
             data = os.pread(self._fd, size, self._position)
             end = data.rfind(b"\n")
             if end >= 0:
+                if self._position - self._marked >= MARK_BYTES:
+                    self._marks.note(self._fd, self._next, self._position)
+                    self._marked = self._position
                 self._lines.extend(data[:end].split(b"\n"))
                 return True
             if len(data) < size:
@@ -385,6 +427,11 @@ class FileReader(Generic[T]):
         self._fd = fd
         self._shard = self._next = first
         self._position = 0
+        if self._wanted > first:
+            offset, position = self._marks.before(fd, self._wanted)
+            if position:
+                self._next, self._position = offset, position
+        self._marked = self._position
 
     def _check_gap(self) -> None:
         """A shard that starts after the next record means that the records in between are gone, if none shows up."""

@@ -49,7 +49,7 @@ class RunState:
         self.first_time: float | None = None
         self.last_time: float | None = None
         self._fates: Counter[tuple[str, int, int]] = Counter()
-        self._fate_tokens = 0
+        self._tokens: Counter[tuple[str, int, int]] = Counter()
         self._paused_s = 0.0
         self._begin: dict[int, float] = {}
         self._end: dict[int, float] = {}
@@ -93,7 +93,7 @@ class RunState:
         with_samples = {sample_id.rpartition("/")[0] for sample_id in record.sample_ids}
         count = len(record.sample_ids) + max(0, record.num_rollouts - len(with_samples))
         self._fates[record.fate, record.incarnation, record.version] += count
-        self._fate_tokens += record.output_tokens
+        self._tokens[record.fate, record.incarnation, record.version] += record.output_tokens
 
     @property
     def steps(self) -> int:
@@ -102,8 +102,16 @@ class RunState:
     @property
     def fates(self) -> dict[str, int]:
         """Samples (and rollouts that ended without one) by fate; training that was rolled back does not count."""
+        return self._by_fate(self._fates)
+
+    @property
+    def fate_tokens(self) -> dict[str, int]:
+        """The tokens that were sampled for them."""
+        return self._by_fate(self._tokens)
+
+    def _by_fate(self, numbers: Counter[tuple[str, int, int]]) -> dict[str, int]:
         counts: Counter[str] = Counter()
-        for (fate, incarnation, version), count in self._fates.items():
+        for (fate, incarnation, version), count in numbers.items():
             if fate != "trained" or self.lineage.survives(incarnation, version):
                 counts[fate] += count
         return dict(counts)
@@ -126,7 +134,7 @@ class RunState:
     @property
     def output_tokens(self) -> float:
         """Tokens sampled for training, as far as their fate is known."""
-        return max(float(self._fate_tokens), self.total("finetune/output_tokens"))
+        return max(float(self._tokens.total()), self.total("finetune/output_tokens"))
 
     def by_step(self, names: tuple[str, ...]) -> dict[int, float]:
         """Values by step of the first of `names` with data."""
@@ -134,16 +142,18 @@ class RunState:
 
     def curve(self, names: tuple[str, ...]) -> dict[int, float]:
         """`by_step` up to the newest step; a batch that is ready but not trained has none yet."""
-        return {step: value for step, value in sorted(self.by_step(names).items()) if step <= max(self.steps, 0)}
+        steps = self.steps
+        return {step: value for step, value in sorted(self.by_step(names).items()) if step <= steps}
 
     def total(self, name: str) -> float:
         """Sum of a metric over the steps that count."""
-        return sum(value for step, value in self.history.get(name, {}).items() if step <= max(self.steps, 0))
+        steps = self.steps
+        return sum(value for step, value in self.history.get(name, {}).items() if step <= steps)
 
     def mean(self, name: str, weight_name: str) -> float:
         """Mean of a metric over the steps that count, weighted by another one (1 where that one is absent)."""
-        weights = self.history.get(weight_name, {})
-        parts = [(v, weights.get(s, 1.0)) for s, v in self.history.get(name, {}).items() if s <= max(self.steps, 0)]
+        weights, steps = self.history.get(weight_name, {}), self.steps
+        parts = [(v, weights.get(s, 1.0)) for s, v in self.history.get(name, {}).items() if s <= steps]
         total = sum(weight for _, weight in parts)
         return sum(value * weight for value, weight in parts) / total if total > 0 else 0.0
 

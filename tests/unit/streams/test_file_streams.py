@@ -17,6 +17,7 @@ from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams import files
 from pipelinerl.streams.files import FileReader, FileWriter
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_entries
 from pipelinerl.streams.shards import list_shards, repair_shard
 
 
@@ -280,3 +281,31 @@ def test_reading_what_is_there_creates_nothing(tmp_path: Path) -> None:
     assert read_steps(reader) == []
     reader.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_found_again_without_a_walk_through_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MARK_BYTES", 1000)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    hub = StreamHub(FileStreams(), RunDir(tmp_path), "r")
+    writer = hub.writer("actor", "actor_0", MetricRecord)
+    for n in range(500):
+        writer.write(record(n))
+    assert [entry.record.step for entry in read_entries(hub, "actor", "actor_0", MetricRecord)] == list(range(500))
+    positions = []
+    pread = os.pread
+
+    def noted(fd: int, size: int, position: int) -> bytes:
+        positions.append(position)
+        return pread(fd, size, position)
+
+    monkeypatch.setattr(os, "pread", noted)
+    for offset in (0, 1, 77, 450, 499):
+        positions.clear()
+        (entry,) = read_entries(hub, "actor", "actor_0", MetricRecord, offset, offset + 1)
+        assert (entry.offset, entry.record.step) == (offset, offset)
+        assert len(positions) <= 4
+    writer.write(record(500))
+    assert [entry.record.step for entry in read_entries(hub, "actor", "actor_0", MetricRecord, 500)] == [500]
+    writer.close()

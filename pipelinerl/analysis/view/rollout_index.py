@@ -1,0 +1,406 @@
+"""An index of the rollouts of one stream: a few numbers of each, in NumPy columns, so that filters need no second read.
+
+The newest file of the stream is read first and then followed; older ones are added backwards by `fill`. Heads alone are
+decoded. A rollout takes about 25 bytes, a group 22.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.analysis.select import places_in_group
+from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
+
+Order = Literal["newest", "best", "worst"]
+
+SUCCESS, CUT, HAS_SUCCESS, HAS_REWARD = 1, 2, 4, 8
+#: A block that is full is only read from then on.
+BLOCK_ROLLOUTS = 1 << 16
+
+_GROUP = np.dtype([("key", "i8"), ("problem", "i8"), ("dataset", "u2"), ("failed", "u2"), ("failure", "u2")])
+_ROLLOUT = np.dtype(
+    {
+        "names": ["group", "place", "reward", "first", "last", "tokens", "is"],
+        "formats": ["u4", "u2", "f4", "i4", "i4", "u4", "u1"],
+    }
+)
+
+
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `Sample`."""
+
+    rollout_id: str = ""
+    reward: float = 0.0
+    output_tokens: int = 0
+    finished: bool = True
+    version_spans: list[VersionSpan] = []
+
+
+class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `Group`."""
+
+    id: str
+    samples: list[SampleRow]
+    problem_id: str = ""
+    dataset_name: str = ""
+    rollouts: list[RolloutSummary] = []
+    failed_rollouts: int = 0
+    schema: int = 0
+
+
+class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of an `EvaluationRollout`."""
+
+    id: str
+    group_id: str
+    problem_id: str
+    dataset_name: str
+    due_version: int
+    samples: list[SampleRow] = []
+    summary: RolloutSummary | None = None
+    failure: str = ""
+    schema: int = 0
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which rollouts: everything that is not None must hold. `versions` and `reward` are (lowest, highest).
+
+    `keys`: hashes of the groups that may be chosen, as the bytes of an array of int64.
+    """
+
+    versions: tuple[int, int] | None = None
+    reward: tuple[float, float] | None = None
+    group: str | None = None
+    problem: str | None = None
+    dataset: str | None = None
+    success: bool | None = None
+    is_cut: bool | None = None
+    failure: str | None = None
+    is_failed: bool = False
+    keys: bytes | None = None
+
+
+class Hit(NamedTuple):
+    """One rollout: that at `place` of the record at `offset`. `reward` and `success` are None where it has none."""
+
+    offset: int
+    place: int
+    dataset: str
+    reward: float | None
+    success: bool | None
+    first_version: int
+    last_version: int
+    output_tokens: int
+    is_cut: bool
+    failure: str
+    failed_attempts: int
+
+
+class Rows:
+    """A structured NumPy array that grows. A view that was taken stays as it is."""
+
+    def __init__(self, dtype: Any, size: int = 256) -> None:
+        self._rows = np.empty(size, dtype)
+        self.count = 0
+
+    def add(self, row: tuple[Any, ...]) -> None:
+        if self.count == len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        self._rows[self.count] = row
+        self.count += 1
+
+    def view(self) -> NDArray[Any]:
+        return self._rows[: self.count]
+
+    def trim(self) -> None:
+        self._rows = self.view().copy()
+
+
+class Block:
+    """Consecutive records from offset `start` on."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self._groups, self._rollouts = Rows(_GROUP), Rows(_ROLLOUT)
+        self._found: tuple[Filter, tuple[int, ...], NDArray[Any]] | None = None
+
+    @property
+    def end(self) -> int:
+        """Offset after the last record."""
+        return self.start + self._groups.count
+
+    @property
+    def num_rollouts(self) -> int:
+        return self._rollouts.count
+
+    def add(self, group: tuple[Any, ...], rollouts: Iterable[tuple[Any, ...]]) -> None:
+        """One record with its rollouts (without their `group`)."""
+        for rollout in rollouts:
+            self._rollouts.add((self._groups.count, *rollout))
+        self._groups.add(group)
+
+    def seal(self) -> Block:
+        self._groups.trim()
+        self._rollouts.trim()
+        return self
+
+    def matching(self, wanted: Filter, names: Names) -> NDArray[Any]:
+        """Indices of the rollouts that pass, ascending. The answer for the last filter is kept."""
+        size = (self._groups.count, self._rollouts.count)
+        if self._found is not None and self._found[:2] == (wanted, size):
+            return self._found[2]
+        groups, rows = self._groups.view()[: size[0]], self._rollouts.view()[: size[1]]
+        rows = rows[rows["group"] < size[0]]
+        found = np.flatnonzero(_rollouts_pass(rows, wanted) & _groups_pass(groups, wanted, names)[rows["group"]])
+        self._found = (wanted, size, found)
+        return found
+
+    def before(self, rows: NDArray[Any], offset: int) -> NDArray[Any]:
+        """Those of `rows` whose record lies before `offset`."""
+        return rows[self._rollouts.view()["group"][rows] < offset - self.start]
+
+    def rows_of(self, offset: int) -> list[int]:
+        """The rollouts of the record at `offset`."""
+        return [int(row) for row in np.flatnonzero(self._rollouts.view()["group"] == offset - self.start)]
+
+    def rewards(self, rows: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(self._rollouts.view()["reward"][rows])
+
+    def hit(self, row: int, names: Names) -> Hit:
+        rollout = self._rollouts.view()[row]
+        group = self._groups.view()[rollout["group"]]
+        flags = int(rollout["is"])
+        return Hit(
+            offset=self.start + int(rollout["group"]),
+            place=int(rollout["place"]),
+            dataset=names.text(int(group["dataset"])),
+            reward=float(f"{rollout['reward']:.6g}") if flags & HAS_REWARD else None,
+            success=bool(flags & SUCCESS) if flags & HAS_SUCCESS else None,
+            first_version=int(rollout["first"]),
+            last_version=int(rollout["last"]),
+            output_tokens=int(rollout["tokens"]),
+            is_cut=bool(flags & CUT),
+            failure=names.text(int(group["failure"])),
+            failed_attempts=int(group["failed"]),
+        )
+
+
+def _rollouts_pass(rows: NDArray[Any], wanted: Filter) -> NDArray[Any]:
+    passes = np.ones(len(rows), bool)
+    if wanted.versions is not None:
+        passes &= (rows["first"] <= wanted.versions[1]) & (rows["last"] >= wanted.versions[0])
+    if wanted.reward is not None:
+        low, high = (np.float32(each) for each in wanted.reward)
+        passes &= (rows["is"] & HAS_REWARD > 0) & (rows["reward"] >= low) & (rows["reward"] <= high)
+    if wanted.success is not None:
+        passes &= rows["is"] & (HAS_SUCCESS | SUCCESS) == (HAS_SUCCESS | SUCCESS * wanted.success)
+    if wanted.is_cut is not None:
+        passes &= (rows["is"] & CUT > 0) == wanted.is_cut
+    return passes
+
+
+def _groups_pass(groups: NDArray[Any], wanted: Filter, names: Names) -> NDArray[Any]:
+    passes = np.ones(len(groups), bool)
+    if wanted.group is not None:
+        passes &= groups["key"] == hash(wanted.group)
+    if wanted.problem is not None:
+        passes &= groups["problem"] == hash(wanted.problem)
+    if wanted.dataset is not None:
+        passes &= groups["dataset"] == names.find(wanted.dataset)
+    if wanted.failure is not None:
+        passes &= groups["failure"] == names.find(wanted.failure)
+    if wanted.is_failed:
+        passes &= groups["failed"] > 0
+    if wanted.keys is not None:
+        passes &= np.isin(groups["key"], np.frombuffer(wanted.keys, "i8"))
+    return passes
+
+
+class Names:
+    """Short texts that repeat (data sets, failures) as numbers; more than 65,534 of them share the last one."""
+
+    def __init__(self) -> None:
+        self._numbers = {"": 0}
+        self._texts = [""]
+
+    def number(self, text: str) -> int:
+        number = self._numbers.get(text)
+        if number is None:
+            if len(self._texts) > np.iinfo("u2").max - 1:
+                return len(self._texts) - 1
+            number = self._numbers[text] = len(self._texts)
+            self._texts.append(text)
+        return number
+
+    def find(self, text: str) -> int:
+        """As `number`; -1 for one that was never seen."""
+        return self._numbers.get(text, -1)
+
+    def text(self, number: int) -> str:
+        return self._texts[number]
+
+
+class RolloutIndex:
+    """The rollouts of one stream. Thread-safe: one thread adds what is new, one fills in what is older, any may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[Block] = []
+        self.names = Names()
+        self.datasets: set[str] = set()
+        self.failures: set[str] = set()
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Offsets [first, last) of the records that are indexed."""
+        with self._lock:
+            return (self._blocks[0].start, self._blocks[-1].end) if self._blocks else (0, 0)
+
+    @property
+    def num_rollouts(self) -> int:
+        with self._lock:
+            return sum(block.num_rollouts for block in self._blocks)
+
+    def add(self, offset: int, record: GroupRow | EvaluationRow) -> None:
+        """The newest record, which follows on the one before."""
+        with self._lock:
+            self._add_to(self._blocks, offset, record)
+
+    def fill(self, entries: Iterator[Any]) -> None:
+        """Records that lie before everything that is indexed, without a gap up to it. They count once all are here."""
+        older: list[Block] = []
+        for entry in entries:
+            self._add_to(older, entry.offset, entry.record)
+        if older:
+            older[-1].seal()
+        with self._lock:
+            self._blocks = [*older, *self._blocks]
+
+    def _add_to(self, blocks: list[Block], offset: int, record: GroupRow | EvaluationRow) -> None:
+        if not blocks or blocks[-1].num_rollouts >= BLOCK_ROLLOUTS:
+            if blocks:
+                blocks[-1].seal()
+            blocks.append(Block(offset))
+        self.datasets.add(record.dataset_name)
+        rows = _rows_of_group if isinstance(record, GroupRow) else _rows_of_evaluation
+        blocks[-1].add(*rows(record, self.names))  # type: ignore[arg-type]
+        if isinstance(record, EvaluationRow) and record.failure:
+            self.failures.add(record.failure)
+
+    def find(self, wanted: Filter, order: Order, below: int, skip: int, count: int) -> tuple[list[Hit], int]:
+        """Rollouts `skip` to `skip + count` of those that pass, and how many pass in all.
+
+        Args:
+            wanted: the filters.
+            order: the newest first, or by reward, of equal ones the newest first.
+            below: only records before this offset, so that pages of a stream that grows fit together.
+            skip: how many to leave out.
+            count: how many to return, at most.
+        """
+        with self._lock:
+            blocks = [block for block in self._blocks if block.start < below]
+        found = [(block, self._below(block, block.matching(wanted, self.names), below)) for block in blocks]
+        total = sum(len(rows) for _, rows in found)
+        if order == "newest":
+            chosen = self._newest(found, skip, count)
+        else:
+            chosen = self._by_reward(found, 1 if order == "best" else -1, skip, count)
+        return [block.hit(row, self.names) for block, row in chosen], total
+
+    def at(self, offset: int, place: int) -> Hit:
+        """The rollout at `place` of the indexed record at `offset`; KeyError: there is none."""
+        with self._lock:
+            blocks = [block for block in self._blocks if block.start <= offset < block.end]
+        for row in blocks[0].rows_of(offset) if blocks else ():
+            if (hit := blocks[0].hit(row, self.names)).place == place:
+                return hit
+        raise KeyError(f"offset {offset}, place {place}")
+
+    @staticmethod
+    def _below(block: Block, rows: NDArray[Any], below: int) -> NDArray[Any]:
+        if block.end <= below:
+            return rows
+        return block.before(rows, below)
+
+    @staticmethod
+    def _newest(found: list[tuple[Block, NDArray[Any]]], skip: int, count: int) -> list[tuple[Block, int]]:
+        chosen: list[tuple[Block, int]] = []
+        for block, rows in reversed(found):
+            if skip >= len(rows):
+                skip -= len(rows)
+                continue
+            chosen += [(block, int(row)) for row in rows[::-1][skip : skip + count - len(chosen)]]
+            skip = 0
+            if len(chosen) == count:
+                break
+        return chosen
+
+    @staticmethod
+    def _by_reward(
+        found: list[tuple[Block, NDArray[Any]]], sign: int, skip: int, count: int
+    ) -> list[tuple[Block, int]]:
+        if not found:
+            return []
+        rewards = np.concatenate([block.rewards(rows) for block, rows in found]).astype("f8") * sign
+        rewards[np.isnan(rewards)] = -np.inf
+        # Sorting is stable, so of equal rewards the one that stands last, the newest, comes first after reversing.
+        order = np.argsort(rewards, kind="stable")[::-1][skip : skip + count]
+        ends = np.cumsum([len(rows) for _, rows in found])
+        chosen = []
+        for index in order:
+            which = int(np.searchsorted(ends, index, side="right"))
+            block, rows = found[which]
+            chosen.append((block, int(rows[index - (ends[which] - len(rows))])))
+        return chosen
+
+
+def _rows_of_group(group: GroupRow, names: Names) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+    failed = min(group.failed_rollouts, 65535)
+    own = (hash(group.id), hash(group.problem_id), names.number(group.dataset_name), failed, 0)
+    return own, _rollouts_of_group(group)
+
+
+def _rollouts_of_group(group: GroupRow) -> Iterator[tuple[Any, ...]]:
+    summaries = {each.rollout_id: each for each in group.rollouts}
+    samples: dict[str, list[SampleRow]] = {}
+    for sample in group.samples:
+        samples.setdefault(sample.rollout_id, []).append(sample)
+    for place, rollout_id in enumerate(places_in_group(group)):
+        own = samples.get(rollout_id, [])
+        versions = [span.version for sample in own for span in sample.version_spans]
+        yield place, *_numbers(summaries.get(rollout_id), own, versions)
+
+
+def _rows_of_evaluation(
+    rollout: EvaluationRow | EvaluationRollout, names: Names
+) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
+    own = (
+        hash(rollout.group_id),
+        hash(rollout.problem_id),
+        names.number(rollout.dataset_name),
+        int(bool(rollout.failure)),
+        names.number(rollout.failure),
+    )
+    return own, iter([(0, *_numbers(rollout.summary, rollout.samples, [rollout.due_version]))])
+
+
+def _numbers(summary: RolloutSummary | None, samples: list[Any], versions: list[int]) -> tuple[Any, ...]:
+    """(reward, first version, last version, tokens, flags)."""
+    cut = CUT * any(not sample.finished for sample in samples)
+    low, high = (min(versions), max(versions)) if versions else (-1, -1)
+    if summary is not None:
+        tokens = sum(sample.output_tokens for sample in samples) or summary.output_tokens
+        flags = HAS_REWARD | HAS_SUCCESS | (SUCCESS * summary.success) | (CUT if summary.num_cut else cut)
+        return summary.reward, low, high, tokens, flags
+    tokens = sum(sample.output_tokens for sample in samples)
+    if not samples:
+        return 0.0, low, high, tokens, cut
+    return sum(sample.reward for sample in samples) / len(samples), low, high, tokens, cut | HAS_REWARD

@@ -1,0 +1,81 @@
+"""The command `view`: serve the page on this machine, or write it into one file."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import socket
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import uvicorn
+
+from pipelinerl.analysis.token_text import one_line
+from pipelinerl.analysis.view.export import MAX_BYTES, write_export
+from pipelinerl.analysis.view.view_app import LOCAL_HOSTS, make_app
+from pipelinerl.analysis.view.watched_run import WatchedRun
+from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
+
+_LOOPBACK = "127.0.0.1"
+
+
+def main(argv: list[str]) -> int:
+    """Serve the runs that `argv` names until Ctrl-C, or export them; return the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        with ExitStack() as stack:
+            runs = [stack.enter_context(closing(WatchedRun(folder))) for folder in args.run_dir]
+            if args.export is None:
+                _serve([run.start() for run in runs], args.host, args.port)
+            else:
+                size = write_export(runs, Path(args.export))
+                print(f"{one_line(args.export)}: {size / 1e6:.1f} MB")
+        return 0
+    except StreamError as error:
+        print(error, file=sys.stderr)
+        return EXIT_RUN_FAILED
+
+
+def _serve(runs: list[WatchedRun], host: str, port: int) -> None:
+    with closing(_listen(host, port)) as listener:
+        token = secrets.token_urlsafe(24)
+        app = make_app(runs, token, LOCAL_HOSTS | {host.lower()})
+        shown = f"[{host}]" if ":" in host else host
+        print(f"http://{shown}:{listener.getsockname()[1]}/?token={token}", flush=True)
+        print("The page is live. Ctrl-C ends it; the run is not affected.", flush=True)
+        # No log of requests: the first one has the token in its address.
+        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        expected = f"an address of this machine that is free ({error})"
+        raise ConfigError("--host and --port", f"{host}:{port}", expected, "Leave them out.") from error
+    if host not in (_LOOPBACK, "::1", "localhost"):
+        print(f"{host} is reachable from other machines, and what is sent is not encrypted.", file=sys.stderr)
+    return listener
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelinerl view",
+        description="Show runs in the browser, while they go on and afterwards: curves, processes, rollouts with their "
+        "tokens, fates, and several runs over each other. Serves this machine only, reads only, needs no network.",
+        epilog="From another machine: `ssh -L 8765:127.0.0.1:8765 HOST`, with --port 8765 there. Exit code 0; 1: a "
+        "stream is damaged, 2: not the directory of a run.",
+    )
+    parser.add_argument("run_dir", nargs="+", help="output_dir of a run; several are compared")
+    parser.add_argument("--host", default=_LOOPBACK, help=f"address to listen on ({_LOOPBACK}: this machine only)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0, the default: any that is free")
+    parser.add_argument(
+        "--export",
+        metavar="FILE.html",
+        help=f"write one file of at most {MAX_BYTES // 10**6} MB that shows the same without a server, with a choice "
+        "of rollouts, and end",
+    )
+    return parser

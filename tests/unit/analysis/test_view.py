@@ -1,0 +1,357 @@
+"""The command `view`: what its server answers about a recorded run, to whom, and that texts in it are inert."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.recorded_run import RecordedRun
+from fastapi.testclient import TestClient
+
+from pipelinerl.__main__ import main
+from pipelinerl.analysis.view.answers import MAX_POINTS
+from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, RolloutIndex
+from pipelinerl.analysis.view.view_app import PAGE_MODULES, make_app, page_file
+from pipelinerl.analysis.view.watched_run import WatchedRun
+from pipelinerl.records import (
+    EvaluationResult,
+    EvaluationRollout,
+    EvaluationSample,
+    FateRecord,
+    MetricRecord,
+    RolloutSummary,
+    StepDone,
+    TrainerMessage,
+    TrainerStarted,
+    TrainingBatch,
+)
+from pipelinerl.streams.base import Entry
+
+GROUPS = 40
+TOKEN = "secret"
+ADDRESS = "http://127.0.0.1:8765"
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>\x1b[31m\u202eevil\x07"
+
+
+def wait_until(holds: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_group(run: RecordedRun, n: int, **fields: Any) -> Any:
+    return run.plain_groups(1, first=n, **fields)[0]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from texts_in([*value, *value.values()])
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each)
+
+
+def evaluation(name: str, **fields: Any) -> EvaluationRollout:
+    values: dict[str, Any] = {
+        "id": name,
+        "group_id": "e",
+        "problem_id": "p",
+        "dataset_name": "test",
+        "problem": "{}",
+        "due_version": 0,
+        "is_final": False,
+    }
+    return EvaluationRollout(**{**values, **fields})
+
+
+def summary(success: bool) -> RolloutSummary:
+    return RolloutSummary(
+        rollout_id="", reward=float(success), success=success, num_samples=1, output_tokens=3, latency_s=1
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    """Groups `0-0` to `0-39` in many small files. Step 1 trained `0-0`; `0-1` was filtered."""
+    run = RecordedRun(tmp_path, streams={"shard_bytes": 1500})
+    run.write(*run.plain_groups(GROUPS))
+    first = in_group(run, 0)
+    samples = [
+        type(sample)(
+            **{name: getattr(sample, name) for name in sample.__struct_fields__ if name != "advantage"}, advantage=0.5
+        )
+        for sample in first.samples
+    ]
+    batch = TrainingBatch(id="b", step=1, samples=samples, group_ids=["0-0"], plan=[[[0, 1]]], actor_offset=1)
+    run.write(batch, topic="training_data", instance="preprocessor_0", kind=TrainingBatch)
+    run.write(
+        TrainerStarted(step=0, data_offset=0, time=1),
+        StepDone(step=1, time=2, group_ids=["0-0"], num_samples=2, samples_processed=2),
+        topic="trainer",
+        instance="finetune_0",
+        kind=TrainerMessage,
+    )
+    own: dict[str, Any] = {"reason": "", "source": "finetune", "output_tokens": 30, "num_rollouts": 2}
+    trained = FateRecord(sample_ids=["0-0/r0/s0", "0-0/r1/s0"], fate="trained", version=1, group_id="0-0", **own)
+    run.write(trained, topic="fates", instance="finetune_0", kind=FateRecord)
+    own = {**own, "reason": "zero_advantage", "output_tokens": 10}
+    filtered = FateRecord(sample_ids=["0-1/r0/s0"], fate="filtered", version=0, group_id="0-1", **own)
+    run.write(filtered, topic="fates", instance="preprocessor_0", kind=FateRecord)
+    values = {"finetune/reward_mean": 0.25, "finetune/step_s": 36.0, "finetune/samples": 2.0}
+    run.write(
+        MetricRecord(source="finetune_0", step=1, time=2, values=values),
+        topic="metrics",
+        instance="finetune_0",
+        kind=MetricRecord,
+    )
+    return run
+
+
+@pytest.fixture
+def watched(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedRun]:
+    monkeypatch.setattr("pipelinerl.analysis.view.watched_run.HEAD_START_S", 0)
+    watched = WatchedRun(run.root).start()
+    wait_until(lambda: watched.index["training"].num_rollouts >= 2 * GROUPS and watched.read(lambda s: s.fates))
+    yield watched
+    watched.close()
+
+
+@pytest.fixture
+def client(watched: WatchedRun) -> TestClient:
+    client = TestClient(make_app([watched], TOKEN), base_url=ADDRESS)
+    assert client.get(f"/?token={TOKEN}").status_code == 200
+    return client
+
+
+def rewards(client: TestClient, **parameters: Any) -> list[float]:
+    answer = client.get("/api/runs/0/rollouts", params=parameters)
+    assert answer.status_code == 200, answer.text
+    return [row["reward"] for row in answer.json()["rows"]]
+
+
+def test_only_who_has_the_token_gets_an_answer(watched: WatchedRun) -> None:
+    client = TestClient(make_app([watched], TOKEN), base_url=ADDRESS)
+    for path in ("/", "/page/main.js", "/api/runs", "/?token=other", "/docs", "/openapi.json"):
+        assert client.get(path).status_code == 403, path
+    first = client.get(f"/?token={TOKEN}", follow_redirects=False)
+    assert (first.status_code, first.headers["location"]) == (303, "/")
+    assert "HttpOnly" in first.headers["set-cookie"] and "SameSite=strict" in first.headers["set-cookie"]
+    assert client.get("/api/runs").json()[0]["name"] == "run"
+    assert client.get("/api/runs", headers={"host": "attacker.example:8765"}).status_code == 421
+    assert client.get("/page/../answers.py").status_code == 404
+    assert client.post("/api/runs").status_code == 405
+
+
+def test_the_page_may_load_nothing_but_itself(client: TestClient) -> None:
+    policy = client.get("/").headers["content-security-policy"].split("; ")
+    assert policy[:2] == ["default-src 'none'", "script-src 'self'"]
+    assert not any("unsafe" in rule or "http" in rule for rule in policy)
+    for name in (*(f"{module}.js" for module in PAGE_MODULES), "style.css", "uPlot.min.css", "uPlot.iife.min.js"):
+        assert client.get(f"/page/{name}").status_code == 200
+        assert name.startswith("uPlot") or "innerHTML" not in page_file(name)
+
+
+def test_filters_hold_together_over_all_files(client: TestClient, run: RecordedRun) -> None:
+    newest = [float(n * sign) for n in range(GROUPS - 1, -1, -1) for sign in (-1, 1)]
+    assert rewards(client, count=2000) == newest
+    assert rewards(client, count=3, skip=2) == newest[2:5]
+    assert rewards(client, version_from=5, version_to=6) == [-6.0, 6.0, -5.0, 5.0]
+    assert rewards(client, version_from=38, success="true") == [39.0, 38.0]
+    assert rewards(client, reward_from=-2, reward_to=-1) == [-2.0, -1.0]
+    assert rewards(client, group="0-7") == rewards(client, problem="p-0-7") == [-7.0, 7.0]
+    assert rewards(client, dataset="train", order="best", count=2) == [39.0, 38.0]
+    assert rewards(client, order="worst", count=2, skip=1) == [-38.0, -37.0]
+    assert rewards(client, dataset="other") == rewards(client, cut="true") == rewards(client, failed="true") == []
+    assert rewards(client, step_from=1, step_to=1) == [-0.0, 0.0]
+    assert rewards(client, step_from=2) == []
+    assert rewards(client, text="Q12") == [-12.0, 12.0]
+    for wrong in ({"version_from": -1}, {"order": "other"}, {"count": 10**9}, {"reward_from": "x"}):
+        assert client.get("/api/runs/0/rollouts", params=wrong).status_code == 422
+
+
+def test_cut_and_failed_rollouts_are_found(client: TestClient, run: RecordedRun, watched: WatchedRun) -> None:
+    cut = run.sample("0-90/r0/s0", [("q", False), ("a", True)], [90], finished=False, reward=9.0)
+    run.write(run.group("0-90", [cut], dataset="new", failed_rollouts=3))
+    wait_until(lambda: watched.index["training"].num_rollouts == 2 * GROUPS + 1, 2.0)
+    for wanted in ({"cut": "true"}, {"failed": "true"}, {"dataset": "new"}):
+        assert rewards(client, **wanted) == [9.0]
+
+
+def test_a_group_has_its_advantages_fates_and_step(client: TestClient) -> None:
+    group = client.get("/api/runs/0/group?offset=0").json()
+    assert (group["group_id"], group["problem_id"], group["step"]) == ("0-0", "p-0-0", 1)
+    first = group["rollouts"][0]["samples"][0]
+    assert (first["advantage"], first["fate"]) == (0.5, "trained in step 1")
+    assert [turn["kind"] for turn in first["turns"]] == ["prompt", "generated"]
+    other = client.get("/api/runs/0/group?offset=1").json()
+    assert other["step"] is None
+    assert [each["samples"][0]["fate"] for each in other["rollouts"]] == ["filtered: zero_advantage", "pending"]
+    assert client.get("/api/runs/0/group?offset=999").status_code == 404
+    found = client.get("/api/runs/0/previews?at=3.1,2.0").json()
+    assert [(each["rollout_id"], each["text"]) for each in found] == [
+        ("0-3/r1", "3.1<|end|>"),
+        ("0-2/r0", "2.0<|end|>"),
+    ]
+
+
+def test_tokens_say_where_an_update_crossed_the_sequence(client: TestClient, run: RecordedRun) -> None:
+    parts = [("question", False), ("one ", True), ("given", False), ("two", True)]
+    sample = run.sample("0-91/r0/s0", parts, [3, 5], reward=1.0)
+    run.write(run.group("0-91", [sample]))
+    wait_until(lambda: client.get("/api/runs/0/rollouts?group=0-91").json()["total"] == 1, 2.0)
+    answer = client.get(f"/api/runs/0/tokens?offset={GROUPS}&place=0").json()
+    assert "".join(answer["texts"]) == "questionone giventwo"
+    lengths = [len(run.ids(text)) for text, _ in parts]
+    versions = [None] * lengths[0] + [3] * lengths[1] + [None] * lengths[2] + [5] * lengths[3]
+    assert answer["versions"] == versions
+    assert answer["logprobs"] == [None if version is None else -0.5 for version in versions]
+    assert client.get(f"/api/runs/0/tokens?offset={GROUPS}&place=0&sample=1").status_code == 404
+
+
+def test_the_overview_adds_up(client: TestClient) -> None:
+    run = client.get("/api/runs/0/overview").json()
+    assert (run["step"], run["fates"], run["fate_tokens"]) == (
+        1,
+        {"trained": 2, "filtered": 2},
+        {"trained": 30, "filtered": 10},
+    )
+    assert run["goodput"] == 0.75
+    assert run["reasons"] == [{"fate": "filtered", "reason": "zero_advantage", "count": 2}]
+    curves = client.get("/api/runs/0/curves?names=reward,success").json()
+    assert curves == {"steps": [1], "hours": [0.01], "samples": [2.0], "series": {"reward": [0.25], "success": [None]}}
+
+
+def test_a_long_curve_is_averaged(run: RecordedRun, client: TestClient, watched: WatchedRun) -> None:
+    steps = 2 * MAX_POINTS
+    own: dict[str, Any] = {"group_ids": [], "num_samples": 1, "samples_processed": 1}
+    done = [StepDone(step=step, time=step, **own) for step in range(2, steps + 1)]
+    run.write(*done, topic="trainer", instance="finetune_0", kind=TrainerMessage)
+    values = [MetricRecord(source="finetune_0", step=n, time=n, values={"x": float(n)}) for n in range(1, steps + 1)]
+    run.write(*values, topic="metrics", instance="finetune_0", kind=MetricRecord)
+    wait_until(lambda: watched.read(lambda state: len(state.curve(("x",)))) == steps)
+    curves = client.get("/api/runs/0/curves?names=x").json()
+    assert (len(curves["steps"]), curves["steps"][:2], curves["series"]["x"][:2]) == (MAX_POINTS, [2, 4], [1.5, 3.5])
+
+
+def test_rollouts_of_evaluations_with_their_failures(client: TestClient, run: RecordedRun, watched: WatchedRun) -> None:
+    sample = EvaluationSample(
+        id="e/r0/s0",
+        group_id="e",
+        rollout_id="e/r0",
+        input_ids=run.ids("q") + run.ids("a"),
+        labels=[-100] * len(run.ids("q")) + run.ids("a"),
+        reward=1.0,
+        finished=True,
+        finish_reason="stop",
+        prompt_tokens=len(run.ids("q")),
+        output_tokens=len(run.ids("a")),
+        version_spans=[],
+    )
+    rollouts = [
+        evaluation("e/r0", samples=[sample], summary=summary(True), due_version=4),
+        evaluation("e/r1", failure="timeout", message="took too long", due_version=4),
+    ]
+    run.write(*rollouts, topic="evaluation_rollouts", kind=EvaluationRollout)
+    result = EvaluationResult(
+        due_version=4,
+        min_version=4,
+        max_version=4,
+        is_final=False,
+        dataset_name="test",
+        num_rollouts=1,
+        num_failed=1,
+        success_rate=1.0,
+        mean_reward=1.0,
+        metrics={},
+        seconds=1,
+        time=9,
+    )
+    run.write(result, topic="evaluation", kind=EvaluationResult)
+    wait_until(lambda: watched.index["evaluation"].num_rollouts == 2 and watched.evaluations.made, 2.0)
+    assert rewards(client, source="evaluation") == [None, 1.0]
+    assert rewards(client, source="evaluation", failure="timeout") == [None]
+    assert rewards(client, source="evaluation", success="true", version_from=4) == [1.0]
+    failed = client.get("/api/runs/0/group?source=evaluation&offset=1").json()["rollouts"][0]
+    assert (failed["failure"], failed["message"], failed["has_result"]) == ("timeout", "took too long", True)
+    assert client.get("/api/runs/0/tokens?source=evaluation&offset=0&place=0").json()["texts"] == ["q", "a"]
+
+
+def test_texts_are_inert(client: TestClient, run: RecordedRun, watched: WatchedRun) -> None:
+    sample = run.sample(
+        "0-92/r0/s0", [(HOSTILE, False), ("a", True)], metadata={HOSTILE: [HOSTILE]}, finish_reason=HOSTILE
+    )
+    run.write(run.group("0-92", [sample], dataset=HOSTILE, problem_id=HOSTILE))
+    wait_until(lambda: watched.index["training"].num_rollouts == 2 * GROUPS + 1, 2.0)
+    paths = (
+        "overview",
+        f"group?offset={GROUPS}",
+        f"tokens?offset={GROUPS}&place=0",
+        f"previews?at={GROUPS}.0",
+        "rollouts?count=1",
+    )
+    for path in paths:
+        answer = client.get(f"/api/runs/0/{path}")
+        assert answer.headers["content-type"] == "application/json"
+        assert all(text.replace("\n", "").isprintable() for text in texts_in(answer.json())), path
+
+
+def test_a_damaged_stream_is_named_and_the_rest_is_shown(run: RecordedRun) -> None:
+    file = next((run.root / "streams" / "metrics" / "finetune_0" / "0").glob("*.jsonl"))
+    file.write_bytes(b"{}\n")
+    watched = WatchedRun(run.root).start()
+    client = TestClient(make_app([watched], TOKEN), base_url=ADDRESS)
+    client.get(f"/?token={TOKEN}")
+    wait_until(lambda: watched.faults and watched.index["training"].num_rollouts == 2 * GROUPS)
+    faults = client.get("/api/runs/0/overview").json()["faults"]
+    assert [each["stream"] for each in faults] == ["metrics/finetune_0"]
+    watched.close()
+
+
+def test_the_exported_file_holds_chosen_rollouts_and_is_inert(run: RecordedRun, tmp_path: Path) -> None:
+    sample = run.sample("0-93/r0/s0", [("</script><script>alert(1)</script>", False), ("a", True)])
+    run.write(run.group("0-93", [sample]))
+    file = tmp_path / "run.html"
+    assert main(["view", str(run.root), "--export", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    assert len(text) < 5_000_000
+    assert text.count("</script>") == text.count("<script") == 3
+    assert "0-93/r0" in text and "0-39/r0" in text and "0-20/r0" not in text
+    assert not re.search(r"\b(import|export) [{\w]", text.split('"exported">')[1].split("</script>", 2)[2])
+    assert main(["view", str(run.root), "--export", str(tmp_path / "run.html" / "x")]) == 2
+
+
+def test_a_wrong_folder_or_address_is_refused(tmp_path: Path, run: RecordedRun) -> None:
+    assert main(["view", str(tmp_path / "nothing")]) == 2
+    assert main(["view", str(run.root), "--host", "256.0.0.1"]) == 2
+
+
+def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
+    index = RolloutIndex()
+    groups, attempts = 3000, 64
+
+    def rollouts(n: int) -> GroupRow:
+        own = [
+            RolloutSummary(
+                rollout_id=f"{n}/{k}", reward=n + k / 64, success=k == 0, num_samples=1, output_tokens=5, latency_s=1
+            )
+            for k in range(attempts)
+        ]
+        return GroupRow(id=str(n), samples=[], rollouts=own, problem_id=str(n % 7))
+
+    for n in range(1000, groups):
+        index.add(n, rollouts(n))
+    index.fill(iter(Entry(n, rollouts(n)) for n in range(1000)))
+    assert index.span == (0, groups) and index.num_rollouts == groups * attempts > 2 * BLOCK_ROLLOUTS
+    hits, total = index.find(Filter(problem="3", success=True), "newest", 2500, 0, 3)
+    assert [hit.offset for hit in hits] == [2495, 2488, 2481]
+    assert total == sum(n % 7 == 3 for n in range(2500))
+    best, _ = index.find(Filter(), "best", groups, 0, 2)
+    assert [(hit.offset, hit.place) for hit in best] == [(2999, 63), (2999, 62)]
+    assert index.at(7, 5).reward == pytest.approx(7 + 5 / 64)
