@@ -15,6 +15,7 @@ FEW = {"num_train": 40, "num_test": 8}
 MIXED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("counting", "countdown", "math", "ifeval"), FEW),
     "fn_calling": {**FEW, "num_tools": 2, "max_calls": 1},
+    "tir": {**FEW, "max_programs": 1},
     "coding": {"num_train": 20, "num_test": 4},
     "logic": {**FEW, "families": ["leg_counting", "spell_backward", "number_sorting"]},
 }
@@ -37,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 # What needs more than the actor: a service that plays or grades, and an evaluation of every domain.
 SERVICES: dict[str, tuple[str, ...]] = {
     "gymnasium_text": ("environment={_target_: pipelinerl.games.create_app, processes: 1}", "world.env_replicas=1"),
-    "multi": ("world.verifier_replicas=1", "verifier.processes=1", "actor.test_samples=68"),
+    "multi": ("world.verifier_replicas=1", "verifier.processes=1", "actor.test_samples=76"),
 }
 CPU_SETTINGS = """
 defaults: [base, {override world: cpu}, _self_]
