@@ -107,7 +107,8 @@ class Tool:
             return "error: expected the tool python with the argument code, a text"
         run = await asyncio.to_thread(run_in_sandbox, program, endpoint=self._endpoint)
         self.runs.append(run)
-        return shown_output(run, self._longest)
+        shown = shown_output(run, self._longest)
+        return f"{shown}\n{_NONE_LEFT}" if self.is_used_up else shown
 
 
 def shown_output(run: Run, max_characters: int) -> str:
@@ -166,8 +167,7 @@ async def generate_tir_rollout(
                 code = arguments_of(tool_call).get("code") if tool_call["function"]["name"] == "python" else None
                 dialogue.add_tool_result(tool_call, await tool.answer(code if isinstance(code, str) else None))
         elif not native and (program := next_program(call)) is not None:
-            output = f"{_OUTPUT}\n{await tool.answer(program)}\n```"
-            dialogue.add(f"{output}\n{_NONE_LEFT}" if tool.is_used_up else output)
+            dialogue.add(f"{_OUTPUT}\n{await tool.answer(program)}\n```")
         else:
             break
     grade = await verify(verify_math, calls[-1].graded_text, problem)
