@@ -77,7 +77,7 @@ class Collector:
             lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs), time.monotonic() - started),
         )
         self._replaced_workers: dict[str, int] = {}
-        self._display_works = True
+        self._display_works = self._draws = True
         self._feeds = self._make_feeds(hub, world)
         self._stopped = False
 
@@ -119,15 +119,21 @@ class Collector:
                 write_json(self._run_dir.summary_file, summary)
             except OSError as error:
                 logger.error("%s cannot be written: %s", self._run_dir.summary_file, error)
-            try:
-                # To load what draws takes a second, for which a run that failed at its start need not keep its user.
-                if has_learning_curve(self._state):
-                    plot_learning_curve(self._state, self._run_dir.learning_curve_file, self._title)
-            except Exception as error:  # noqa: BLE001 - a picture never changes how a run ended
-                logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
+            # To load what draws takes a second, for which a run that failed at its start need not keep its user.
+            if has_learning_curve(self._state):
+                self._draw()
         for sink in self._sinks:
             sink.finish(summary)
         return summary
+
+    def _draw(self) -> None:
+        if not self._draws:
+            return
+        try:
+            plot_learning_curve(self._state, self._run_dir.learning_curve_file, self._title)
+        except Exception as error:  # noqa: BLE001 - a picture never changes how a run ends
+            self._draws = False
+            logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
 
     def _make_feeds(self, hub: StreamHub, world: WorldMap) -> list[Feed[Any]]:
         names = [job.name for kind in RECORDING_KINDS for job in world.jobs_of(kind)]
@@ -191,6 +197,7 @@ class Collector:
             self._state.fold_evaluation(result)
             if result.time >= self._since:
                 self._show(lambda: self._display.evaluated(self._state, result))
+                self._draw()
         self._log(_row("evaluation", result.due_version, result.time, values))
 
     def _on_trainer(self, message: TrainerMessage) -> None:

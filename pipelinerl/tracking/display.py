@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 from time import monotonic
 from typing import Any, TextIO
 
@@ -35,6 +36,7 @@ QUIET_INTERVAL_S = 20.0
 EVALUATION_INTERVAL_S = 5.0
 _SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
 _NONE = "-"
+_STEPS_OF_ETA = 10
 _MAX_NAMED = 4
 _LONG_WAIT_S = 5.0
 _JOIN_S = 5.0  # a terminal may block a line forever
@@ -48,6 +50,14 @@ def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
     number = partial(_number, state)
     servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := _SERVER_BUSY.fullmatch(name)))
     step = f"{state.steps}/{max_steps}" if max_steps else f"{state.steps}"
+    seconds = step_seconds(state)
+    pace = _NONE if seconds is None else f"{seconds:.2f} s/step"
+    if seconds is not None and max_steps:
+        pace += f", {_duration(seconds * max(0, max_steps - state.steps))} left"
+    waits = f"trainer {number('finetune/wait_data_s', form='.1f')} s, servers {_idle_s(state)} s"
+    answers = f"{number('actor/output_tokens_per_rollout', form='.0f')} tokens"
+    if cut := state.latest.get("preprocessor/cut_fraction"):
+        answers += f", {cut:.0%} cut off"
     tokens, rollouts = number("actor/output_tokens_per_s", form=".0f"), number("actor/rollouts_per_s", form=".1f")
     samples, loss = number("finetune/samples_per_s", form=".1f"), number("finetune/loss", form=".4g")
     gradient = number("finetune/grad_norm", form=".3g")
@@ -55,14 +65,17 @@ def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
     update = f"version {state.version}, {_update_s(state)} s" if state.version is not None else _NONE
     return [
         ("step", f"{step}   ({_duration(state.training_seconds)} of training)"),
+        ("pace", pace),
         ("reward, training", _last(state.curve(REWARD))),
         ("success, training", _last(state.curve(SUCCESS))),
         ("success, held out", _held_out(state)),
+        ("answers", answers),
         ("sampling", f"{tokens} tokens/s, {rollouts} rollouts/s"),
         ("training", f"{samples} samples/s, loss {loss}, gradient norm {gradient}"),
         ("lag (versions)", f"mean {mean}, max {most}"),
         ("ESS", f"{number('finetune/ess')}, after clamping {number('finetune/ess_after_clamp')}"),
         ("servers", ", ".join(f"{index}: {busy:.0f} running" for index, busy in servers) or _NONE),
+        ("waits in a step", waits),
         ("last weight update", update),
         ("samples", ", ".join(f"{count} {fate}" for fate, count in sorted(state.fates.items())) or _NONE),
     ]
@@ -82,17 +95,32 @@ def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) 
     """The step of `record` as one line, with reward and success as in the table and the plot."""
     step, number = record.step, partial(_number, state)
     # The trainer's metrics may come before its word that the step is done.
-    reward, success = (state.by_step(names).get(step) for names in (REWARD, SUCCESS))
-    return (
-        f"step {f'{step}/{max_steps}' if max_steps else step}"
-        f" | reward {_NONE if reward is None else f'{reward:.3f}'}"
-        f" | success {_NONE if success is None else f'{success:.3f}'}"
-        f" | grad norm {number('finetune/grad_norm', form='.3g')}"
-        f" | {number('actor/output_tokens_per_s', form='.0f')} tokens/s"
-        f" | lag {number('finetune/lag_mean_versions', form='.2f')}"
-        f" (max {number('finetune/lag_max_versions', form='.0f')})"
-        f" | ESS {number('finetune/ess')} | update {_update_s(state)} s"
+    reward, success, cut = (
+        state.by_step(names).get(step) for names in (REWARD, SUCCESS, ("preprocessor/cut_fraction",))
     )
+    seconds = step_seconds(state)
+    parts = [
+        f"step {f'{step}/{max_steps}' if max_steps else step}",
+        f"{_NONE if seconds is None else f'{seconds:.2f}'} s/step",
+        *([f"{_duration(seconds * (max_steps - step))} left"] if seconds is not None and max_steps else []),
+        f"reward {_NONE if reward is None else f'{reward:.3f}'}",
+        f"success {_NONE if success is None else f'{success:.3f}'}",
+        f"{number('actor/output_tokens_per_rollout', form='.0f')} tokens" + (f", {cut:.0%} cut" if cut else ""),
+        f"lag {number('finetune/lag_mean_versions', form='.2f')}",
+        f"ESS {number('finetune/ess')}",
+        f"waits {number('finetune/wait_data_s', form='.1f')} s, servers {_idle_s(state)} s",
+        f"update {_update_s(state)} s",
+    ]
+    if "finetune/gpu_memory_peak_gib" in state.latest:
+        parts.append(f"{number('finetune/gpu_memory_peak_gib', form='.1f')} GiB")
+    return " | ".join(parts)
+
+
+def step_seconds(state: RunState) -> float | None:
+    """Median seconds of the last ten steps; None before the first."""
+    values = state.by_step(("finetune/step_s",))
+    last = [values[step] for step in range(state.steps - _STEPS_OF_ETA + 1, state.steps + 2) if step in values]
+    return median(last) if last else None
 
 
 def evaluation_line(result: EvaluationResult) -> str:
@@ -165,6 +193,12 @@ def _held_out(state: RunState) -> str:
     before = state.held_out_success("before")
     text = f"{success_rate:.3f} at version {last.max_version}"
     return f"{text}   ({before:.3f} before)" if before is not None and last.due_version > 0 else text
+
+
+def _idle_s(state: RunState) -> str:
+    """Mean seconds that a server had nothing to do since its last report."""
+    idle = [value for name, value in state.latest.items() if "/server_idle_s_" in name]
+    return f"{sum(idle) / len(idle):.1f}" if idle else _NONE
 
 
 def _duration(seconds: float) -> str:

@@ -153,7 +153,7 @@ class Answers:
         is the mean of neighbors.
         """
         found = run.read(lambda state: {name: state.curve(_CURVE_NAMES.get(name, (name,))) for name in names})
-        axes = run.read(lambda state: [state.curve((f"finetune/{name}",)) for name in ("step_s", "samples")])
+        axes = run.read(lambda state: [state.curve((name,)) for name in ("finetune/step_s", "finetune/samples")])
         steps = sorted({step for curve in found.values() for step in curve})
         width = -(-len(steps) // MAX_POINTS) or 1
         buckets = [steps[start : start + width] for start in range(0, len(steps), width)]

@@ -110,6 +110,14 @@ def test_from_streams_to_files(tmp_path: Path) -> None:
     assert "final evaluation on test: success 0.750" in shown
 
 
+def test_the_curve_is_drawn_at_an_evaluation(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.collector.start()
+    run.hub.writer("evaluation", "actor_0", EvaluationResult).write(evaluation(0, 0.25, False))
+    run.collector.stop()
+    assert run.dir.learning_curve_file.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_restarted_collector_comes_to_the_same(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.play()

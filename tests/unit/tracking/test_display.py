@@ -90,7 +90,7 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     state.fold_metrics(record)
     line = progress_line(state, None, record)
     # Of all rollouts of the batch, also those whose samples a filter left out; the table and the plot say the same.
-    assert line.startswith("step 2 | reward 0.250 | success 0.250 | grad norm 0.125 | ")
+    assert " | ".join(line.split(" | ")[:4]) == "step 2 | - s/step | reward 0.250 | success 0.250"
     rows = dict(table_rows(state, None))
     assert (rows["reward, training"], rows["success, training"]) == ("0.750", "0.750")
     values = {"preprocessor/reward_mean": 0.9, "preprocessor/success_rate": 0.9}
@@ -98,7 +98,32 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     assert dict(table_rows(state, None))["reward, training"] == "0.750", "step 4 is not trained yet"
     # Its metrics may come before the trainer's word that it is.
     line = progress_line(state, None, MetricRecord(source="finetune_0", step=4, time=73.0, values=trained))
-    assert line.startswith("step 4 | reward 0.900 | success 0.900 | ")
+    assert "step 4 | - s/step | reward 0.900 | success 0.900 | " in line
+
+
+def test_a_line_says_what_is_left_and_who_waits() -> None:
+    """The median of the last ten steps of 2 s, and one of 30 s, is 2 s; 40 - 11 steps are left."""
+    state = running()
+    for step in range(1, 12):
+        numbers = {"finetune/step_s": 30.0 if step == 5 else 2.0, "finetune/wait_data_s": 0.25}
+        record = MetricRecord(source="finetune_0", step=step, time=60.0 + step, values=numbers)
+        state.fold_metrics(record)
+        done = StepDone(step=step, time=60.0 + step, group_ids=[], num_samples=8, samples_processed=8 * step)
+        state.fold_trainer(done)
+    more = {
+        "actor/server_idle_s_0": 1.0,
+        "actor/server_idle_s_1": 0.5,
+        "actor/output_tokens_per_rollout": 210.4,
+        "preprocessor/cut_fraction": 0.125,
+        "finetune/gpu_memory_peak_gib": 20.04,
+    }
+    state.fold_metrics(MetricRecord(source="actor_0", step=11, time=80.0, values=more))
+    parts = progress_line(state, 40, record).split(" | ")
+    assert parts[:3] == ["step 11/40", "2.00 s/step", "0:58 left"]
+    assert parts[5] == "210 tokens, 12% cut" and parts[-1] == "20.0 GiB"
+    assert parts[8] == "waits 0.2 s, servers 0.8 s"
+    rows = dict(table_rows(state, 40))
+    assert rows["pace"] == "2.00 s/step, 0:58 left" and rows["answers"] == "210 tokens, 12% cut off"
 
 
 def test_notices_are_lines_and_stand_above_the_table() -> None:
