@@ -243,9 +243,9 @@ _OTHER_NAMES = {
     "finetune.lora.target_modules": "lora_target_modules",
     "finetune.rl.policy_loss": "loss_mode importance_sampling_level",
     "finetune.rl.aggregation": "loss_type loss_agg_mode",
-    "finetune.rl.advantage_estimator": "adv_estimator",
-    "finetune.rl.divide_advantage_by_std": "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
-    "finetune.rl.kl_coef": "beta kl_loss_coef use_kl_loss init_kl_coef",
+    "finetune.rl.advantage_estimator": "advantage.estimator adv_estimator",
+    "finetune.rl.divide_advantage_by_std": "no_std_norm scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
+    "finetune.rl.kl_coef": "kl.init_coef kl.use_loss beta kl_loss_coef use_kl_loss init_kl_coef",
     "finetune.rl.reward_minus_kl_coef": "kl_ctrl.kl_coef use_kl_in_reward",
     "finetune.rl.kl_estimator": "kl_loss_type",
     "finetune.rl.epsilon_low": "epsilon eps_clip clip_ratio clip_ratio_low eps_clip_low_high cliprange clip_range",
@@ -259,21 +259,27 @@ _OTHER_NAMES = {
     "finetune.rl.importance_high": "vllm_importance_sampling_cap tis_imp_ratio_cap rollout_is_threshold",
     "finetune.rl.overlong_filtering": "mask_truncated_completions",
     "finetune.rl.overlong_buffer_tokens": "overlong_buffer.len overlong_buffer_len",
-    "finetune.rl.filter_zero_advantage_groups": "dynamic_filtering filter_groups.enable dynamic_sampling",
+    "finetune.rl.filter_zero_advantage_groups": (
+        "dynamic_filtering_enable dynamic_filtering filter_groups.enable dynamic_sampling"
+    ),
     "finetune.rl.filter_reward_low": "dynamic_filtering_reward_range",
     "rewards.components": "reward_weights",
     "actor.agent_func_path": "agent_func",
+    "actor.rollout_policy": "reward_funcs custom_reward_function remote_url remote_rm_url",
+    "eval": "num_generations_eval val_kwargs.n eval.n_samples_per_prompt eval_n_samples_per_prompt",
     "backend.config": "zero_stage",
-    "world.num_actor_llms": "vllm_num_engines",
-    "world.placement": "vllm_mode colocate_all_models hybrid_engine",
+    "world.num_actor_llms": "num_engines vllm_num_engines",
+    "world.placement": "colocate_all vllm_mode colocate_all_models hybrid_engine",
     "world.sleep_level": "vllm_enable_sleep vllm_enable_sleep_mode",
     "world.offload_optimizer": "optimizer_offload adam_offload",
-    "vllm_config.vllm_kwargs.tensor-parallel-size": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "vllm_config.vllm_kwargs.tensor-parallel-size": (
+        "vllm.tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size"
+    ),
     "vllm_config.vllm_kwargs.gpu-memory-utilization": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "vllm_config.vllm_kwargs.max_model_len": "vllm_max_model_length max_model_len",
     "wandb.mode": "report_to use_wandb",
     "wandb.wandb_name": "run_name experiment_name wandb_run_name",
-    "wandb.wandb_project_name": "project_name wandb_project",
+    "wandb.wandb_project_name": "wandb.project project_name wandb_project",
 }
 SYNONYMS: dict[str, str] = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipelinerl.config.compose import compose
+from pipelinerl.config.former_keys import synonym_of
 from pipelinerl.domains import math
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 from pipelinerl.world import Cluster, FreePorts, build_world_map
@@ -75,3 +76,14 @@ async def test_the_metric_of_the_recipes(monkeypatch: pytest.MonkeyPatch) -> Non
     exec(source, task)
     result = await task["generate_rollout"](None, None, {}, None)
     assert result.metrics.model_extra == {"lines": 2}
+
+
+def test_the_table_of_other_names_says_what_the_messages_say() -> None:
+    _, _, table = (ROOT / "docs" / "recipes.md").read_text().partition("| TRL ")
+    _, *rows = re.findall(r"^\|(.*)\|(.*)\|(.*)\|(.*)\|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    for *others, here in rows:
+        for cell in others:
+            names = re.findall(r"`-{0,2}([\w.]+)", cell)
+            keys = [(synonym_of(name) or name).rpartition(".")[2] for name in names]
+            assert not names or any(key in here for key in keys), (cell, here)
