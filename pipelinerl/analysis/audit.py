@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.analysis.ledger import Ledger, build_ledger, read_records
+from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, StreamError
 from pipelinerl.records import FATES
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
@@ -203,7 +204,7 @@ def _line(lengths: Lengths) -> str:
 def main(argv: list[str]) -> int:
     """Print the audit of the run that `argv` names; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl audit",
+        prog=typed("audit"),
         description="Prove from a run's streams that every sample ended in exactly one way: submitted = trained + "
         "filtered + stale + failed + unused + pending. Prints goodput and compares the lengths of trained and lost "
         "samples.",

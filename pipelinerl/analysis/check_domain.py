@@ -27,6 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from pipelinerl.agents.user_threads import start_thread
+from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.load import load_config, to_dictconfig
@@ -380,14 +381,14 @@ async def _scripted_server(token_ids: list[int]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-_EPILOG = "The arguments are those of python -m pipelinerl.launch; NAME is short for --config-name NAME."
+_EPILOG = f"The arguments are those of {typed('launch')}; NAME is short for --config-name NAME."
 
 
 def main(argv: list[str]) -> int:
     """Print what was found and return 0; a mistake is a `UserError` with what to change."""
     if not argv or argv[0] in ("-h", "--help"):
         argparse.ArgumentParser(
-            prog="python -m pipelinerl check-domain",
+            prog=typed("check-domain"),
             usage="%(prog)s [NAME] [--config-dir DIR] [--config-name NAME] [key=value ...]",
             description="Import actor.rollout_policy and dataset_loader, load the data sets, check their shapes, grade "
             "the gold answers, and run one rollout against a server that answers as told.",

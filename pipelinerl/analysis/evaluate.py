@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from pipelinerl.commands import typed
 from pipelinerl.config.compose import DEFAULT_CONFIG, ComposedConfig, compose, compose_plain
 from pipelinerl.config.load import load_config, save_composable
 from pipelinerl.config.run import LIKE_TRAINING
@@ -23,7 +24,7 @@ from pipelinerl.launch import start
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.rundir.layout import RunDir
 
-_COMMAND = "python -m pipelinerl eval"
+_COMMAND = typed("eval")
 # Of a run's configuration: what belongs to training, to its trackers and to its records.
 _NOT_OF_THE_RUN: dict[str, Any] = {
     "streams": {"backend": "files"},
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{_COMMAND} MODEL_OR_RUN [--tasks NAME,...] [-k K] [--output DIR] [key=value ...]",
         description="Evaluate a model on held-out problems and print avg@k and pass@k with 95 %% confidence intervals, "
         "the length of rollouts and the share that was cut off. Writes a run directory without training: "
-        "evaluation.json, and rollouts that `python -m pipelinerl samples DIR` shows.",
+        f"evaluation.json, and rollouts that `{typed('samples')} DIR` shows.",
         epilog="Ctrl-C keeps the rollouts that ended; the same command goes on with them. Exit code 0: evaluated, "
         "1: failed, 2: something has to be changed, 130: interrupted.",
         allow_abbrev=False,

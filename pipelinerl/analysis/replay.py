@@ -16,6 +16,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
@@ -234,7 +235,7 @@ def replay_run(
 def main(argv: list[str]) -> int:
     """Replay the run that `argv` names; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl replay",
+        prog=typed("replay"),
         description="Rebuild every batch of a run from its recorded groups and train on them again, without servers. "
         "On a CPU with the plain backend and one trainer rank the training states come out bit by bit.",
         epilog="With --verify the exit code is 1 if something differs; 2: this run cannot be replayed.",

@@ -32,6 +32,7 @@ from pipelinerl.analysis.select import (
     samples_of_step,
 )
 from pipelinerl.analysis.token_text import one_line, token_text
+from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
@@ -76,7 +77,7 @@ def _no_rollouts(run: StartedRun, is_evaluation: bool) -> ConfigError:
     elif not is_evaluation and config.debug.streams_from is not None:
         next_step = f"This run reads those of another one (debug.streams_from): give {config.debug.streams_from}."
     elif run.is_running:
-        next_step = f"Try again later; `python -m pipelinerl status {run.run_dir.root}` shows what the run does now."
+        next_step = f"Try again later; `{typed('status')} {run.run_dir.root}` shows what the run does now."
     else:
         next_step = f"It ended before: see {run.run_dir.launch_log}."
     what = "recorded rollouts of evaluations" if is_evaluation else "at least one finished group"
@@ -126,7 +127,7 @@ def _end_output() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl samples",
+        prog=typed("samples"),
         description="Show rollouts of a run as text, turn by turn: what the model was given, what it said, the reward, "
         "the policy versions that sampled it, and what became of it; rollouts of training, or with --evaluation those "
         "on held-out problems. Special tokens are shown; control characters are shown as escapes (\\x1b). Text is that "

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from pipelinerl.commands import typed
 from pipelinerl.config.advice import advice
 from pipelinerl.config.agent import DATA_KEYS, settle_agent
 from pipelinerl.config.faults import COMMAND_LINE, faults_of, raise_faults, unknown_key
@@ -82,7 +83,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
         notes.append(f"the experiment is {name}; for one in your folder add --config-name")
     if data.get("output_dir") in (None, "", "???"):
         words = "" if name == DEFAULT_CONFIG else f" --config-name {name}"
-        next_step = f"Write for instance: python -m pipelinerl.launch{words} output_dir=results/my_run"
+        next_step = f"Write for instance: {typed('launch')}{words} output_dir=results/my_run"
         raise ConfigError("output_dir", data.get("output_dir"), "the folder that the run writes to", next_step)
     settle_agent(data, search_dirs)
     refuse_secrets(data, os.environ)

@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipelinerl.commands import typed
 from pipelinerl.config.keys import value_at
 from pipelinerl.config.load import conf_dir
 from pipelinerl.config.translate import Conversion
@@ -212,9 +213,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Translate the file that `argv` names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl convert", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog=typed("convert"), description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, help="a configuration file of PipelineRL")
     conversion = FileConversion(OldFile(parser.parse_args(argv).file.absolute()))
     defaults = {"defaults": conversion.entries} if conversion.entries else {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from pipelinerl.commands import typed
 from pipelinerl.config.former_keys import fate_of, synonym_of
 from pipelinerl.config.keys import Key, known_keys
 from pipelinerl.config.run import LIKE_TRAINING, RunConfig
@@ -65,7 +66,7 @@ def unknown_key(key: str, got: object, origin: str) -> ConfigError:
     """Return the error for a key that the schema does not have. `origin` says where it was set."""
     fate = fate_of(key)
     if fate is not None:
-        next_step = f"{fate} It was set {origin}. `python -m pipelinerl convert FILE` translates a file of PipelineRL."
+        next_step = f"{fate} It was set {origin}. `{typed('convert')} FILE` translates a file of PipelineRL."
         return ConfigError(key, got, "a known key", next_step)
     near = nearest_key(key, [each.name for each in known_keys()])
     next_step = f"It was set {origin}. Remove it; settings of your own task belong under `custom`."

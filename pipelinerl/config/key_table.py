@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.commands import typed
 from pipelinerl.config.keys import Key, known_keys
 from pipelinerl.config.load import config_names
 from pipelinerl.config.section import DOTTED
@@ -27,7 +28,7 @@ _COMMON = (
 _HELP = """\
 Train a language model by asynchronous reinforcement learning.
 
-usage: python -m pipelinerl.launch [--config-name NAME] [--config-dir DIR] output_dir=DIR [key=value ...]
+usage: {launch} [--config-name NAME] [--config-dir DIR] output_dir=DIR [key=value ...]
 
   output_dir=DIR       where the run writes everything (required)
   --config-name NAME   the experiment, or a configuration of yours (default: math, small sums that need no dataset);
@@ -48,11 +49,11 @@ keys that most runs set (--help SECTION lists all; so does docs/configuration.md
 {keys}
 
 examples:
-  python -m pipelinerl.launch output_dir=results/math
-  python -m pipelinerl.launch --config-name quickstart output_dir=results/quickstart
-  python -m pipelinerl.launch --config-dir my_task --config-name my_task output_dir=results/my_task
+  {launch} output_dir=results/math
+  {launch} --config-name quickstart output_dir=results/quickstart
+  {launch} --config-dir my_task --config-name my_task output_dir=results/my_task
 
-a configuration of PipelineRL: python -m pipelinerl convert OLD.yaml
+a configuration of PipelineRL: {convert} OLD.yaml
 """
 
 
@@ -76,7 +77,13 @@ def help_text(search_dirs: Sequence[Path], section: str = "") -> str:
     ]
     by_name = {key.name: key for key in known_keys()}
     common = [line for name in _COMMON for line in _lines(by_name[name])]
-    return _HELP.format(names=", ".join(names), groups="\n".join(groups), keys="\n".join(common))
+    return _HELP.format(
+        names=", ".join(names),
+        groups="\n".join(groups),
+        keys="\n".join(common),
+        launch=typed("launch"),
+        convert=typed("convert"),
+    )
 
 
 def tables() -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
@@ -49,7 +50,7 @@ _HUB_TIMEOUT_S = 10.0
 _LONGER_IS_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _COPY_AGAIN = "Copy or download the model again."
 _MODEL_HELP = (
-    "Correct model_path. `python -m pipelinerl tiny-model` builds a tiny model for CPUs, for configurations based on "
+    f"Correct model_path. `{typed('tiny-model')}` builds a tiny model for CPUs, for configurations based on "
     "base_cpu (or quickstart)."
 )
 

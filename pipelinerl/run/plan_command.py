@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.commands import typed
 from pipelinerl.config.compose import compose
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 from pipelinerl.run.fit import (
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl plan",
+        prog=typed("plan"),
         description="Print memory of every card by part, speed, lag and disk of a run, before it is started.",
         epilog="All other words are those of launch: --config-name NAME and overrides. Exit code 2: it does not fit.",
         allow_abbrev=False,

@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from pipelinerl.commands import typed
 from pipelinerl.errors import ConfigError
 from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir
@@ -165,7 +166,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl pool",
+        prog=typed("pool"),
         description="Servers of a running run. `add` admits a server that is already up and was started with the same "
         "PIPELINERL_SERVER_TOKEN as the launcher. It gets the weights between two updates, its log-probs are compared, "
         "then it gets rollouts. `remove` gives it no more rollouts; running ones finish there, or are repeated on "

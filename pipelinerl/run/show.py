@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult
 from pipelinerl.run.processes import Outcome
@@ -165,7 +166,7 @@ def print_evaluation(outcome: Outcome, results: Sequence[EvaluationResult], run_
                 table.add_row(*row)
         console.print(table)
         console.print(f"results: {run_dir.evaluation_file}", markup=False)
-    console.print(f"rollouts: python -m pipelinerl samples {run_dir.root}", markup=False)
+    console.print(f"rollouts: {typed('samples')} {run_dir.root}", markup=False)
     sys.stdout.flush()
     if outcome.status == "interrupted":
         how = "The same command goes on with the rollouts that ended."

@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from pipelinerl.commands import typed
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
 from pipelinerl.records.lineage import Lineage
@@ -188,7 +189,7 @@ def format_seconds(seconds: float) -> str:
 def main(argv: list[str]) -> int:
     """Print the status of the run that `argv` names; return 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl status",
+        prog=typed("status"),
         description="Show every process of a run: alive or not, what it waits for and for how long, its progress.",
         epilog="Exit code 0, also for a run that failed; 2: not the directory of a run.",
     )

@@ -6,12 +6,13 @@ import os
 import sys
 from pathlib import Path
 
+from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_USER_ERROR
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl tiny-model",
+        prog=typed("tiny-model"),
         description="Build a tokenizer and a model of half a million parameters that knows the guessing game's format, "
         "but plays it badly: a start for reinforcement learning on a CPU. Takes about a minute; the result is reused.",
     )

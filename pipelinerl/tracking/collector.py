@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.records import (
     EvaluationResult,
@@ -248,7 +249,7 @@ class Collector:
 def _health_of(config: RunConfig, world: WorldMap, run_dir: RunDir) -> Health:
     # Whoever takes turns waits by design, and on a CPU the sides share the cores anyway.
     waits_by_design = config.schedule == "conventional" or config.max_lag == 0 or world.device == "cpu"
-    advice = f"`python -m pipelinerl plan --from {run_dir.root}` says what to change."
+    advice = f"`{typed('plan')} --from {run_dir.root}` says what to change."
     waits = None if waits_by_design else Waits(advice)
     log = str(run_dir.job("actor_0") / "stdout.log")
     return Health(EqualRewards(config.finetune.samples_per_step, log), waits, str(run_dir.root))

@@ -13,7 +13,13 @@ import pytest
 from pipelinerl import __main__, dependencies
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "nvidia-ml-py": "pynvml", "inotify-simple": "inotify_simple"}
+MODULES = {
+    "hydra-core": "hydra",
+    "pyyaml": "yaml",
+    "nvidia-ml-py": "pynvml",
+    "inotify-simple": "inotify_simple",
+    "prometheus-client": "prometheus_client",
+}
 
 
 @pytest.mark.parametrize("module", ["pipelinerl", "pipelinerl.launch", "pipelinerl.analysis.check_domain"])

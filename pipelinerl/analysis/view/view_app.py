@@ -20,6 +20,7 @@ from pipelinerl.analysis.view import answers
 from pipelinerl.analysis.view.answers import Answers
 from pipelinerl.analysis.view.rollout_index import Filter, Order
 from pipelinerl.analysis.view.watched_run import Source, WatchedRun
+from pipelinerl.commands import typed
 from pipelinerl.errors import StreamError
 
 LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
@@ -88,7 +89,7 @@ def _guard(app: FastAPI, token: str, hosts: frozenset[str]) -> None:
         if _host_name(request.headers.get("host", "")) not in hosts:
             response = Response("This server answers under its own name only.", 421)
         elif not hmac.compare_digest(known.encode(), token.encode()):
-            response = Response("Open the address that `python -m pipelinerl view` printed, with its token.", 403)
+            response = Response(f"Open the address that `{typed('view')}` printed, with its token.", 403)
         elif given is not None:
             # The token leaves the address bar, and with it the history of the browser.
             response = RedirectResponse("/", 303)

@@ -15,6 +15,7 @@ from pipelinerl.analysis.token_text import one_line
 from pipelinerl.analysis.view.export import MAX_BYTES, write_export
 from pipelinerl.analysis.view.view_app import LOCAL_HOSTS, make_app
 from pipelinerl.analysis.view.watched_run import WatchedRun
+from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 
 _LOOPBACK = "127.0.0.1"
@@ -63,7 +64,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pipelinerl view",
+        prog=typed("view"),
         description="Show runs in the browser, while they go on and afterwards: curves, processes, rollouts with their "
         "tokens, fates, and several runs over each other. Serves this machine only, reads only, needs no network.",
         epilog="From another machine: `ssh -L 8765:127.0.0.1:8765 HOST`, with --port 8765 there. Exit code 0; 1: a "
