@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -132,14 +133,13 @@ class Answers:
             "eta_s": left * step_s if is_running and left is not None and step_s is not None else None,
             "reasons": [
                 {"fate": fate, "reason": reason, "count": count}
-                for (fate, reason), count in run.reasons.most_common(MAX_REASONS)
+                for (fate, reason), count in Counter(run.reasons).most_common(MAX_REASONS)
             ],
-            "faults": [{"stream": name, "fault": text} for name, text in run.faults.items()],
+            "faults": [{"stream": name, "fault": text} for name, text in dict(run.faults).items()],
             "datasets": sorted(run.index["training"].datasets),
             "evaluation_datasets": sorted(run.index["evaluation"].datasets),
             "failures": sorted(run.index["evaluation"].failures),
             "model": str(run.run.config.model_path),
-            "no_text": run.decoder()[1],
         }
         return dict(inert(answer))
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.analysis.select import places_in_group
+from pipelinerl.analysis.token_text import escaped
 from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
 
 Order = Literal["newest", "best", "worst"]
@@ -69,11 +70,16 @@ class EvaluationRow(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 0
 
 
+def key_of(name: str) -> int:
+    """A number for an id. The page knows ids in their inert form only, so it is that of this form."""
+    return hash(escaped(name))
+
+
 @dataclass(frozen=True)
 class Filter:
     """Which rollouts: everything that is not None must hold. `versions` and `reward` are (lowest, highest).
 
-    `keys`: hashes of the groups that may be chosen, as the bytes of an array of int64.
+    `keys`: those of the groups that may be chosen (`key_of` of their ids), as the bytes of an array of int64.
     """
 
     versions: tuple[int, int] | None = None
@@ -210,9 +216,9 @@ def _rollouts_pass(rows: NDArray[Any], wanted: Filter) -> NDArray[Any]:
 def _groups_pass(groups: NDArray[Any], wanted: Filter, names: Names) -> NDArray[Any]:
     passes = np.ones(len(groups), bool)
     if wanted.group is not None:
-        passes &= groups["key"] == hash(wanted.group)
+        passes &= groups["key"] == key_of(wanted.group)
     if wanted.problem is not None:
-        passes &= groups["problem"] == hash(wanted.problem)
+        passes &= groups["problem"] == key_of(wanted.problem)
     if wanted.dataset is not None:
         passes &= groups["dataset"] == names.find(wanted.dataset)
     if wanted.failure is not None:
@@ -232,6 +238,7 @@ class Names:
         self._texts = [""]
 
     def number(self, text: str) -> int:
+        text = escaped(text)
         number = self._numbers.get(text)
         if number is None:
             if len(self._texts) > np.iinfo("u2").max - 1:
@@ -289,11 +296,11 @@ class RolloutIndex:
             if blocks:
                 blocks[-1].seal()
             blocks.append(Block(offset))
-        self.datasets.add(record.dataset_name)
+        self.datasets.add(escaped(record.dataset_name))
         rows = _rows_of_group if isinstance(record, GroupRow) else _rows_of_evaluation
         blocks[-1].add(*rows(record, self.names))  # type: ignore[arg-type]
         if isinstance(record, EvaluationRow) and record.failure:
-            self.failures.add(record.failure)
+            self.failures.add(escaped(record.failure))
 
     def find(self, wanted: Filter, order: Order, below: int, skip: int, count: int) -> tuple[list[Hit], int]:
         """Rollouts `skip` to `skip + count` of those that pass, and how many pass in all.
@@ -364,7 +371,7 @@ class RolloutIndex:
 
 def _rows_of_group(group: GroupRow, names: Names) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
     failed = min(group.failed_rollouts, 65535)
-    own = (hash(group.id), hash(group.problem_id), names.number(group.dataset_name), failed, 0)
+    own = (key_of(group.id), key_of(group.problem_id), names.number(group.dataset_name), failed, 0)
     return own, _rollouts_of_group(group)
 
 
@@ -383,8 +390,8 @@ def _rows_of_evaluation(
     rollout: EvaluationRow | EvaluationRollout, names: Names
 ) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
     own = (
-        hash(rollout.group_id),
-        hash(rollout.problem_id),
+        key_of(rollout.group_id),
+        key_of(rollout.problem_id),
         names.number(rollout.dataset_name),
         int(bool(rollout.failure)),
         names.number(rollout.failure),

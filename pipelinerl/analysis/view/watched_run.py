@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from pipelinerl.analysis.select import Evaluations, StoredGroup, fate_text
 from pipelinerl.analysis.token_text import TokenText, token_text
-from pipelinerl.analysis.view.rollout_index import EvaluationRow, GroupRow, RolloutIndex, Rows
+from pipelinerl.analysis.view.rollout_index import EvaluationRow, GroupRow, RolloutIndex, Rows, key_of
 from pipelinerl.errors import StreamError, UserError
 from pipelinerl.records import (
     FATES,
@@ -85,7 +85,6 @@ class WatchedRun:
         self.evaluations = Evaluations()
         self.reasons: Counter[tuple[str, str]] = Counter()
         self.faults: dict[str, str] = {}
-        self.last_change = time.monotonic()
         self._changes = 0
         self._state = RunState(self.run.identity.incarnation)
         self._step_times: dict[int, float] = {}
@@ -151,8 +150,7 @@ class WatchedRun:
         now = time.monotonic()
         with self._lock:
             if self._status is None or now - self._status[0] > _STATUS_S:
-                if (identity := self._identity_time()) != self._identity:
-                    self._identity, self.run = identity, find_run(self.run.run_dir.root)
+                self._notice_restart()
                 step = self._state.steps
                 self._status = now, status_of(self.run, step, self._step_times.get(step))
             return self._status[1]
@@ -170,7 +168,7 @@ class WatchedRun:
         return 1.0 if not any(thread.is_alive() for thread in self._older) or not last else (last - first) / last
 
     def keys_of_steps(self, first: int, last: int) -> bytes:
-        """Hashes of the groups that were trained in optimizer steps `first` to `last`, for `Filter.keys`."""
+        """Keys of the groups that were trained in optimizer steps `first` to `last`, for `Filter.keys`."""
         with self._lock:
             rows = self._fates.view()
             rows = rows[rows["trained"] & (rows["version"] >= first) & (rows["version"] <= last)]
@@ -182,7 +180,7 @@ class WatchedRun:
         """What became of the samples of a group, by id, as text; and the step that trained it, if one did."""
         with self._lock:
             rows = self._fates.view()
-            rows = rows[rows["key"] == hash(group_id)].copy()
+            rows = rows[rows["key"] == key_of(group_id)].copy()
             lineage = self._state.lineage
             trained = [(int(row["start"]), int(row["version"])) for row in rows if row["trained"]]
             step = max((version for start, version in trained if lineage.survives(start, version)), default=None)
@@ -266,11 +264,16 @@ class WatchedRun:
                 return
             if record.fate != "trained":
                 self.reasons[record.fate, record.reason] += max(len(record.sample_ids), record.num_rollouts)
-            trained = record.fate == "trained"
-            row = (hash(record.group_id), entry.offset, source, trained, record.version, min(record.incarnation, 65535))
-            self._fates.add(row)
+            start, trained = min(record.incarnation, 65535), record.fate == "trained"
+            self._fates.add((key_of(record.group_id), entry.offset, source, trained, record.version, start))
 
         return take
+
+    def _notice_restart(self) -> None:
+        """A resumed run may have other processes."""
+        with suppress(OSError, UserError):  # the folder was moved; what was read stays
+            if (identity := self._identity_time()) != self._identity:
+                self._identity, self.run = identity, find_run(self.run.run_dir.root)
 
     def _identity_time(self) -> int:
         return self.run.run_dir.identity_file.stat().st_mtime_ns

@@ -13,6 +13,7 @@ from fakes.recorded_run import RecordedRun
 from fastapi.testclient import TestClient
 
 from pipelinerl.__main__ import main
+from pipelinerl.analysis.select import StoredGroup
 from pipelinerl.analysis.view.answers import MAX_POINTS
 from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, RolloutIndex
 from pipelinerl.analysis.view.view_app import PAGE_MODULES, make_app, page_file
@@ -29,7 +30,8 @@ from pipelinerl.records import (
     TrainerStarted,
     TrainingBatch,
 )
-from pipelinerl.streams.base import Entry
+from pipelinerl.streams.base import ACTOR_TOPIC, Entry
+from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 GROUPS = 40
 TOKEN = "secret"
@@ -325,6 +327,20 @@ def test_the_exported_file_holds_chosen_rollouts_and_is_inert(run: RecordedRun, 
     assert "0-93/r0" in text and "0-39/r0" in text and "0-20/r0" not in text
     assert not re.search(r"\b(import|export) [{\w]", text.split('"exported">')[1].split("</script>", 2)[2])
     assert main(["view", str(run.root), "--export", str(tmp_path / "run.html" / "x")]) == 2
+
+
+@pytest.mark.slow
+def test_an_ended_run_on_its_own_redis_server(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path, streams={"backend": "redis"})
+    with RedisServer(run.root / "redis", run.config.streams) as server:
+        run.environ = {REDIS_URL_KEY: server.url}
+        run.write(*run.plain_groups(300))
+    watched = WatchedRun(run.root)
+    watched.read_all()
+    hits, total = watched.index["training"].find(Filter(problem="p-0-7"), "newest", 300, 0, 9)
+    assert (total, [hit.offset for hit in hits], watched.faults) == (2, [7, 7], {})
+    assert watched.record(ACTOR_TOPIC, "actor_0", StoredGroup, 7).id == "0-7"
+    watched.close()
 
 
 def test_a_wrong_folder_or_address_is_refused(tmp_path: Path, run: RecordedRun) -> None:

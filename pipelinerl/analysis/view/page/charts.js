@@ -2,9 +2,13 @@
 
 const drawn = new Set();
 /** Distances of ticks of what is counted. */
-const WHOLE = [1, 2, 5].flatMap((first) => [...Array(8).keys()].map((power) => first * 10 ** power)).sort((a, b) => a - b);
+const WHOLE = [1, 2, 5]
+  .flatMap((first) => [...Array(8).keys()].map((power) => first * 10 ** power))
+  .sort((a, b) => a - b);
 /** Curves with fewer points show each. */
 const FEW = 20;
+/** Colors of curves; from then on they repeat, dashed. */
+const COLORS = 6;
 
 function shown(value, digits) {
   if (value === null || value === undefined) return '–';
@@ -15,8 +19,12 @@ function newest(values) {
   return values.findLast((value) => value !== null && value !== undefined);
 }
 
-function color(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+/** A color of the page as the canvas understands it, in the present theme. */
+function colorOf(element, name) {
+  element.style.color = `var(${name})`;
+  const {color} = getComputedStyle(element);
+  element.style.color = '';
+  return color;
 }
 
 /** Draw all charts again, in the colors of the present theme. */
@@ -30,7 +38,9 @@ export function align(curves) {
   const places = new Map(xs.map((x, index) => [x, index]));
   const columns = curves.map((curve) => {
     const column = new Array(xs.length).fill(null);
-    curve.x.forEach((x, index) => { column[places.get(x)] = curve.y[index]; });
+    curve.x.forEach((x, index) => {
+      column[places.get(x)] = curve.y[index];
+    });
     return column;
   });
   return [xs, ...columns];
@@ -66,23 +76,43 @@ export class LineChart {
     this.forgetPlot();
     const width = this.element.clientWidth;
     if (!width || !this.curves.length) return;
+    const color = (name) => colorOf(this.element, name);
     const grid = {stroke: color('--line'), width: 1};
     const axis = {stroke: color('--muted'), grid, ticks: {...grid, size: 4}, font: '11px system-ui, sans-serif'};
     const series = this.curves.map((curve, index) => {
-      const stroke = color(`--curve-${index % 6}`);
+      const stroke = color(`--curve-${index % COLORS}`);
       return {
-        label: curve.name, stroke, width: 1.6, spanGaps: true, ...(curve.isPoints ? {paths: () => null} : {}),
-        points: curve.isPoints ? {show: true, size: 8, fill: stroke, stroke: color('--panel'), width: 1.5} : {show: curve.x.length < FEW, size: 4, fill: stroke},
+        label: curve.name,
+        stroke,
+        width: 1.6,
+        dash: index < COLORS ? undefined : [6, 4],
+        spanGaps: true,
+        ...(curve.isPoints ? {paths: () => null} : {}),
+        points: curve.isPoints
+          ? {show: true, size: 8, fill: stroke, stroke: color('--panel'), width: 1.5}
+          : {show: curve.x.length < FEW, size: 4, fill: stroke},
         value: (plot, value, place, at) => shown(at === null ? newest(plot.data[place]) : value, 4),
       };
     });
-    this.plot = new uPlot({
-      width, height: this.height, series: [{label: this.xLabel, value: (plot, x, place, at) => shown(at === null ? newest(plot.data[0]) : x, 6)}, ...series],
-      axes: [{...axis, size: 28, ...(this.xLabel.startsWith('hours') ? {} : {incrs: WHOLE})}, {...axis, size: 52, values: (_, ticks) => ticks.map((tick) => shown(tick, 4))}],
-      scales: {x: {time: false}, y: {range: (_, low, high) => padded(low, high)}},
-      cursor: {y: false, points: {size: 6}, drag: {x: true, y: false}},
-      legend: {live: true},
-    }, align(this.curves), this.element);
+    this.plot = new uPlot(
+      {
+        width,
+        height: this.height,
+        series: [
+          {label: this.xLabel, value: (plot, x, place, at) => shown(at === null ? newest(plot.data[0]) : x, 6)},
+          ...series,
+        ],
+        axes: [
+          {...axis, size: 28, ...(this.xLabel.startsWith('hours') ? {} : {incrs: WHOLE})},
+          {...axis, size: 52, values: (_, ticks) => ticks.map((tick) => shown(tick, 4))},
+        ],
+        scales: {x: {time: false}, y: {range: (_, low, high) => padded(low, high)}},
+        cursor: {y: false, points: {size: 6}, drag: {x: true, y: false}},
+        legend: {live: true},
+      },
+      align(this.curves),
+      this.element,
+    );
   }
 
   fit() {

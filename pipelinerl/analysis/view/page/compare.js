@@ -5,9 +5,20 @@ import {choice, foreign, h, panel, table} from './dom.js';
 import {duration, number, percent} from './format.js';
 import {ask} from './source.js';
 
-const AXES = [['steps', 'optimizer step'], ['hours', 'hours of training'], ['samples', 'trained samples']];
+const AXES = [
+  ['steps', 'optimizer step'],
+  ['hours', 'hours of training'],
+  ['samples', 'trained samples'],
+];
 const FIRST = ['success', 'reward'];
-const MORE = ['finetune/ess', 'rl/entropy_estimate', 'finetune/kl_sampler_trainer', 'actor/output_tokens_per_rollout', 'finetune/lag_mean_versions', 'finetune/samples_per_s'];
+const MORE = [
+  'finetune/ess',
+  'rl/entropy_estimate',
+  'finetune/kl_sampler_trainer',
+  'actor/output_tokens_per_rollout',
+  'finetune/lag_mean_versions',
+  'finetune/samples_per_s',
+];
 
 function titled(context, index) {
   const {name} = context.runs[index];
@@ -28,20 +39,65 @@ export async function compare(context) {
     const runs = await Promise.all(indices.map((index) => ask(`/api/runs/${index}/overview`)));
     const found = await Promise.all(indices.map((index) => ask(`/api/runs/${index}/curves`, {names: shown.join(',')})));
     for (const [name, chart] of charts) {
-      chart.set(indices.map((index) => ({name: titled(context, index), x: found[index][x], y: found[index].series[name] ?? []}))
-        .filter((curve) => curve.y.some((value) => value !== null)), AXES.find(([key]) => key === x)[1]);
+      chart.set(
+        indices
+          .map((index) => ({name: titled(context, index), x: found[index][x], y: found[index].series[name] ?? []}))
+          .filter((curve) => curve.y.some((value) => value !== null)),
+        AXES.find(([key]) => key === x)[1],
+      );
     }
-    const columns = [{name: 'Run'}, {name: 'State'}, {name: 'Steps', number: true}, {name: 'Success before', number: true}, {name: 'Success after', number: true},
-      {name: 'Training', number: true}, {name: 'Goodput', number: true}, {name: 'Model'}];
-    body.replaceChildren(table('Runs', columns, runs.map((run, index) => [foreign(titled(context, index)), run.state, number(run.step), percent(run.success_before), percent(run.success_after), duration(run.training_s), percent(run.goodput), foreign(run.model)])));
+    const columns = [
+      {name: 'Run'},
+      {name: 'State'},
+      {name: 'Steps', number: true},
+      {name: 'Success before', number: true},
+      {name: 'Success after', number: true},
+      {name: 'Training', number: true},
+      {name: 'Goodput', number: true},
+      {name: 'Model'},
+    ];
+    body.replaceChildren(
+      table(
+        'Runs',
+        columns,
+        runs.map((run, index) => [
+          foreign(titled(context, index)),
+          run.state,
+          number(run.step),
+          percent(run.success_before),
+          percent(run.success_after),
+          duration(run.training_s),
+          percent(run.goodput),
+          foreign(run.model),
+        ]),
+      ),
+    );
   }
 
   const go = (name) => (value) => context.go('compare', {x, metric, [name]: value});
-  const [first, ...rest] = charts.map(([name, chart]) => h('figure', {class: 'panel'}, h('figcaption', {}, foreign(name)), chart.element));
+  const [first, ...rest] = charts.map(([name, chart]) =>
+    h('figure', {class: 'panel'}, h('figcaption', {}, foreign(name)), chart.element),
+  );
   return {
-    element: h('div', {class: 'view'}, h('h1', {class: 'hidden'}, 'Compare runs'),
-      h('div', {class: 'filters panel'}, choice('Metric', [...names].map((name) => [name, name]), metric, go('metric')), choice('Over', AXES, x, go('x'))),
-      first ?? h('p', {class: 'quiet'}, 'No metric has been recorded yet.'), h('div', {class: 'charts'}, rest), panel('Runs', {}, body)),
+    element: h(
+      'div',
+      {class: 'view'},
+      h('h1', {class: 'hidden'}, 'Compare runs'),
+      h(
+        'div',
+        {class: 'filters panel'},
+        choice(
+          'Metric',
+          [...names].map((name) => [name, name]),
+          metric,
+          go('metric'),
+        ),
+        choice('Over', AXES, x, go('x')),
+      ),
+      first ?? h('p', {class: 'quiet'}, 'No metric has been recorded yet.'),
+      h('div', {class: 'charts'}, rest),
+      panel('Runs', {}, body),
+    ),
     refresh,
   };
 }

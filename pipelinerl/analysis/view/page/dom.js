@@ -12,8 +12,12 @@ export function h(tag, attributes = {}, ...children) {
     else if (['value', 'checked', 'disabled', 'selected'].includes(name)) element[name] = value;
     else element.setAttribute(name, value === true ? '' : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
-    .map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  element.append(
+    ...children
+      .flat(Infinity)
+      .filter((child) => child !== null && child !== undefined && child !== false)
+      .map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))),
+  );
   return element;
 }
 
@@ -25,22 +29,54 @@ export function foreign(text, className = '') {
 /** A titled part of a view. */
 export function panel(title, attributes, ...children) {
   const {class: className = '', ...rest} = attributes;
-  return h('section', {class: `panel ${className}`.trim(), 'aria-label': title, ...rest}, h('h2', {}, title), ...children);
+  return h(
+    'section',
+    {class: `panel ${className}`.trim(), 'aria-label': title, ...rest},
+    h('h2', {}, title),
+    ...children,
+  );
 }
 
 /** A table that scrolls sideways where it is too wide. `columns`: [{name, number?}]. `rows`: lists of cells. */
 export function table(label, columns, rows) {
   const kind = (index) => (columns[index].number ? 'number' : null);
-  return h('div', {class: 'scroll', tabindex: 0, role: 'region', 'aria-label': label},
-    h('table', {},
-      h('thead', {}, h('tr', {}, columns.map((column, index) => h('th', {scope: 'col', class: kind(index)}, column.name)))),
-      h('tbody', {}, rows.map((cells) => h('tr', {}, cells.map((cell, index) => h('td', {class: kind(index)}, cell)))))));
+  return h(
+    'div',
+    {class: 'scroll', tabindex: 0, role: 'region', 'aria-label': label},
+    h(
+      'table',
+      {},
+      h(
+        'thead',
+        {},
+        h(
+          'tr',
+          {},
+          columns.map((column, index) => h('th', {scope: 'col', class: kind(index)}, column.name)),
+        ),
+      ),
+      h(
+        'tbody',
+        {},
+        rows.map((cells) =>
+          h(
+            'tr',
+            {},
+            cells.map((cell, index) => h('td', {class: kind(index)}, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 /** A drop-down list of [value, text] with a label. */
 export function choice(label, options, value, onChange, attributes = {}) {
-  const select = h('select', {...attributes, on: {change: (event) => onChange(event.target.value)}},
-    options.map(([key, text]) => h('option', {value: key, selected: String(key) === String(value ?? '')}, text)));
+  const select = h(
+    'select',
+    {...attributes, on: {change: (event) => onChange(event.target.value)}},
+    options.map(([key, text]) => h('option', {value: key, selected: String(key) === String(value ?? '')}, text)),
+  );
   return h('label', {class: 'field'}, h('span', {}, label), select);
 }
 

@@ -19,7 +19,11 @@ export function percent(value) {
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
   const whole = Math.max(0, Math.round(seconds));
-  for (const [size, large, part, small] of [[86400, 'd', 3600, 'h'], [3600, 'h', 60, 'min'], [60, 'min', 1, 's']]) {
+  for (const [size, large, part, small] of [
+    [86400, 'd', 3600, 'h'],
+    [3600, 'h', 60, 'min'],
+    [60, 'min', 1, 's'],
+  ]) {
     if (whole >= size) return `${Math.floor(whole / size)} ${large} ${Math.floor((whole % size) / part)} ${small}`;
   }
   return `${whole} s`;

@@ -11,15 +11,26 @@ import {rollouts} from './rollouts.js';
 import {ask, exportedFrom} from './source.js';
 
 const VIEWS = {overview, rollouts, rollout, problem, compare};
-const TABS = [['overview', 'Overview'], ['rollouts', 'Rollouts'], ['problem', 'Problem'], ['compare', 'Compare']];
-const THEMES = [['', 'system'], ['light', 'light'], ['dark', 'dark']];
+const TABS = [
+  ['overview', 'Overview'],
+  ['rollouts', 'Rollouts'],
+  ['problem', 'Problem'],
+  ['compare', 'Compare'],
+];
+const THEMES = [
+  ['', 'system'],
+  ['light', 'light'],
+  ['dark', 'dark'],
+];
 const PULSE_MS = 1000;
 const THEME_KEY = 'pipelinerl-theme';
 
-const page = {runs: [], view: null, changes: null, opened: 0};
+const page = {runs: [], view: null, changes: null, opened: 0, tabs: [], runChoice: null};
 
 function addressOf(view, run, parameters) {
-  const known = Object.entries({...parameters, run: run || null}).filter(([, value]) => value !== null && value !== undefined && value !== '');
+  const known = Object.entries({...parameters, run: run || null}).filter(
+    ([, value]) => value !== null && value !== undefined && value !== '',
+  );
   return `#/${view}?${new URLSearchParams(known)}`;
 }
 
@@ -34,7 +45,9 @@ function setTheme(theme) {
   else delete document.documentElement.dataset.theme;
   try {
     localStorage.setItem(THEME_KEY, theme);
-  } catch { /* a file that was opened from disk may have no storage */ }
+  } catch {
+    /* a file that was opened from disk may have no storage */
+  }
   redrawCharts();
 }
 
@@ -46,26 +59,54 @@ function savedTheme() {
   }
 }
 
-function header({name, run}) {
-  const runs = page.runs.map((each, index) => [index, each.name]);
+/** The header is made once, so that whoever works with the keyboard stays where they are. */
+function makeHeader() {
+  const {runs} = page;
+  const chooseRun = (value) => {
+    const {name} = present();
+    location.hash = addressOf(name === 'rollout' ? 'rollouts' : name, Number(value));
+  };
+  const names = runs.map((each, index) => [index, each.name]);
+  page.tabs = TABS.map(([key, title]) => [key, h('a', {}, title)]);
+  page.runChoice =
+    runs.length > 1 ? choice('Run', names, 0, chooseRun) : h('span', {class: 'run-name'}, foreign(runs[0].name));
   document.getElementById('header').replaceChildren(
-    h('a', {class: 'brand', href: addressOf('overview', run)}, 'pipelinerl'),
-    page.runs.length > 1 ? choice('Run', runs, run, (value) => { location.hash = addressOf(name === 'rollout' ? 'rollouts' : name, Number(value)); }) : h('span', {class: 'run-name'}, foreign(page.runs[0].name)),
-    h('nav', {'aria-label': 'Views'}, TABS.map(([key, title]) => h('a', {href: addressOf(key, run), 'aria-current': key === name || (name === 'rollout' && key === 'rollouts') ? 'page' : null}, title))),
+    h('a', {class: 'brand', href: '#/overview'}, 'pipelinerl'),
+    page.runChoice,
+    h(
+      'nav',
+      {'aria-label': 'Views'},
+      page.tabs.map(([, link]) => link),
+    ),
     h('span', {id: 'pulse', class: 'pulse', role: 'status'}, exportedFrom ? `exported ${exportedFrom.made}` : ''),
-    choice('Theme', THEMES, savedTheme(), setTheme));
+    choice('Theme', THEMES, savedTheme(), setTheme),
+  );
+}
+
+function showWhere({name, run}) {
+  const select = page.runChoice.querySelector('select');
+  if (select) select.value = String(run);
+  for (const [key, link] of page.tabs) {
+    link.href = addressOf(key, run);
+    if (key === name || (name === 'rollout' && key === 'rollouts')) link.setAttribute('aria-current', 'page');
+    else link.removeAttribute('aria-current');
+  }
 }
 
 async function open() {
   const where = present();
   const opened = ++page.opened;
   const main = document.getElementById('main');
-  header(where);
+  showWhere(where);
   document.title = `${page.runs[where.run].name}: ${where.name} – pipelinerl`;
   const context = {
-    run: where.run, runs: page.runs, parameters: where.parameters,
+    run: where.run,
+    runs: page.runs,
+    parameters: where.parameters,
     link: (view, parameters) => addressOf(view, where.run, parameters),
-    go: (view, parameters) => { location.hash = addressOf(view, where.run, parameters); },
+    go: (view, parameters) => {
+      location.hash = addressOf(view, where.run, parameters);
+    },
   };
   try {
     const view = await VIEWS[where.name](context);
@@ -73,7 +114,8 @@ async function open() {
     main.replaceChildren(view.element);
     page.view = view;
     page.changes = null;
-    await view.refresh?.(await pulse());
+    const found = await pulse();
+    await view.refresh?.(found);
   } catch (error) {
     if (opened === page.opened) main.replaceChildren(failure(error));
   }
@@ -84,7 +126,9 @@ async function pulse() {
   const {run} = present();
   const found = await ask(`/api/runs/${run}/pulse`);
   const indexed = found.indexed.training < 1 ? `, index ${percent(found.indexed.training)}` : '';
-  document.getElementById('pulse').replaceChildren(h('span', {class: `state ${found.state}`}, found.state), ` step ${number(found.step)}${indexed}`);
+  document
+    .getElementById('pulse')
+    .replaceChildren(h('span', {class: `state ${found.state}`}, found.state), ` step ${number(found.step)}${indexed}`);
   return found;
 }
 
@@ -111,6 +155,7 @@ async function begin() {
     document.getElementById('main').replaceChildren(failure(error));
     return;
   }
+  makeHeader();
   window.addEventListener('hashchange', open);
   window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawCharts);
   await open();

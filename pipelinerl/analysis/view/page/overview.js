@@ -9,24 +9,64 @@ import {ask} from './source.js';
 const CHARTS = [
   ['Success', [['success', 'training']]],
   ['Reward', [['reward', 'training']]],
-  ['Lag, in versions', [['finetune/lag_mean_versions', 'mean'], ['finetune/lag_max_versions', 'largest']]],
-  ['Effective sample size', [['finetune/ess', 'before clamping'], ['finetune/ess_after_clamp', 'after clamping']]],
-  ['Entropy, in nats', [['rl/entropy', 'exact'], ['rl/entropy_estimate', 'estimate']]],
-  ['KL', [['finetune/kl_sampler_trainer', 'sampler to trainer'], ['rl/kl_reference', 'to reference']]],
+  [
+    'Lag, in versions',
+    [
+      ['finetune/lag_mean_versions', 'mean'],
+      ['finetune/lag_max_versions', 'largest'],
+    ],
+  ],
+  [
+    'Effective sample size',
+    [
+      ['finetune/ess', 'before clamping'],
+      ['finetune/ess_after_clamp', 'after clamping'],
+    ],
+  ],
+  [
+    'Entropy, in nats',
+    [
+      ['rl/entropy', 'exact'],
+      ['rl/entropy_estimate', 'estimate'],
+    ],
+  ],
+  [
+    'KL',
+    [
+      ['finetune/kl_sampler_trainer', 'sampler to trainer'],
+      ['rl/kl_reference', 'to reference'],
+    ],
+  ],
   ['Output tokens of a rollout', [['actor/output_tokens_per_rollout', 'training']]],
   ['Gradient norm', [['finetune/grad_norm', 'before clipping']]],
   ['Sampling, tokens/s', [['actor/output_tokens_per_s', 'all servers']]],
   ['Training, samples/s', [['finetune/samples_per_s', 'trainer']]],
-  ['Trainer waits, seconds per step', [['finetune/wait_data_s', 'for samples'], ['finetune/weight_update_s', 'for weight updates'], ['finetune/switch_s', 'for switching']]],
+  [
+    'Trainer waits, seconds per step',
+    [
+      ['finetune/wait_data_s', 'for samples'],
+      ['finetune/weight_update_s', 'for weight updates'],
+      ['finetune/switch_s', 'for switching'],
+    ],
+  ],
   ['Servers idle, seconds since the last report', [['actor/server_idle_s_*', 'server ']]],
 ];
+/** How long tables of processes and fates may stay as they are while no step ends. */
+const QUIET_MS = 3000;
 /** What evaluations add to a chart, by its title. */
 const EVALUATED = {Success: 'success_rate', Reward: 'mean_reward', 'Output tokens of a rollout': 'output_tokens'};
 
 function metricsOf(available) {
-  return CHARTS.map(([title, curves]) => [title, curves.flatMap(([metric, name]) => (metric.endsWith('*')
-    ? available.filter((each) => each.startsWith(metric.slice(0, -1))).map((each) => [each, name + each.slice(metric.length - 1)])
-    : [[metric, name]]))]);
+  return CHARTS.map(([title, curves]) => [
+    title,
+    curves.flatMap(([metric, name]) =>
+      metric.endsWith('*')
+        ? available
+            .filter((each) => each.startsWith(metric.slice(0, -1)))
+            .map((each) => [each, name + each.slice(metric.length - 1)])
+        : [[metric, name]],
+    ),
+  ]);
 }
 
 function evaluationCurves(title, evaluations) {
@@ -34,7 +74,12 @@ function evaluationCurves(title, evaluations) {
   const found = new Map();
   for (const each of field ? evaluations : []) {
     if (each[field] === null || each[field] === undefined) continue;
-    const curve = found.get(each.dataset_name) ?? {name: `held out: ${each.dataset_name}`, x: [], y: [], isPoints: true};
+    const curve = found.get(each.dataset_name) ?? {
+      name: `held out: ${each.dataset_name}`,
+      x: [],
+      y: [],
+      isPoints: true,
+    };
     curve.x.push(each.due_version);
     curve.y.push(each[field]);
     found.set(each.dataset_name, curve);
@@ -43,7 +88,13 @@ function evaluationCurves(title, evaluations) {
 }
 
 function card(name, value, more = '') {
-  return h('div', {class: 'card'}, h('div', {class: 'name'}, name), h('div', {class: 'value'}, value), h('div', {class: 'more'}, more));
+  return h(
+    'div',
+    {class: 'card'},
+    h('div', {class: 'name'}, name),
+    h('div', {class: 'value'}, value),
+    h('div', {class: 'more'}, more),
+  );
 }
 
 function cards(run) {
@@ -52,13 +103,32 @@ function cards(run) {
   const age = run.step_age_s === null || run.state !== 'running' ? '' : `last step ${duration(run.step_age_s)} ago`;
   const measured = run.evaluations.filter((each) => each.success_rate !== null);
   const last = run.success_after ?? measured.at(-1)?.success_rate;
-  return h('div', {class: 'cards'},
-    card('State', h('span', {class: `state ${run.state}`}, run.state), run.reason ? foreign(run.reason) : plural(run.starts, 'start')),
+  return h(
+    'div',
+    {class: 'cards'},
+    card(
+      'State',
+      h('span', {class: `state ${run.state}`}, run.state),
+      run.reason ? foreign(run.reason) : plural(run.starts, 'start'),
+    ),
     card('Step', step, [eta, age].filter(Boolean).join(', ') || `${duration(run.training_s)} of training`),
-    card('Held-out success', percent(last), run.success_before === null ? 'no evaluation yet' : `${percent(run.success_before)} before training`),
-    card('Weight updates', number(run.weight_updates), run.training_s ? `servers paused ${percent(run.stall_s / run.training_s)} of the time` : ''),
+    card(
+      'Held-out success',
+      percent(last),
+      run.success_before === null ? 'no evaluation yet' : `${percent(run.success_before)} before training`,
+    ),
+    card(
+      'Weight updates',
+      number(run.weight_updates),
+      run.training_s ? `servers paused ${percent(run.stall_s / run.training_s)} of the time` : '',
+    ),
     card('Goodput', percent(run.goodput), 'of sampled tokens were trained'),
-    card('Lag', number(run.latest['finetune/lag_mean_versions'], 3), `versions on average, at most ${number(run.latest['finetune/lag_max_versions'])}`));
+    card(
+      'Lag',
+      number(run.latest['finetune/lag_mean_versions'], 3),
+      `versions on average, at most ${number(run.latest['finetune/lag_max_versions'])}`,
+    ),
+  );
 }
 
 function doing(job) {
@@ -72,21 +142,57 @@ function doing(job) {
 }
 
 function processes(run) {
-  const columns = [{name: 'Process'}, {name: 'Pid', number: true}, {name: 'Heartbeat', number: true}, {name: 'Progress', number: true}, {name: 'State'}];
-  return table('Processes', columns, run.jobs.map((job) => [
-    foreign(job.name), job.pid === null ? '–' : String(job.pid), job.heartbeat_age_s === null ? '–' : `${duration(job.heartbeat_age_s)} ago`,
-    number(job.progress), h('span', {class: job.is_alive ? 'alive' : 'quiet'}, foreign(doing(job))),
-  ]));
+  const columns = [
+    {name: 'Process'},
+    {name: 'Pid', number: true},
+    {name: 'Heartbeat', number: true},
+    {name: 'Progress', number: true},
+    {name: 'State'},
+  ];
+  return table(
+    'Processes',
+    columns,
+    run.jobs.map((job) => [
+      foreign(job.name),
+      job.pid === null ? '–' : String(job.pid),
+      job.heartbeat_age_s === null ? '–' : `${duration(job.heartbeat_age_s)} ago`,
+      number(job.progress),
+      h('span', {class: job.is_alive ? 'alive' : 'quiet'}, foreign(doing(job))),
+    ]),
+  );
 }
 
 function evaluations(run) {
-  const columns = [{name: 'Data set'}, {name: 'Version', number: true}, {name: 'Success', number: true}, {name: 'Reward', number: true},
-    {name: 'Rollouts', number: true}, {name: 'Failed', number: true}, {name: 'Estimates'}];
-  return table('Evaluations', columns, run.evaluations.slice(-100).reverse().map((each) => [
-    foreign(each.dataset_name), `${each.due_version}${each.is_final ? ' (final)' : ''}`, percent(each.success_rate), number(each.mean_reward),
-    number(each.num_rollouts), number(each.num_failed),
-    Object.entries(each.estimates).map(([name, found]) => `${name.replace('_at_', '@')} ${percent(found.value)} (${percent(found.low)} to ${percent(found.high)})`).join(', ') || '–',
-  ]));
+  const columns = [
+    {name: 'Data set'},
+    {name: 'Version', number: true},
+    {name: 'Success', number: true},
+    {name: 'Reward', number: true},
+    {name: 'Rollouts', number: true},
+    {name: 'Failed', number: true},
+    {name: 'Estimates'},
+  ];
+  return table(
+    'Evaluations',
+    columns,
+    run.evaluations
+      .slice(-100)
+      .reverse()
+      .map((each) => [
+        foreign(each.dataset_name),
+        `${each.due_version}${each.is_final ? ' (final)' : ''}`,
+        percent(each.success_rate),
+        number(each.mean_reward),
+        number(each.num_rollouts),
+        number(each.num_failed),
+        Object.entries(each.estimates)
+          .map(
+            ([name, found]) =>
+              `${name.replace('_at_', '@')} ${percent(found.value)} (${percent(found.low)} to ${percent(found.high)})`,
+          )
+          .join(', ') || '–',
+      ]),
+  );
 }
 
 function fates(run) {
@@ -95,10 +201,27 @@ function fates(run) {
   const rows = names.map(([fate, count]) => {
     const bar = h('span', {class: 'bar'});
     bar.style.width = `${Math.max(1, (100 * count) / total)}%`;
-    const reasons = run.reasons.filter((each) => each.fate === fate).map((each) => `${each.reason} ${number(each.count)}`).join(', ');
-    return [fate, number(count), percent(count / total), number(run.fate_tokens[fate] ?? 0), h('span', {class: 'track'}, bar), foreign(reasons || '–')];
+    const reasons = run.reasons
+      .filter((each) => each.fate === fate)
+      .map((each) => `${each.reason} ${number(each.count)}`)
+      .join(', ');
+    return [
+      fate,
+      number(count),
+      percent(count / total),
+      number(run.fate_tokens[fate] ?? 0),
+      h('span', {class: 'track'}, bar),
+      foreign(reasons || '–'),
+    ];
   });
-  const columns = [{name: 'Fate'}, {name: 'Samples', number: true}, {name: 'Share', number: true}, {name: 'Tokens', number: true}, {name: ''}, {name: 'Reasons'}];
+  const columns = [
+    {name: 'Fate'},
+    {name: 'Samples', number: true},
+    {name: 'Share', number: true},
+    {name: 'Tokens', number: true},
+    {name: ''},
+    {name: 'Reasons'},
+  ];
   return rows.length ? table('Fates', columns, rows) : h('p', {class: 'quiet'}, 'No sample has a fate yet.');
 }
 
@@ -115,13 +238,31 @@ export async function overview(context) {
     grid.append(h('figure', {class: 'panel'}, h('figcaption', {}, title), chart.element));
   }
   let drawnAt = null;
+  let seen = {step: null, at: 0};
 
-  async function refresh() {
+  async function refresh(pulse) {
+    if (pulse && pulse.step === seen.step && Date.now() < seen.at + QUIET_MS) return;
+    seen = {step: pulse?.step, at: Date.now()};
     const run = await ask(`${base}/overview`);
     top.replaceChildren(
-      run.faults.map((fault) => h('p', {class: 'failure', role: 'alert'}, foreign(`${fault.stream}: ${fault.fault}`))).reduce((list, each) => (list.append(each), list), h('div', {})),
-      cards(run));
-    bottom.replaceChildren(panel('Processes', {}, processes(run)), panel('Evaluations', {}, run.evaluations.length ? evaluations(run) : h('p', {class: 'quiet'}, 'No evaluation has ended yet.')), panel('Fates of samples', {}, fates(run)));
+      h(
+        'div',
+        {},
+        run.faults.map(({stream, fault}) => h('p', {class: 'failure', role: 'alert'}, foreign(`${stream}: ${fault}`))),
+      ),
+      cards(run),
+    );
+    if (!bottom.matches(':focus-within')) {
+      bottom.replaceChildren(
+        panel('Processes', {}, processes(run)),
+        panel(
+          'Evaluations',
+          {},
+          run.evaluations.length ? evaluations(run) : h('p', {class: 'quiet'}, 'No evaluation has ended yet.'),
+        ),
+        panel('Fates of samples', {}, fates(run)),
+      );
+    }
     const now = `${run.step}/${run.evaluations.length}/${run.version}`;
     if (now === drawnAt) return;
     drawnAt = now;
@@ -130,11 +271,18 @@ export async function overview(context) {
     const found = await ask(`${base}/curves`, {names});
     for (const [title, curves] of wanted) {
       const known = curves.filter(([metric]) => found.series[metric]?.some((value) => value !== null));
-      const shown = [...known.map(([metric, name]) => ({name, x: found.steps, y: found.series[metric]})), ...evaluationCurves(title, run.evaluations)];
+      const shown = [
+        ...known.map(([metric, name]) => ({name, x: found.steps, y: found.series[metric]})),
+        ...evaluationCurves(title, run.evaluations),
+      ];
       charts.get(title).element.parentElement.hidden = !shown.length;
       charts.get(title).set(shown);
     }
   }
 
-  return {element: h('div', {class: 'view'}, h('h1', {class: 'hidden'}, 'Overview'), top, grid, bottom), refresh, isAlwaysLive: true};
+  return {
+    element: h('div', {class: 'view'}, h('h1', {class: 'hidden'}, 'Overview'), top, grid, bottom),
+    refresh,
+    isAlwaysLive: true,
+  };
 }

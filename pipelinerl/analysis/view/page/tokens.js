@@ -6,20 +6,44 @@ import {ask} from './source.js';
 
 const NOT_TRAINED = 'not trained';
 /** By name: title, what the colors mean, and the color of a token: [hue variable, strength from 0 to 1] or null. */
-const COLORS = {
-  logprobs: ['log-probability', 'The stronger, the less likely the token was when it was sampled.',
-    (token) => (token.logprob === null ? null : ['--token-warm', 1 - Math.exp(token.logprob)])],
-  ratios: ['ratio to the reference', 'Blue: the reference model finds it more likely than the model that sampled it, orange: less. The stronger, the larger the ratio.',
-    (token) => (token.ratio === null ? null : [token.ratio > 1 ? '--token-cool' : '--token-warm', Math.min(1, Math.abs(Math.log(token.ratio)))])],
-  advantage: ['advantage', 'Green: above its group, red: below. The stronger, the farther.',
-    (token) => (token.logprob === null || !token.advantage ? null : [token.advantage > 0 ? '--token-good' : '--token-bad', Math.min(1, 0.25 + Math.abs(token.advantage) / 2)])],
-  versions: ['weight version', 'A new color, and a line with its number, begins where new weights arrived within the sequence.',
-    (token) => (token.version === null ? null : [`--curve-${token.version % 6}`, 0.55])],
+const PAINTS = {
+  logprobs: [
+    'log-probability',
+    'The stronger, the less likely the token was when it was sampled.',
+    (token) => (token.logprob === null ? null : ['--token-warm', 1 - Math.exp(token.logprob)]),
+  ],
+  ratios: [
+    'ratio to the reference',
+    'Blue: the reference model finds it more likely than the model that sampled it, orange: less. The stronger, the larger the ratio.',
+    (token) =>
+      token.ratio === null
+        ? null
+        : [token.ratio > 1 ? '--token-cool' : '--token-warm', Math.min(1, Math.abs(Math.log(token.ratio)))],
+  ],
+  advantage: [
+    'advantage',
+    'Green: above its group, red: below. The stronger, the farther.',
+    (token) =>
+      token.logprob === null || !token.advantage
+        ? null
+        : [token.advantage > 0 ? '--token-good' : '--token-bad', Math.min(1, 0.25 + Math.abs(token.advantage) / 2)],
+  ],
+  versions: [
+    'weight version',
+    'A new color, and a line with its number, begins where new weights arrived within the sequence.',
+    (token) => (token.version === null ? null : [`--curve-${token.version % 6}`, 0.55]),
+  ],
 };
 
 function tokenOf(answer, index) {
-  return {text: answer.texts[index], index: answer.start + index, logprob: answer.logprobs[index], ratio: answer.ratios[index],
-    version: answer.versions[index], advantage: answer.advantage};
+  return {
+    text: answer.texts[index],
+    index: answer.start + index,
+    logprob: answer.logprobs[index],
+    ratio: answer.ratios[index],
+    version: answer.versions[index],
+    advantage: answer.advantage,
+  };
 }
 
 function about(token) {
@@ -27,23 +51,35 @@ function about(token) {
   const facts = [`token ${token.index}`];
   if (token.version === null) return `${facts[0]}: ${NOT_TRAINED}`;
   facts.push(`version ${token.version}`);
-  if (token.logprob !== null) facts.push(`log-probability ${number(token.logprob)}`, `probability ${number(Math.exp(token.logprob), 3)}`);
+  if (token.logprob !== null)
+    facts.push(`log-probability ${number(token.logprob)}`, `probability ${number(Math.exp(token.logprob), 3)}`);
   if (token.ratio !== null) facts.push(`ratio to the reference ${number(token.ratio)}`);
   if (token.advantage !== null) facts.push(`advantage ${number(token.advantage)}`);
   return facts.join(', ');
 }
 
 function paint(span, token, name) {
-  const color = COLORS[name][2](token);
-  span.style.backgroundColor = color ? `color-mix(in srgb, var(${color[0]}) ${Math.round(70 * color[1])}%, transparent)` : '';
+  const color = PAINTS[name][2](token);
+  span.style.backgroundColor = color
+    ? `color-mix(in srgb, var(${color[0]}) ${Math.round(70 * color[1])}%, transparent)`
+    : '';
 }
 
 /** The tokens of sample `place` (`{source, offset, place, sample}`) of a run. */
 export async function tokenView(base, place) {
   const info = h('p', {class: 'token-info', role: 'status'}, about(null));
-  const text = h('div', {class: 'tokens foreign', tabindex: 0, role: 'group', 'aria-label': 'Tokens. Arrow keys move.'});
+  const text = h('div', {
+    class: 'tokens foreign',
+    tabindex: 0,
+    role: 'group',
+    'aria-label': 'Tokens. Arrow keys move.',
+  });
   const legend = h('p', {class: 'quiet'});
-  const more = h('button', {type: 'button', hidden: true, on: {click: () => load().catch((error) => more.replaceWith(failure(error)))}}, 'Show more tokens');
+  const more = h(
+    'button',
+    {type: 'button', hidden: true, on: {click: () => load().catch((error) => more.replaceWith(failure(error)))}},
+    'Show more tokens',
+  );
   const spans = [];
   const tokens = [];
   let mode = 'logprobs';
@@ -60,8 +96,21 @@ export async function tokenView(base, place) {
 
   function color(name) {
     mode = name;
-    legend.textContent = COLORS[name][1] + (tokens.some((token) => COLORS[name][2](token)) ? '' : ' Nothing of it is recorded for this sample.');
+    legend.textContent =
+      PAINTS[name][1] +
+      (tokens.some((token) => PAINTS[name][2](token)) ? '' : ' Nothing of it is recorded for this sample.');
+    if (name === 'versions') legend.append(...seen().map((version) => key(version)));
     spans.forEach((span, index) => paint(span, tokens[index], mode));
+  }
+
+  function seen() {
+    return [...new Set(tokens.map((token) => token.version).filter((version) => version !== null))];
+  }
+
+  function key(version) {
+    const swatch = h('span', {class: 'key'}, `version ${version}`);
+    paint(swatch, {version}, 'versions');
+    return swatch;
   }
 
   async function load() {
@@ -70,9 +119,15 @@ export async function tokenView(base, place) {
       const token = tokenOf(answer, index);
       const before = tokens.findLast((each) => each.version !== null);
       if (token.version !== null && before && before.version !== token.version) {
-        text.append(h('span', {class: 'crossing', title: `from here on version ${token.version}`}, `v${token.version}`));
+        text.append(
+          h('span', {class: 'crossing', title: `from here on version ${token.version}`}, `v${token.version}`),
+        );
       }
-      const span = h('span', {class: token.version === null ? 'token given' : 'token', 'data-index': tokens.length}, token.text);
+      const span = h(
+        'span',
+        {class: token.version === null ? 'token given' : 'token', 'data-index': tokens.length},
+        token.text,
+      );
       spans.push(span);
       tokens.push(token);
       text.append(span);
@@ -94,6 +149,13 @@ export async function tokenView(base, place) {
     spans[at]?.scrollIntoView({block: 'nearest'});
   });
   await load();
-  const modes = Object.entries(COLORS).map(([name, [title]]) => [name, title]);
-  return h('div', {class: 'token-view'}, h('div', {class: 'token-bar'}, choice('Color by', modes, mode, color), info), legend, text, more);
+  const modes = Object.entries(PAINTS).map(([name, [title]]) => [name, title]);
+  return h(
+    'div',
+    {class: 'token-view'},
+    h('div', {class: 'token-bar'}, choice('Color by', modes, mode, color), info),
+    legend,
+    text,
+    more,
+  );
 }
