@@ -1,6 +1,12 @@
 """pipelinerl: asynchronous RL training of language models and agents with in-flight weight updates."""
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelinerl.api import Run as Run
+    from pipelinerl.api import evaluate as evaluate
+    from pipelinerl.api import train as train
 
 __version__ = "0.1.0"
 
@@ -10,3 +16,12 @@ if sys.argv[:1] == ["-m"]:
 
     open_standard_streams()
     require_core()
+
+
+def __getattr__(name: str) -> object:
+    """`train`, `evaluate` and `Run` of `pipelinerl.api`, which is loaded with the first of them."""
+    if name in ("train", "evaluate", "Run"):
+        from importlib import import_module
+
+        return getattr(import_module("pipelinerl.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -98,7 +98,7 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder
     if "model_path" not in given:
         data["model_path"] = model
     if args.output is not None or "output_dir" not in given:
-        data["output_dir"] = args.output or str(Path("results") / f"{_name_of(args.model)}-evaluation")
+        data["output_dir"] = args.output or str(default_output(args.model))
     data["debug"] = {**(data.get("debug") or {}), "mode": "evaluation", "streams_from": None}
     _choose_sets(data, None if args.tasks is None else args.tasks.split(","), args.samples)
     file = save_composable(data, folder / "evaluation.yaml")
@@ -132,8 +132,10 @@ def find_model(name: str) -> tuple[RunDir | None, str]:
     )
 
 
-def _name_of(model: str) -> str:
-    return Path(model).expanduser().absolute().name if Path(model).is_dir() else model.replace("/", "-")
+def default_output(model: str) -> Path:
+    """Where the evaluation of MODEL_OR_RUN is written if nothing else is said."""
+    name = Path(model).expanduser().absolute().name if Path(model).is_dir() else model.replace("/", "-")
+    return Path("results") / f"{name}-evaluation"
 
 
 def _data_of_run(run: RunDir) -> dict[str, Any]:

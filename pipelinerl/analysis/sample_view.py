@@ -141,14 +141,15 @@ def _turns(sample: Sample, decoder: TokenText | None, max_chars: int, is_trained
     return turns
 
 
-def json_lines(record: Record) -> list[str]:
-    """One JSON object for each sample, with what is known of its rollout; a rollout without samples has one as well.
-
-    Pure ASCII without control characters, so that it can be looked at in a terminal.
-    """
+def rows(record: Record) -> list[Record]:
+    """One for each sample, with what is known of its rollout; a rollout without samples has one as well."""
     rollout = {name: value for name, value in record.items() if name != "samples"}
-    lines = [{**rollout, **sample} for sample in record["samples"]] or [{**rollout, "sample_id": None}]
-    return [json.dumps(line, ensure_ascii=True, default=str).replace("\x7f", "\\u007f") for line in lines]
+    return [{**rollout, **sample} for sample in record["samples"]] or [{**rollout, "sample_id": None}]
+
+
+def json_lines(record: Record) -> list[str]:
+    """Its rows as JSON: pure ASCII without control characters, so that it can be looked at in a terminal."""
+    return [json.dumps(row, ensure_ascii=True, default=str).replace("\x7f", "\\u007f") for row in rows(record)]
 
 
 def render(record: Record, has_colors: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,6 +20,8 @@ from pipelinerl.analysis.sample_view import (
 )
 from pipelinerl.analysis.select import (
     TRAINING,
+    Candidate,
+    Evaluations,
     Order,
     Seen,
     Wanted,
@@ -31,7 +33,7 @@ from pipelinerl.analysis.select import (
     load_evaluations,
     samples_of_step,
 )
-from pipelinerl.analysis.token_text import one_line, token_text
+from pipelinerl.analysis.token_text import TokenText, one_line, token_text
 from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 from pipelinerl.streams.hub import StreamHub
@@ -215,17 +217,27 @@ def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None
     elif not args.json:
         legend = EVALUATION_LEGEND if args.evaluation else LEGEND
         print(f"\x1b[2m{legend}\x1b[0m" if has_colors else legend)
-    records: Iterator[Record]
-    if made is None:
-        fates = fates_of(streams, chosen)
-        records = (record_of(each, decoder, fates, max_chars) for each in load(streams, chosen))
-    else:
-        rollouts = load_evaluations(streams, chosen)
-        records = (record_of_evaluation(each, made.has_result(each), decoder, max_chars) for each in rollouts)
-    for record in records:
+    for record in read_records(streams, chosen, made, decoder, max_chars):
         for line in json_lines(record) if args.json else ("", render(record, has_colors)):
             print(line)
     sys.stdout.flush()
+
+
+def read_records(
+    streams: StreamHub,
+    chosen: Sequence[Candidate],
+    made: Evaluations | None,
+    decoder: TokenText | None,
+    max_chars: int,
+) -> Iterator[Record]:
+    """What to show of the chosen rollouts, of each text at most `max_chars` characters (0: all); `made` if they are of
+    evaluations. Raises StreamError if one cannot be read."""
+    if made is None:
+        fates = fates_of(streams, chosen)
+        yield from (record_of(each, decoder, fates, max_chars) for each in load(streams, chosen))
+    else:
+        for each in load_evaluations(streams, chosen):
+            yield record_of_evaluation(each, made.has_result(each), decoder, max_chars)
 
 
 def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
