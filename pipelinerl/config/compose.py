@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
         return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()], flags.help), search_dirs=search_dirs)
     composed = compose_plain(name, search_dirs, overrides)
     data = composed.data
+    if flags.multirun:
+        raise ConfigError("--multirun", True, "several values of a key, as in seed=1,2,3", "Leave the flag out.")
     if flags.cfg is not None:
         return ComposedConfig(help_text=_shown(data), search_dirs=search_dirs)
     notes = list(composed.notes)
@@ -107,6 +110,8 @@ def _read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     # Hydra's: there is only the job's configuration to show, and it is resolved anyway.
     parser.add_argument("--cfg", "-c", nargs="?", const="job")
     parser.add_argument("--resolve", action="store_true")
+    # Hydra's too: several runs are a loop of the shell.
+    parser.add_argument("--multirun", "-m", action="store_true")
     try:
         flags, rest = parser.parse_known_args([word for word in argv if word and word not in overrides])
     except argparse.ArgumentError as error:
@@ -278,13 +283,23 @@ def _parse_override(text: str) -> Override:
         raise ConfigError("override", text, "key=value, group=name, +key=value or ~key", next_step) from error
 
 
+def _loop_of_runs(sweep: Override) -> str:
+    """What to write for several values of one key."""
+    if not sweep.is_discrete_sweep():
+        return "Start one run for each value."
+    values = " ".join(shlex.quote(value) for value in sweep.sweep_string_iterator())
+    key = sweep.key_or_group
+    words = f'{key}="$value" output_dir="results/sweep/{key}=$value"'
+    return f"Start one run for each: for value in {values}; do {typed('launch')} {words} ...; done"
+
+
 def _prepare_override(override: Override, search_dirs: Sequence[Path]) -> str:
     """Check the key of an override; `=` and `+` both set a known key, mentioned in a file or not."""
     key, text = override.key_or_group, str(override.input_line)
     if override.is_sweep_override():
         if key in DATA_KEYS:  # a comma elsewhere asks for several runs; here it separates data sets
             return f"++{key}=[{text.partition('=')[2]}]"
-        raise ConfigError(key, text, "one value", "Start one run for each value.")
+        raise ConfigError(key, text, "one value", _loop_of_runs(override))
     if key.split(".")[0] == "hydra" or override.package is not None or override.type == OverrideType.DEL:
         return text
     group = key.replace(".", "/")
