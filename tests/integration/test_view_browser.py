@@ -17,6 +17,7 @@ from fakes.recorded_run import RecordedRun
 
 from pipelinerl.__main__ import main
 from pipelinerl.records import EvaluationResult, EvaluationRollout, MetricRecord, StepDone, TrainerMessage
+from pipelinerl.tracking.health import Finding, add_finding
 
 api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright (extra `test`)")
 
@@ -50,6 +51,7 @@ def made_run(folder: Path, shift: float = 0.0) -> RecordedRun:
         run.write(record, topic="metrics", instance="finetune_0", kind=MetricRecord)
         done = StepDone(step=step, time=step, group_ids=[], num_samples=8, samples_processed=8 * step)
         run.write(done, topic="trainer", instance="finetune_0", kind=TrainerMessage)
+    add_finding(run.files.findings_file, Finding(name="spike", step=9, evidence=HOSTILE, advice="Look at it."))
     own: dict[str, Any] = {"problem_id": "p", "dataset_name": "test", "due_version": 0, "is_final": False}
     failed = EvaluationRollout(id="e/r0", group_id="e", problem=HOSTILE, failure="timeout", message=HOSTILE, **own)
     run.write(failed, topic="evaluation_rollouts", kind=EvaluationRollout)
@@ -130,6 +132,7 @@ def test_every_view(context: Any, address: str, width: int, scheme: str, backgro
     success = page.locator(".chart").first
     assert "training: 1, held out: test: 0.25" in success.get_attribute("aria-label")
     assert page.get_by_role("cell", name="25.0 %").count() == 1
+    assert page.get_by_role("row").filter(has_text="spike").get_by_text("Look at it.").is_visible()
     watched.check(width)
 
     watched.show("Rollouts")
@@ -154,7 +157,7 @@ def test_every_view(context: Any, address: str, width: int, scheme: str, backgro
 
     page.get_by_role("link", name=re.compile("^<img")).click()
     page.wait_for_selector("figure")
-    assert "1 rollouts" in page.locator(".count").inner_text()
+    assert "1 rollout," in page.locator(".count").inner_text()
     watched.check(width)
 
     watched.show("Rollouts")
@@ -169,6 +172,8 @@ def test_every_view(context: Any, address: str, width: int, scheme: str, backgro
     page.get_by_label("Over").select_option("hours")
     page.wait_for_url(re.compile("x=hours"))
     page.wait_for_selector(".u-legend >> text=hours of training")
+    held_out = page.locator("figure", has_text="success, held out").locator(".chart")
+    assert "0.25" in held_out.get_attribute("aria-label")
     assert page.get_by_role("row").filter(has_text="ended").count() == 2
     watched.check(width)
     page.close()
@@ -242,6 +247,8 @@ def test_an_exported_file_shows_the_same(
     page.locator(".rollouts a", has=page.locator(".facts", has_text=re.compile("versions 7.8"))).click()
     page.get_by_role("button", name="Tokens").click()
     page.wait_for_selector(".crossing", state="attached")
+    page.get_by_role("link", name="p-0-50").click()
+    api.expect(page.locator(".count")).to_contain_text("1 rollout,")
     watched.show("Compare")
     page.wait_for_selector("figure .uplot canvas")
     watched.check(width)

@@ -146,16 +146,16 @@ class Answers:
     def metric_names(self, run: WatchedRun) -> list[str]:
         return list(inert(["reward", "success", *run.read(lambda state: sorted(state.history))]))
 
-    def curves(self, run: WatchedRun, names: Sequence[str]) -> Answer:
+    def curves(self, run: WatchedRun, names: Sequence[str], max_points: int = MAX_POINTS) -> Answer:
         """Values by step: `steps` (ascending), and for each name as many values, None where there is none.
 
-        `hours` of training and `samples` trained up to each step are for other axes. Beyond `MAX_POINTS` steps, a point
+        `hours` of training and `samples` trained up to each step are for other axes. Beyond `max_points` steps, a point
         is the mean of neighbors.
         """
         found = run.read(lambda state: {name: state.curve(_CURVE_NAMES.get(name, (name,))) for name in names})
         axes = run.read(lambda state: [state.curve((name,)) for name in ("finetune/step_s", "finetune/samples")])
         steps = sorted({step for curve in found.values() for step in curve})
-        width = -(-len(steps) // MAX_POINTS) or 1
+        width = -(-len(steps) // max_points) or 1
         buckets = [steps[start : start + width] for start in range(0, len(steps), width)]
         return {
             "steps": [bucket[-1] for bucket in buckets],

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -34,18 +33,26 @@ _IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILINE)
 #: Whose tokens are in the file.
 _TOKEN_SAMPLES_PER_ROLLOUT = 2
+#: For what stands between the parts that are counted.
+_SPARE = 20_000
+#: Of each curve, of all runs together.
+_POINTS = 600
 
 
 def write_export(runs: Sequence[WatchedRun], file: Path) -> int:
     """Write the page about `runs` into `file`; return its size in bytes.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or would be too large.
         StreamError: a stream cannot be read.
     """
     for run in runs:
         run.read_all()
     html = _html(_chosen(Answers(runs), runs))
+    if len(html) > MAX_BYTES:
+        raise ConfigError(
+            "--export", str(file), f"at most {MAX_BYTES} bytes, the curves alone take {len(html)}", "Export fewer runs."
+        )
     try:
         replace_file(file, html)
     except OSError as error:
@@ -62,8 +69,8 @@ def _chosen(found: Answers, runs: Sequence[WatchedRun]) -> dict[str, Any]:
         names = found.metric_names(run)
         answers[f"{base}/overview"] = found.overview(run)
         answers[f"{base}/metrics"] = names
-        answers[f"{base}/curves"] = found.curves(run, names)
-    room = MAX_BYTES - len(_html(answers))
+        answers[f"{base}/curves"] = found.curves(run, names, _POINTS // len(runs))
+    room = MAX_BYTES - len(_html(answers)) - _SPARE
     for number, run in enumerate(runs):
         share = room // (len(runs) - number)
         for source in _SOURCES:
@@ -78,23 +85,27 @@ def _add_rollouts(
     found: Answers, run: WatchedRun, base: str, source: Source, room: int, answers: dict[str, Any]
 ) -> int:
     """Add groups as long as they take at most `room` bytes together; return how many they take."""
-    hits: list[Hit] = []
+    chosen: list[tuple[Hit, Answer]] = []
     used = 0
     for offset in _offsets(run, source):
-        own: dict[str, Any] = {}
-        with suppress(StreamError):  # one that cannot be read is left out
+        try:
             own = _group(found, run, base, source, offset)
-        size = len(json_of(own))
-        if not own or used + size > room:
+            places = [(offset, place) for place in range(len(own[_address(base, source, offset)]["rollouts"]))]
+            lines = [
+                (run.index[source].at(*place), preview)
+                for place, preview in zip(places, found.previews(run, source, places), strict=True)
+            ]
+        except StreamError:  # one that cannot be read is left out
             continue
-        used += size
-        answers.update(own)
-        places = len(own[f"{base}/group?offset={offset}&source={source}"]["rollouts"])
-        hits += [run.index[source].at(offset, place) for place in range(places)]
-    hits.sort(key=lambda hit: (-hit.offset, hit.place))
-    rows: Answer = {"rows": inert([hit._asdict() for hit in hits]), "total": len(hits), "looked_at": len(hits)}
+        size = len(_embedded([own, [[hit._asdict(), preview] for hit, preview in lines]]))
+        if used + size <= room:
+            used += size
+            answers.update(own)
+            chosen += lines
+    chosen.sort(key=lambda line: (-line[0].offset, line[0].place))
+    rows: Answer = {"rows": inert([hit._asdict() for hit, _ in chosen]), "total": len(chosen), "looked_at": len(chosen)}
     answers[f"{base}/rollouts?source={source}"] = {**rows, "next": None, "below": 0, "indexed": 1.0}
-    answers[f"{base}/previews?source={source}"] = found.previews(run, source, [(hit.offset, hit.place) for hit in hits])
+    answers[f"{base}/previews?source={source}"] = [preview for _, preview in chosen]
     return used
 
 
@@ -112,7 +123,7 @@ def _offsets(run: WatchedRun, source: Source) -> Iterator[int]:
 
 def _group(found: Answers, run: WatchedRun, base: str, source: Source, offset: int) -> dict[str, Any]:
     group = found.group(run, source, offset)
-    own: dict[str, Any] = {f"{base}/group?offset={offset}&source={source}": group}
+    own: dict[str, Any] = {_address(base, source, offset): group}
     for place, rollout in enumerate(group["rollouts"]):
         for sample in range(min(len(rollout["samples"]), _TOKEN_SAMPLES_PER_ROLLOUT)):
             address = f"{base}/tokens?offset={offset}&place={place}&sample={sample}&source={source}"
@@ -120,12 +131,20 @@ def _group(found: Answers, run: WatchedRun, base: str, source: Source, offset: i
     return own
 
 
+def _address(base: str, source: Source, offset: int) -> str:
+    return f"{base}/group?offset={offset}&source={source}"
+
+
+def _embedded(value: Any) -> str:
+    """As JSON that can stand in a script element, which no text in it can end."""
+    return json_of(value).decode().replace("<", "\\u003c")
+
+
 def _html(answers: dict[str, Any]) -> bytes:
     style = page_file("uPlot.min.css") + page_file("style.css")
     chart, script = page_file("uPlot.iife.min.js"), _bundle()
     about = {"rule": RULE, "made": date.today().isoformat()}
-    # Inside a script element only `</` and `<!--` could end it.
-    data = json_of({"about": about, "answers": answers}).decode().replace("<", "\\u003c")
+    data = _embedded({"about": about, "answers": answers})
     policy = (
         f"default-src 'none'; img-src data:; script-src {_hash(chart)} {_hash(script)}; style-src {_hash(style)}; "
         "base-uri 'none'; form-action 'none'"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib.resources import files
+from ipaddress import ip_address
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -23,7 +25,7 @@ from pipelinerl.analysis.view.watched_run import Source, WatchedRun
 from pipelinerl.commands import typed
 from pipelinerl.errors import StreamError
 
-LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
+LOCAL_HOSTS = frozenset({"localhost"})
 #: In an order in which each imports only those before it.
 PAGE_MODULES = (
     *("dom", "format", "source", "charts", "overview", "rollouts", "tokens", "rollout", "problem", "compare"),
@@ -66,7 +68,7 @@ def make_app(runs: list[WatchedRun], token: str, hosts: frozenset[str] = LOCAL_H
     Args:
         runs: that are shown, in this order.
         token: what a request has to know.
-        hosts: names under which the server may be asked for.
+        hosts: names under which the server may be asked for; addresses in numbers are always among them.
     """
     app = FastAPI(title="pipelinerl view", openapi_url=None)
     _guard(app, token, hosts)
@@ -86,7 +88,7 @@ def _guard(app: FastAPI, token: str, hosts: frozenset[str]) -> None:
         cookie = f"pipelinerl-view-{request.url.port or 80}"
         given = request.query_params.get("token")
         known = given if given is not None else request.cookies.get(cookie, "")
-        if _host_name(request.headers.get("host", "")) not in hosts:
+        if not _is_known(_host_name(request.headers.get("host", "")), hosts):
             response = Response("This server answers under its own name only.", 421)
         elif not hmac.compare_digest(known.encode(), token.encode()):
             response = Response(f"Open the address that `{typed('view')}` printed, with its token.", 403)
@@ -102,6 +104,14 @@ def _guard(app: FastAPI, token: str, hosts: frozenset[str]) -> None:
 
 def _host_name(host: str) -> str:
     return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0].lower()
+
+
+def _is_known(name: str, hosts: frozenset[str]) -> bool:
+    """Whether no page of another site can have led here: that takes a name which its owner made point to us."""
+    with suppress(ValueError):
+        ip_address(name.strip("[]"))
+        return True
+    return name in hosts
 
 
 def _serve_page(app: FastAPI) -> None:

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 def _serve(runs: list[WatchedRun], host: str, port: int) -> None:
     with closing(_listen(host, port)) as listener:
         token = secrets.token_urlsafe(24)
-        app = make_app(runs, token, LOCAL_HOSTS | {host.lower()})
+        app = make_app(runs, token, LOCAL_HOSTS | {host.lower(), socket.gethostname().lower()})
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}/?token={token}", flush=True)
         print("The page is live. Ctrl-C ends it; the run is not affected.", flush=True)

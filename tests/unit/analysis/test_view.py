@@ -147,6 +147,8 @@ def test_only_who_has_the_token_gets_an_answer(watched: WatchedRun) -> None:
     assert "HttpOnly" in first.headers["set-cookie"] and "SameSite=strict" in first.headers["set-cookie"]
     assert client.get("/api/runs").json()[0]["name"] == "run"
     assert client.get("/api/runs", headers={"host": "attacker.example:8765"}).status_code == 421
+    for host in ("localhost:1", "127.0.0.1:1", "[::1]:1"):
+        assert client.get("/", headers={"host": host}, follow_redirects=False).status_code in (200, 403)
     assert client.get("/page/../answers.py").status_code == 404
     assert client.post("/api/runs").status_code == 405
 
@@ -314,6 +316,12 @@ def test_a_damaged_stream_is_named_and_the_rest_is_shown(run: RecordedRun) -> No
     faults = client.get("/api/runs/0/overview").json()["faults"]
     assert [each["stream"] for each in faults] == ["metrics/finetune_0"]
     watched.close()
+
+
+def test_no_name_stands_in_two_modules_which_are_one_script_in_an_exported_file() -> None:
+    pattern = re.compile(r"^(?:export )?(?:async )?(?:function|const|class|let) (\w+)", re.MULTILINE)
+    names = [name for module in PAGE_MODULES for name in pattern.findall(page_file(f"{module}.js"))]
+    assert len(names) > 50 and len(names) == len(set(names))
 
 
 def test_the_exported_file_holds_chosen_rollouts_and_is_inert(run: RecordedRun, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ const CHARTS = [
       ['rl/kl_reference', 'to reference'],
     ],
   ],
+  ['Cut off, share of rollouts', [['preprocessor/cut_fraction', 'training']]],
   ['Output tokens of a rollout', [['actor/output_tokens_per_rollout', 'training']]],
   ['Gradient norm', [['finetune/grad_norm', 'before clipping']]],
   ['Sampling, tokens/s', [['actor/output_tokens_per_s', 'all servers']]],
@@ -54,7 +55,12 @@ const CHARTS = [
 /** How long tables of processes and fates may stay as they are while no step ends. */
 const QUIET_MS = 3000;
 /** What evaluations add to a chart, by its title. */
-const EVALUATED = {Success: 'success_rate', Reward: 'mean_reward', 'Output tokens of a rollout': 'output_tokens'};
+const EVALUATED = {
+  Success: 'success_rate',
+  Reward: 'mean_reward',
+  'Output tokens of a rollout': 'output_tokens',
+  'Cut off, share of rollouts': 'cut_fraction',
+};
 
 function metricsOf(available) {
   return CHARTS.map(([title, curves]) => [
@@ -225,6 +231,17 @@ function fates(run) {
   return rows.length ? table('Fates', columns, rows) : h('p', {class: 'quiet'}, 'No sample has a fate yet.');
 }
 
+function findings(run) {
+  const columns = [{name: 'Finding'}, {name: 'Up to step', number: true}, {name: 'Evidence'}, {name: 'What to do'}];
+  const rows = run.findings.map(({name, step, evidence, advice}) => [
+    name,
+    number(step),
+    foreign(evidence),
+    foreign(advice),
+  ]);
+  return rows.length ? panel('Findings', {}, table('Findings', columns, rows)) : null;
+}
+
 /** The view; returns {element, refresh}. */
 export async function overview(context) {
   const base = `/api/runs/${context.run}`;
@@ -251,6 +268,7 @@ export async function overview(context) {
         run.faults.map(({stream, fault}) => h('p', {class: 'failure', role: 'alert'}, foreign(`${stream}: ${fault}`))),
       ),
       cards(run),
+      findings(run) ?? '',
     );
     if (!bottom.matches(':focus-within')) {
       bottom.replaceChildren(

@@ -2,12 +2,14 @@
 
 import {LineChart} from './charts.js';
 import {choice, foreign, h, panel, table} from './dom.js';
-import {number, percent, versions} from './format.js';
-import {previews} from './rollouts.js';
-import {ask} from './source.js';
+import {number, percent, plural, versions} from './format.js';
+import {previews, SOURCES} from './rollouts.js';
+import {ask, exportedFrom} from './source.js';
 
 const MOST = 1000;
 const SHOWN = 50;
+const HELP =
+  'Enter an id, or open a rollout and follow the link of its problem. Evaluations attempt the same problems every time.';
 
 function byVersion(rows) {
   const found = new Map();
@@ -26,57 +28,17 @@ function byVersion(rows) {
     }));
 }
 
-/** The view; `context.parameters`: problem, source. */
-export async function problem(context) {
-  const base = `/api/runs/${context.run}`;
-  const {problem: name = '', source = 'training'} = context.parameters;
-  const field = h('input', {type: 'search', value: name, placeholder: 'id of a problem', 'aria-label': 'Problem'});
-  const form = h(
-    'form',
-    {
-      class: 'filters panel',
-      on: {
-        submit: (event) => {
-          event.preventDefault();
-          context.go('problem', {problem: field.value.trim(), source});
-        },
-      },
-    },
-    choice(
-      'Rollouts of',
-      [
-        ['training', 'training'],
-        ['evaluation', 'evaluation'],
-      ],
-      source,
-      (value) => context.go('problem', {problem: name, source: value}),
-    ),
-    h('label', {class: 'field wide'}, h('span', {}, 'Problem'), field),
-    h('div', {class: 'field'}, h('span', {}, '\u00a0'), h('button', {type: 'submit'}, 'Show')),
-  );
-  const heading = h('h1', {class: name ? '' : 'hidden'}, 'Problem ', foreign(name));
-  if (!name)
-    return {
-      element: h(
-        'div',
-        {class: 'view'},
-        heading,
-        form,
-        h(
-          'p',
-          {class: 'quiet'},
-          'Enter an id, or open a rollout and follow the link of its problem. Evaluations attempt the same problems every time.',
-        ),
-      ),
-    };
+/** The newest attempts at a problem, with what is known of them; an exported file has some of all problems together. */
+async function attemptsOf(base, source, name) {
   const {rows, total} = await ask(`${base}/rollouts`, {source, problem: name, count: MOST});
-  const curve = byVersion(rows);
-  const chart = new LineChart(`Reward and success of problem ${name}`, {height: 240, xLabel: 'version'});
-  chart.set([
-    {name: 'mean reward', x: curve.map((each) => each.version), y: curve.map((each) => each.reward)},
-    {name: 'success', x: curve.map((each) => each.version), y: curve.map((each) => each.success)},
-  ]);
-  const known = await previews(base, source, rows.slice(0, SHOWN));
+  const known = await previews(base, source, exportedFrom ? rows : rows.slice(0, SHOWN));
+  const textOf = (row) => known.get(`${row.offset}.${row.place}`);
+  if (!exportedFrom) return {rows, total, textOf};
+  const own = rows.filter((row) => textOf(row)?.problem_id === name);
+  return {rows: own, total: own.length, textOf};
+}
+
+function attemptsTable(context, source, rows, textOf) {
   const columns = [
     {name: 'Version', number: true},
     {name: 'Reward', number: true},
@@ -84,29 +46,55 @@ export async function problem(context) {
     {name: 'Tokens', number: true},
     {name: 'What the model said last'},
   ];
-  const lines = rows
-    .slice(0, SHOWN)
-    .map((row) => [
-      h(
-        'a',
-        {href: context.link('rollout', {source, offset: row.offset, place: row.place})},
-        versions(row.first_version, row.last_version).replace(/versions? /, ''),
-      ),
-      number(row.reward, 3),
-      row.success === null ? '–' : row.success ? 'yes' : 'no',
-      number(row.output_tokens),
-      foreign(known.get(`${row.offset}.${row.place}`)?.text ?? ''),
-    ]);
-  const success = rows.filter((row) => row.success).length / (rows.length || 1);
-  return {
-    element: h(
-      'div',
-      {class: 'view'},
-      heading,
-      form,
-      h('p', {class: 'count'}, `${number(total)} rollouts, ${percent(success)} of them with success`),
-      h('figure', {class: 'panel'}, h('figcaption', {}, 'Reward and success by version'), chart.element),
-      panel('Newest attempts', {}, table('Attempts', columns, lines)),
-    ),
+  const link = (row) => context.link('rollout', {source, offset: row.offset, place: row.place});
+  const lines = rows.map((row) => [
+    h('a', {href: link(row)}, versions(row.first_version, row.last_version).replace(/versions? /, '')),
+    number(row.reward, 3),
+    row.success === null ? '–' : row.success ? 'yes' : 'no',
+    number(row.output_tokens),
+    foreign(textOf(row)?.text ?? ''),
+  ]);
+  return table('Attempts', columns, lines);
+}
+
+function problemForm(context, name, source) {
+  const field = h('input', {type: 'search', value: name, placeholder: 'id of a problem', 'aria-label': 'Problem'});
+  const submit = (event) => {
+    event.preventDefault();
+    context.go('problem', {problem: field.value.trim(), source});
   };
+  return h(
+    'form',
+    {class: 'filters panel', on: {submit}},
+    choice('Rollouts of', SOURCES, source, (value) => context.go('problem', {problem: name, source: value})),
+    h('label', {class: 'field wide'}, h('span', {}, 'Problem'), field),
+    h('div', {class: 'field'}, h('span', {}, '\u00a0'), h('button', {type: 'submit'}, 'Show')),
+  );
+}
+
+/** The view; `context.parameters`: problem, source. */
+export async function problem(context) {
+  const base = `/api/runs/${context.run}`;
+  const {problem: name = '', source = 'training'} = context.parameters;
+  const heading = h('h1', {class: name ? '' : 'hidden'}, 'Problem ', foreign(name));
+  const element = h('div', {class: 'view'}, heading, problemForm(context, name, source));
+  if (!name) {
+    element.append(h('p', {class: 'quiet'}, HELP));
+    return {element};
+  }
+  const {rows, total, textOf} = await attemptsOf(base, source, name);
+  const curve = byVersion(rows);
+  const x = curve.map((each) => each.version);
+  const chart = new LineChart(`Reward and success of problem ${name}`, {height: 240, xLabel: 'version'});
+  chart.set([
+    {name: 'mean reward', x, y: curve.map((each) => each.reward)},
+    {name: 'success', x, y: curve.map((each) => each.success)},
+  ]);
+  const success = rows.filter((row) => row.success).length / (rows.length || 1);
+  element.append(
+    h('p', {class: 'count'}, `${plural(total, 'rollout')}, ${percent(success)} of them with success`),
+    h('figure', {class: 'panel'}, h('figcaption', {}, 'Reward and success by version'), chart.element),
+    panel('Newest attempts', {}, attemptsTable(context, source, rows.slice(0, SHOWN), textOf)),
+  );
+  return {element};
 }

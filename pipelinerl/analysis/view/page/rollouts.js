@@ -15,7 +15,7 @@ const ORDERS = [
   ['best', 'highest reward first'],
   ['worst', 'lowest reward first'],
 ];
-const SOURCES = [
+export const SOURCES = [
   ['training', 'training'],
   ['evaluation', 'evaluation'],
 ];
@@ -209,10 +209,9 @@ export async function rollouts(context) {
   const run = await ask(`${base}/overview`);
   const about = exportedFrom
     ? h(
-        'p',
-        {class: 'panel'},
-        exportedFrom.rule,
-        ' ',
+        'div',
+        {class: 'panel filters'},
+        h('span', {}, exportedFrom.rule),
         choice('Rollouts of', SOURCES, filters.source, (value) => onChange('source', value)),
       )
     : form(filters, run, onChange);
