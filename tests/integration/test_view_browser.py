@@ -139,6 +139,12 @@ def test_every_view(context: Any, address: str, width: int, scheme: str, backgro
     page.wait_for_selector(".rollouts li")
     assert page.locator(".rollouts li").count() == 43
     assert page.locator(".rollouts .reward").first.inner_text() == "4"
+    page.locator(".rollouts a").first.click()
+    page.locator("summary", has_text="Metadata").click()
+    api.expect(page.locator("details[open] pre")).to_contain_text("1" * 1000)
+    watched.check(width)
+    page.go_back()
+    page.wait_for_selector(".rollouts li")
     page.get_by_label("Reward from").fill("2.5")
     page.get_by_label("Reward from").press("Enter")
     api.expect(page.locator(".rollouts li")).to_have_count(19)

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from pipelinerl.__main__ import main
 from pipelinerl.analysis.select import StoredGroup
-from pipelinerl.analysis.view.answers import MAX_POINTS
+from pipelinerl.analysis.view.answers import MAX_POINTS, inert
 from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, RolloutIndex
 from pipelinerl.analysis.view.view_app import PAGE_MODULES, make_app, page_file
 from pipelinerl.analysis.view.watched_run import WatchedRun
@@ -304,6 +304,10 @@ def test_texts_are_inert(client: TestClient, run: RecordedRun, watched: WatchedR
         answer = client.get(f"/api/runs/0/{path}")
         assert answer.headers["content-type"] == "application/json"
         assert all(text.replace("\n", "").isprintable() for text in texts_in(answer.json())), path
+
+
+def test_keys_and_lone_surrogates_are_inert_too() -> None:
+    assert inert({"\x1b": ["\ud800", 1, None, ("\u202e",)]}) == {"\\x1b": ["\\ud800", 1, None, ["\\u202e"]]}
 
 
 def test_a_damaged_stream_is_named_and_the_rest_is_shown(run: RecordedRun) -> None:
