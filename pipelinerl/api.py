@@ -89,10 +89,12 @@ def evaluate(
         tasks: held-out sets, instead of those of the task.
         k: samples of each problem.
         output_dir: the folder that is written to; if left out `results/NAME-evaluation`.
-        config_name, config_dir: the task and its sampling, of a model or instead of the run's.
+        config_name: the task and its sampling, of a model or instead of the run's.
+        config_dir: a folder with your configurations and your task's code.
 
     Raises:
-        As `train`.
+        UserError: something has to be changed; nothing was started.
+        PipelineRLError: the evaluation failed, with the reason.
     """
     name = str(model.path if isinstance(model, Run) else model)
     output = Path(output_dir) if output_dir is not None else default_output(name)
@@ -105,11 +107,14 @@ def evaluate(
 class Run:
     """What a run directory holds. Only reads.
 
+    Args:
+        path: the output_dir of a run.
+
     Attributes:
-        path: the run directory, absolute.
+        path: the same, absolute.
 
     Raises:
-        ConfigError: `path` is not the directory of a started run.
+        ConfigError: it is not the directory of a started run.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -166,10 +171,13 @@ class Run:
             count: rollouts at most; None: all.
             order: the `last`, `first`, `best` or `worst` ones by reward.
             evaluation: rollouts on held-out problems instead of those of training.
-            dataset, version, step: only those of this data set, of this policy version, in this optimizer step.
+            dataset: only those of this data set.
+            version: only those with tokens of this policy version.
+            step: only those in the batch of this optimizer step.
 
         Raises:
-            StreamError: a record is damaged. ConfigError: the run has not reached `step`.
+            StreamError: a record is damaged.
+            ConfigError: the run has not reached `step`.
         """
         if step is not None and evaluation:
             raise ConfigError("step", step, "nothing with evaluation=True: no step trains on evaluations", "Remove it.")
