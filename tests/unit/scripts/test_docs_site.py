@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pipelinerl.config.keys import is_known, known_keys
+from pipelinerl.tracking.health import RULES
+
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -51,6 +54,22 @@ def test_links_resolve_on_a_repository_host_and_in_the_site(page: Path) -> None:
         assert target.is_file(), link
         assert page.parent != DOCS or target.parent == DOCS, f"{link} leaves the site"
         assert not anchor or anchor in _anchors(target), link
+
+
+def test_troubleshooting_quotes_what_the_code_prints_and_names_every_finding_and_only_known_keys() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "pipelinerl").rglob("*.py"))
+    source = re.sub(r"\"\s*\n\s*f?\"", "", source)  # messages of several lines
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    symptoms = re.findall(r"^\| (.*?) \|.*\|.*\|$", page, re.MULTILINE)
+    quotes = [quote for symptom in symptoms for quote in re.findall(r"`([^`]*)`", symptom)]
+    parts = [part.strip() for quote in quotes for part in re.split(r"\.\.\.|: got|=\w+", quote)]
+    assert len(parts) > 40
+    assert [part for part in parts if part not in source and part != "KEY"] == []
+    findings = {rule.name for rule in RULES} | {"groups_equal", "starved_trainer", "idle_servers"}
+    assert [name for name in sorted(findings) if f"`{name}`" not in page] == []
+    sections = {key.name.partition(".")[0] for key in known_keys() if "." in key.name}
+    named = re.findall(rf"`((?:{'|'.join(sections)})\.[\w.]+)", page)
+    assert [name for name in named if not is_known(name)] == []
 
 
 @pytest.mark.slow
