@@ -13,7 +13,7 @@ from time import monotonic
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, pauses_rollouts, rounds_of
-from pipelinerl.records import StepDone
+from pipelinerl.records import StepDone, StepEnding, WeightUpdateSuccess
 
 
 @dataclass(slots=True)
@@ -38,8 +38,11 @@ class LagPolicy:
     def trainer_at(self, steps_done: int) -> None:
         """Note that this incarnation's trainer has finished `steps_done` steps."""
 
-    def step_ending(self) -> None:
+    def step_ending(self, message: StepEnding) -> None:
         """Note that the last micro-batch of a step of this incarnation begins; new weights follow."""
+
+    def weights_sent(self, message: WeightUpdateSuccess, budget: SampleBudget) -> None:
+        """Note that the servers have new weights."""
 
     def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
         """Note that a step of this incarnation is done and its samples no longer count in `budget`."""
@@ -101,6 +104,7 @@ class AdaptiveLag(MaxLag):
     _MOST_REPEATS = 2
     _LOWERED_BY = 0.1
     _SMOOTHING = 0.3
+    _LEAST_EARLY = 0.1
 
     def __init__(
         self,
@@ -116,9 +120,9 @@ class AdaptiveLag(MaxLag):
         self._extra = 0.0
         self._ready_surplus = 0.0
         self._step_began: float | None = None
-        # When the last micro-batch of the step in training began, how long it took in earlier steps, and how long
-        # before its end more groups may start.
-        self._ending_since: float | None = None
+        # When the last micro-batch of the step in training began, by the trainer's clock and by ours; how long it took
+        # in earlier steps; and how long before its end more groups may start.
+        self._ending: tuple[float, float] | None = None
         self._ending_s = 0.0
         self._early_s = math.inf
 
@@ -142,22 +146,27 @@ class AdaptiveLag(MaxLag):
             return True
         return budget.running_groups == 0 and charged < self._samples_per_step
 
-    def step_ending(self) -> None:
-        self._ending_since = self._clock()
+    def step_ending(self, message: StepEnding) -> None:
+        self._ending = message.time, self._clock()
+
+    def weights_sent(self, message: WeightUpdateSuccess, budget: SampleBudget) -> None:
+        if self._ending is None:
+            return
+        seconds = message.time - message.seconds.get("total", 0.0) - self._ending[0]
+        if self._ending_s - self._early_s >= seconds:
+            self._early_s *= 1.25
+        elif budget.running_samples < self._in_flight_samples and not budget.group_fits(
+            self._most_samples - budget.charged_samples
+        ):
+            self._early_s *= 0.8
+        self._ending_s += self._SMOOTHING * (seconds - self._ending_s) if self._ending_s else seconds
+        # One short step must not end it for many.
+        self._early_s = min(max(self._early_s, self._LEAST_EARLY * self._ending_s), self._ending_s)
+        self._ending = None
 
     def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
         now, began, batch = self._clock(), self._step_began, self._samples_per_step
-        if self._ending_since is not None:
-            if self.retry_s():
-                self._early_s *= 1.25
-            elif budget.running_samples < self._in_flight_samples and not budget.group_fits(
-                self._most_samples - budget.charged_samples - message.num_samples
-            ):
-                self._early_s *= 0.8
-            seconds = now - self._ending_since
-            self._ending_s += self._SMOOTHING * (seconds - self._ending_s) if self._ending_s else seconds
-            self._early_s = min(self._early_s, self._ending_s)
-            self._ending_since = None
+        self._ending = None
         was_complete = self._ready_surplus >= 0
         self._ready_surplus = budget.charged_samples - budget.running_samples - batch
         self._step_began = now
@@ -172,9 +181,9 @@ class AdaptiveLag(MaxLag):
 
     def retry_s(self) -> float | None:
         """Seconds until groups may start for the next weights; None: the last micro-batch of the step has not begun."""
-        if self._ending_since is None:
+        if self._ending is None:
             return None
-        return max(self._ending_since + self._ending_s - self._early_s - self._clock(), 0.0)
+        return max(self._ending[1] + self._ending_s - self._early_s - self._clock(), 0.0)
 
     def report(self) -> dict[str, float]:
         return {

@@ -81,10 +81,11 @@ class TrainingProgress:
         match message:
             case WeightUpdateSuccess() if message.incarnation == self._incarnation:
                 self.version = message.version
+                self.budget.policy.weights_sent(message, self.budget)
             case TrainerStarted() if message.incarnation == self._incarnation:
                 self._trainer_at(message.step)
             case StepEnding() if message.incarnation == self._incarnation:
-                self.budget.policy.step_ending()
+                self.budget.policy.step_ending(message)
             case StepDone():
                 self.budget.policy.step_trained(message)
                 if message.incarnation == self._incarnation:

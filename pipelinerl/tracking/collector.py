@@ -31,7 +31,7 @@ from pipelinerl.tracking.display import Display, make_display, quiet_line, read_
 from pipelinerl.tracking.health import EqualRewards, Finding, Health, Waits, add_finding
 from pipelinerl.tracking.sinks import SinkInputs, make_sinks
 from pipelinerl.tracking.state import RunState
-from pipelinerl.tracking.summary import Status, build_summary, has_learning_curve, plot_learning_curve, write_json
+from pipelinerl.tracking.summary import LearningCurve, Status, build_summary, plot_learning_curve, write_json
 from pipelinerl.world import WorldMap
 
 logger = logging.getLogger(__name__)
@@ -120,18 +120,19 @@ class Collector:
                 write_json(self._run_dir.summary_file, summary)
             except OSError as error:
                 logger.error("%s cannot be written: %s", self._run_dir.summary_file, error)
-            # To load what draws takes a second, for which a run that failed at its start need not keep its user.
-            if has_learning_curve(self._state):
-                self._draw()
+        self._draw()
         for sink in self._sinks:
             sink.finish(summary)
         return summary
 
     def _draw(self) -> None:
-        if not self._draws:
+        # Not under the state's lock: to load what draws takes a second, for which a run that failed at its start need
+        # not keep its user either.
+        curve = self.snapshot(LearningCurve.of)
+        if not self._draws or not curve:
             return
         try:
-            plot_learning_curve(self._state, self._run_dir.learning_curve_file, self._title)
+            plot_learning_curve(curve, self._run_dir.learning_curve_file, self._title)
         except Exception as error:  # noqa: BLE001 - a picture never changes how a run ends
             self._draws = False
             logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
@@ -155,9 +156,9 @@ class Collector:
                 if "finetune/loss" in record.values:
                     self._show(lambda: self._display.step_recorded(self._state, record))
                 findings = self._health.metrics(self._state, record)
-        self._tell(findings)
         self._notice_blocked_workers(record)
         self._log(record)
+        self._tell(findings)
 
     def _notice_blocked_workers(self, record: MetricRecord) -> None:
         replaced = int(record.values.get("actor/replaced_workers", 0))
@@ -198,7 +199,8 @@ class Collector:
             self._state.fold_evaluation(result)
             if result.time >= self._since:
                 self._show(lambda: self._display.evaluated(self._state, result))
-                self._draw()
+        if result.time >= self._since:
+            self._draw()
         self._log(_row("evaluation", result.due_version, result.time, values))
 
     def _on_trainer(self, message: TrainerMessage) -> None:

@@ -2,7 +2,7 @@
 
 `RULES` look at the curves after every optimizer step: medians of the last `WINDOW` steps, some of them against those of
 the first. `EqualRewards` and `Waits` count on their own. A finding that lasts is reported again after
-`AGAIN_AFTER_STEPS` steps.
+`AGAIN_AFTER_STEPS` steps, a wait only when the waiting side changes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ WINDOW = 10
 #: Steps without learning before the first report, and between reports of the same finding.
 FIRST_AFTER_STEPS = 5
 AGAIN_AFTER_STEPS = 50
+#: Filtered samples without a step in between, in steps: where groups are filtered, more are sampled than are trained.
+FILTERED_STEPS = 20
 #: Steps over which waits are looked at, and the share of their time that is worth a report.
 WAITING_STEPS, WAITING_SHARE = 50, 0.3
 
@@ -65,7 +67,7 @@ def newest_findings(path: Path) -> list[Finding]:
 
 
 class Curves:
-    """Medians of a run's numbers at its beginning and now; None where there are too few steps.
+    """Medians of a run's numbers at its beginning and now; None where there are too few values.
 
     Args:
         state: of the run, read only.
@@ -76,13 +78,14 @@ class Curves:
         self.state, self.step = state, step
 
     def now(self, *names: str) -> float | None:
-        """Median over the last `WINDOW` steps of the first of `names` with data."""
+        """Median of the last `WINDOW` values of the first of `names` with data."""
         values = self.state.by_step(names)
-        last = [values[step] for step in range(max(0, self.step - 2 * WINDOW), self.step + 1) if step in values]
-        return median(last[-WINDOW:]) if len(last) >= WINDOW else None
+        # Newest first; the actor records less than once a step if steps are short.
+        last = list(islice((value for step, value in reversed(values.items()) if step <= self.step), WINDOW))
+        return median(last) if len(last) == WINDOW else None
 
     def begin(self, *names: str) -> float | None:
-        """The same over the first steps, once they are not also the last ones."""
+        """The same of the first values, once they are not also the last ones."""
         values = self.state.by_step(names)
         if len(values) < 2 * WINDOW:
             return None
@@ -137,7 +140,7 @@ def _length_blow_up(curves: Curves) -> str | None:
 
 def _truncation(curves: Curves) -> str | None:
     now = curves.now("preprocessor/cut_fraction")
-    return None if now is None or now < 0.3 else f"{now:.0%} of the samples are cut off at a limit of tokens"
+    return None if now is None or now < 0.3 else f"{now:.0%} of the rollouts are cut off at a limit of tokens"
 
 
 def _reward_saturation(curves: Curves) -> str | None:
@@ -220,12 +223,13 @@ def _stale_samples(curves: Curves) -> str | None:
 
 
 def _failing_rollouts(curves: Curves) -> str | None:
-    trained = curves.now("finetune/samples")
+    trained, per_rollout = curves.now("finetune/samples"), curves.now("actor/samples_per_rollout")
+    rollouts = None if not trained else trained / max(per_rollout or 1.0, 1.0)
     for name in list(curves.state.history):
         reason = name.partition("/failed_")[2]
-        if not reason or reason == "rollouts" or not trained:
+        if not reason or reason == "rollouts" or rollouts is None:
             continue
-        if (failed := curves.growth(name)) is not None and failed > 0.1 * WINDOW * trained:
+        if (failed := curves.growth(name)) is not None and failed > 0.1 * WINDOW * rollouts:
             return f"{failed:.0f} rollouts failed in {WINDOW} steps ({reason})"
     for dataset, name in curves.by_dataset("no_error"):
         now, begin = curves.now(name), curves.begin(name)
@@ -306,11 +310,12 @@ class EqualRewards:
     def __init__(self, samples_per_step: int, log: str) -> None:
         self._samples_per_step = samples_per_step
         self._advice = (
-            "the attempts of each group got the same reward, so every advantage is 0. Print answers and rewards in "
+            "all attempts of a group got the same reward, so its advantages are 0. Print answers and rewards in "
             f"your rollout function (it writes to {log}), and try the reward with `python -m pipelinerl check-domain`."
         )
         self._steps = 0
         self._filtered = 0
+        self._most_filtered = FILTERED_STEPS * samples_per_step
 
     def step(self, record: MetricRecord) -> Finding | None:
         """Take the numbers of one step."""
@@ -319,24 +324,22 @@ class EqualRewards:
             return None
         self._filtered = 0
         self._steps = self._steps + 1 if fraction >= 1 else 0
-        return self._finding(self._steps, record.step, f"nothing was learned in {self._steps} steps in a row")
+        if self._steps < FIRST_AFTER_STEPS or (self._steps - FIRST_AFTER_STEPS) % AGAIN_AFTER_STEPS:
+            return None
+        evidence = f"nothing was learned in {self._steps} steps in a row"
+        return Finding(name="groups_equal", step=record.step, evidence=evidence, advice=self._advice)
 
     def fate(self, record: FateRecord) -> Finding | None:
         """Take the end of some samples; with `filter_zero_advantage_groups` no step comes if all groups are such."""
         if record.fate != "filtered" or record.reason != "zero_advantage":
             return None
-        before = self._filtered // self._samples_per_step
         self._filtered += len(record.sample_ids)
+        if self._filtered < self._most_filtered:
+            return None
+        self._most_filtered *= 4  # said again only where it is much worse
         steps = self._filtered // self._samples_per_step
-        if steps == before:
-            return None
-        evidence = f"{self._filtered} samples, enough for {steps} steps, were filtered in a row"
-        return self._finding(steps, record.version, evidence)
-
-    def _finding(self, steps: int, step: int, evidence: str) -> Finding | None:
-        if steps < FIRST_AFTER_STEPS or (steps - FIRST_AFTER_STEPS) % AGAIN_AFTER_STEPS:
-            return None
-        return Finding(name="groups_equal", step=step, evidence=evidence, advice=self._advice)
+        evidence = f"{self._filtered} samples were filtered since the last step, enough for {steps} steps"
+        return Finding(name="groups_equal", step=record.version, evidence=evidence, advice=self._advice)
 
 
 class Waits:

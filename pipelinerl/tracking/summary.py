@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,13 +53,26 @@ def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-def has_learning_curve(state: RunState) -> bool:
-    """Whether there is anything to draw."""
-    names = (*REWARD, *SUCCESS, *(name for name, _, _ in _LAG))
-    return bool(state.evaluations) or any(state.history.get(name) for name in names)
+@dataclass(frozen=True)
+class LearningCurve:
+    """What `learning_curve.png` shows: values by step of reward, success and lags, and success of evaluations."""
+
+    reward: dict[int, float]
+    success: dict[int, float]
+    lags: dict[str, list[tuple[int, float]]]
+    held_out: dict[str, list[tuple[int, float]]]
+
+    @classmethod
+    def of(cls, state: RunState) -> LearningCurve:
+        """A copy of what `state` holds now."""
+        lags = {name: sorted(state.history.get(name, {}).items()) for name, _, _ in _LAG}
+        return cls(state.curve(REWARD), state.curve(SUCCESS), lags, _held_out(state))
+
+    def __bool__(self) -> bool:
+        return any((self.reward, self.success, self.held_out, *self.lags.values()))
 
 
-def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
+def plot_learning_curve(shown: LearningCurve, path: Path, title: str) -> None:
     """Draw the run into `path` (PNG). A run without any data gives an empty frame.
 
     Raises:
@@ -69,15 +83,15 @@ def plot_learning_curve(state: RunState, path: Path, title: str) -> None:
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     curve, lag = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     figure.suptitle(title)
-    for names, label, color in ((REWARD, "reward", "tab:blue"), (SUCCESS, "success", "tab:green")):
-        if values := state.curve(names):
+    for values, label, color in ((shown.reward, "reward", "tab:blue"), (shown.success, "success", "tab:green")):
+        if values:
             curve.plot(*zip(*values.items(), strict=True), label=f"{label}, training", color=color, linewidth=1.3)
-    for index, (name, found) in enumerate(_held_out(state).items()):
+    for index, (name, found) in enumerate(shown.held_out.items()):
         curve.plot(*zip(*found, strict=True), "o--", label=f"success, held out ({name})", color=f"C{index + 3}")
         for version, rate in found:
             curve.annotate(f"{rate:.2f}", (version, rate), textcoords="offset points", xytext=(0, 9), ha="center")
     for name, label, style in _LAG:
-        if points := sorted(state.history.get(name, {}).items()):
+        if points := shown.lags[name]:
             lag.plot(*zip(*points, strict=True), style, label=label, color="tab:gray")
     curve.set_ylabel("success rate / reward")
     lag.set_ylabel("lag (versions)")

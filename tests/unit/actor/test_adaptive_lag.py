@@ -11,7 +11,7 @@ import pytest
 
 from pipelinerl.actor.budget import AdaptiveLag, LagPolicy, MaxLag, SampleBudget
 from pipelinerl.actor.progress import Changes
-from pipelinerl.records import StepDone
+from pipelinerl.records import StepDone, StepEnding, WeightUpdateSuccess
 
 GROUP = 8
 BATCH = 512
@@ -19,6 +19,10 @@ LARGEST = 2 * BATCH
 #: Seconds between tokens of a sequence, by sequences on the server: an engine with a 0.1 B model on one H200.
 RUNNING, TOKEN_S = (1, 32, 128, 512), (0.003, 0.004, 0.0072, 0.04)
 WARM_UP, STEPS = 8, 22
+
+
+def sent(version: int, time: float, total: float = 0.0) -> WeightUpdateSuccess:
+    return WeightUpdateSuccess(version=version, time=time, seconds={"total": total}, num_servers=1)
 
 
 @dataclass
@@ -79,7 +83,7 @@ class Simulation:
                 step_left -= self.tick_s
                 if not is_ending and step_left <= self.trainer_s / self.micro_batches:
                     is_ending = True
-                    budget.policy.step_ending()
+                    budget.policy.step_ending(StepEnding(step=step + 1, time=self.now))
                 if step_left <= 0:
                     step += 1
                     self._finish_step(budget, step, training, waited)
@@ -98,6 +102,7 @@ class Simulation:
 
     def _finish_step(self, budget: SampleBudget, step: int, training: list[int], waited: float) -> None:
         self.ends.append(self.now)
+        budget.policy.weights_sent(sent(step, self.now), budget)
         ids = [str(group) for group in training]
         done = StepDone(
             step=step,
@@ -200,7 +205,7 @@ def test_sequences_start_for_the_update() -> None:
     policy = AdaptiveLag(samples_per_step=16, max_lag=32, in_flight=0.125, clock=lambda: now)
     budget = SampleBudget(policy, attempts=2)
     budget.observe_rollout(1)
-    started = ended = 0
+    started = ended = settled = 0
 
     def admit() -> int:
         nonlocal started
@@ -216,48 +221,69 @@ def test_sequences_start_for_the_update() -> None:
             budget.publish(str(ended), [f"{ended}/0", f"{ended}/1"])
             ended += 1
 
+    def begin_ending() -> None:
+        # The trainer's clock is 100 s ahead.
+        policy.step_ending(StepEnding(step=1, time=now + 100.0))
+
     def end_step(at: float) -> None:
+        """The last micro-batch ends at `at`, and the update takes a second."""
         nonlocal now, settled
-        now = at
+        now = at + 1.0
+        policy.weights_sent(sent(1, at + 101.0, total=1.0), budget)
+        assert policy.retry_s() is None
         for number in range(settled, settled + 8):
             budget.settle_group(str(number))
         settled += 8
         policy.step_settled(StepDone(step=1, time=0.0, group_ids=[], num_samples=16, samples_processed=16), budget)
 
-    settled = 0
     assert admit() == 16
     end(15)
     assert policy.retry_s() is None
-    policy.step_ending()
+    begin_ending()
     assert policy.retry_s() == 0 and admit() == 0, "a group runs already"
     for more in (1, 1, 0):
         end(1)
         assert admit() == more, "kept busy, one group at a time, with two in all"
     end_step(4.0)
-    assert policy.retry_s() is None
 
     # The last micro-batch took 4 s.
     assert admit() == 6, "two batches again"
-    policy.step_ending()
+    begin_ending()
     assert policy.retry_s() == 0
     for ending, more in ((6, 1), (1, 1), (1, 0)):
         end(ending)
         assert admit() == more
-    end_step(8.0)
-    policy.step_ending()
+    end_step(9.0)
+    begin_ending()
     assert policy.retry_s() == pytest.approx(4.0 - 0.8 * 4.0), "all had ended too early, so a fifth later"
-    now = 8.7
+    now = 10.7
     assert policy.retry_s() == pytest.approx(0.1)
     assert admit() == 6
     end(6)
-    now = 9.0
+    now = 11.0
     assert admit() == 1
-    end_step(12.0)
-    policy.step_ending()
+    end_step(14.0)
+    begin_ending()
     assert policy.retry_s() == pytest.approx(0.8), "one was running, so as before"
-    end_step(12.5)
-    policy.step_ending()
+    end_step(15.5)
+    begin_ending()
+    # 4 + 0.3 * (0.5 - 4) s is what it is expected to take now.
     assert policy.retry_s() == 0.0, "the step ended before: a quarter earlier, but not before its last micro-batch"
+
+
+def test_one_short_ending_does_not_stop_what_starts_for_the_next_ones() -> None:
+    """Both messages of a step may be read together."""
+    now = 0.0
+    policy = AdaptiveLag(samples_per_step=16, max_lag=32, clock=lambda: now)
+    budget = SampleBudget(policy, attempts=2)
+    budget.observe_rollout(1)
+    waits = []
+    for seconds in (1e-4, *[4.0] * 40):
+        policy.step_ending(StepEnding(step=1, time=now))
+        waits.append(policy.retry_s())
+        now += seconds
+        policy.weights_sent(sent(1, now), budget)
+    assert waits[-1] == pytest.approx(4.0 - 0.4, abs=1e-3), "at least a tenth of it before its end"
 
 
 def test_a_bound_below_one_batch_stays_the_bound() -> None:

@@ -18,7 +18,7 @@ from pipelinerl.tracking.display import (
     table_rows,
 )
 from pipelinerl.tracking.state import RunState
-from pipelinerl.tracking.summary import plot_learning_curve
+from pipelinerl.tracking.summary import LearningCurve, plot_learning_curve
 
 EVALUATION = EvaluationResult(
     due_version=0,
@@ -163,11 +163,11 @@ def test_an_evaluation_that_failed_altogether_is_said_and_shown_nowhere_as_a_val
     assert ("success, held out", "0.375 at version 0") in [(name, value) for name, value in table_rows(state, 40)]
     state.fold_evaluation(msgspec.structs.replace(failed, is_final=True))
     assert state.held_out_success("after") is None
-    plot_learning_curve(state, tmp_path / "curve.png", "run")
+    plot_learning_curve(LearningCurve.of(state), tmp_path / "curve.png", "run")
     assert (tmp_path / "curve.png").stat().st_size > 0
 
 
 def test_the_plot_is_a_picture_also_of_an_empty_run(tmp_path: Path) -> None:
     for name, state in (("empty", RunState()), ("running", running())):
-        plot_learning_curve(state, tmp_path / f"{name}.png", "title")
+        plot_learning_curve(LearningCurve.of(state), tmp_path / f"{name}.png", "title")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

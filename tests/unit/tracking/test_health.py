@@ -11,6 +11,7 @@ import pytest
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord
 from pipelinerl.tracking.health import (
     AGAIN_AFTER_STEPS,
+    FILTERED_STEPS,
     RULES,
     WAITING_STEPS,
     EqualRewards,
@@ -165,6 +166,28 @@ def test_recorded_runs_that_went_well_have_no_finding(file: Path) -> None:
         assert not health.metrics(state, record)
 
 
+def test_numbers_that_come_at_every_third_step_are_looked_at_too() -> None:
+    """The actor records at most every few seconds, also where steps are shorter."""
+    name, _ = FAULTS["no answer to be read"]
+    state, health = RunState(), Health(EqualRewards(512, "log"), None, "run")
+    found = []
+    for step in range(1, 150):
+        curves = HEALTHY | {"actor/sums/no_answer": lambda step: 0.7 if step > 90 else 0.1}
+        values = {key: curve(step) for key, curve in curves.items() if step % 3 == 0 or not key.startswith("actor/")}
+        record = MetricRecord(source="x", step=step, time=float(step), values=values)
+        state.fold_metrics(record)
+        found += health.metrics(state, record)
+    assert {each.name for each in found} == {name}
+
+
+def test_rollouts_of_many_samples_are_counted_as_rollouts() -> None:
+    """512 samples of a step are 64 rollouts of 8; 8 failures a step are more than a tenth of them."""
+    eight = {"actor/samples_per_rollout": lambda step: 8.0}
+    failing = {"actor/failed_bad_reward": lambda step: 8.0 * max(0, step - PLANTED)}
+    assert [each.name for each in run(HEALTHY | eight | failing)] == ["failing_rollouts"]
+    assert not run(HEALTHY | failing)
+
+
 def test_findings_are_kept_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "findings.jsonl"
     assert newest_findings(file) == []
@@ -195,7 +218,7 @@ def steps_said(watch: EqualRewards, first: int, last: int, fraction: float | Non
 
 def test_equal_rewards_are_said_after_five_steps_and_then_every_fifty() -> None:
     assert steps_said(EqualRewards(64, "stdout.log"), 1, 120, 1.0) == [5, 55, 105]
-    found = EqualRewards(1, "stdout.log").fate(filtered(5))
+    found = EqualRewards(1, "stdout.log").fate(filtered(FILTERED_STEPS))
     assert found is not None and found.name == "groups_equal" and "stdout.log" in found.line
 
 
@@ -212,14 +235,16 @@ def test_steps_without_the_number_say_nothing() -> None:
 
 def test_samples_that_are_all_filtered_are_said_though_no_step_comes() -> None:
     watch = EqualRewards(64, "s")
-    found = [watch.fate(filtered(16)) for _ in range(40)]
-    assert [index for index, each in enumerate(found) if each] == [19], "5 steps of 64 samples are 20 groups of 16"
+    found = [watch.fate(filtered(16)) for _ in range(400)]
+    assert [index for index, each in enumerate(found) if each] == [79, 319], (
+        "20 steps of 64 samples are 80 groups of 16"
+    )
 
 
 def test_a_step_in_between_and_other_reasons_do_not_count() -> None:
     watch = EqualRewards(64, "s")
     for step in range(10):
-        assert watch.fate(filtered(300)) is None
+        assert watch.fate(filtered(15 * 64)) is None, "15 of 16 samples are filtered, and the rest trained"
         assert watch.step(zero_advantage(step, 0.5)) is None
     assert watch.fate(filtered(10_000, reason="too_long")) is None
 
