@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from importlib import import_module
 from pathlib import Path
@@ -75,7 +76,7 @@ def train(
 def evaluate(
     model: str | Path | Run,
     *overrides: str,
-    tasks: Sequence[str] = (),
+    tasks: str | Sequence[str] = (),
     k: int | None = None,
     output_dir: str | Path | None = None,
     config_name: str | None = None,
@@ -98,7 +99,13 @@ def evaluate(
     """
     name = str(model.path if isinstance(model, Run) else model)
     output = Path(output_dir) if output_dir is not None else default_output(name)
-    words = [name, "--output", str(output), *_option("--tasks", ",".join(tasks) or None), *_option("--samples", k)]
+    words = [
+        name,
+        "--output",
+        str(output),
+        *_option("--tasks", tasks if isinstance(tasks, str) else ",".join(tasks) or None),
+        *_option("--samples", k),
+    ]
     words += [*_option("--config-name", config_name), *_option("--config-dir", config_dir), *overrides]
     _follow("eval", words, output)
     return Run(output)
@@ -268,14 +275,13 @@ class _Chart:
         if time.monotonic() < self._drawn_at + _REDRAW_S and not is_last:
             return
         self._drawn_at = time.monotonic()
-        try:
+        # Before the run has begun there is none, and a picture never ends one.
+        with suppress(Exception):
             run = Run(self._run_dir)
-        except UserError:
-            return  # it has not begun
-        if self._handle is None:
-            self._handle = import_module("IPython.display").display(run, display_id=True)
-        else:
-            self._handle.update(run)
+            if self._handle is None:
+                self._handle = import_module("IPython.display").display(run, display_id=True)
+            else:
+                self._handle.update(run)
 
 
 def _option(flag: str, value: object) -> list[str]:

@@ -7,12 +7,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes.recorded_run import RecordedRun
 
 import pipelinerl
+from pipelinerl import api
 from pipelinerl.errors import ConfigError, PipelineRLError, UserError
 from pipelinerl.records import EvaluationResult
 from pipelinerl.tracking.health import Finding, add_finding
@@ -120,6 +122,22 @@ def test_the_reason_of_a_failure(
     with pytest.raises(error) as raised:
         pipelinerl.train(output_dir=tmp_path)
     assert (type(raised.value), str(raised.value)) == (error, reason)
+
+
+def test_a_notebook_shows_the_run_while_it_goes_on(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    display = SimpleNamespace(display=lambda run, display_id: shown.append(run) or SimpleNamespace(update=shown.append))
+    monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(api, "_REDRAW_S", 0.0)
+    popen = subprocess.Popen
+    program = "print('step 1'); print('step 2')"
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", program], **options)
+    )
+    run = pipelinerl.train(output_dir=recorded.root)
+    # After each line, and at the end.
+    assert [each.path for each in shown] == [run.path] * 3
 
 
 def test_importing_the_package_loads_nothing_else() -> None:
