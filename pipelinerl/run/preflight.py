@@ -162,8 +162,8 @@ def check_vllm(start: Start) -> list[str]:
     if start.has_servers and (spec is None or spec.origin is None):
         raise UserError(
             f"vLLM, which the servers of a run need, is not installed in the Python environment {sys.prefix}. "
-            "Install it: pip install -e '.[gpu]' where there are NVIDIA GPUs, else `bash scripts/setup.sh`, which "
-            "also finds the CPU build of torch."
+            "Install it: pip install 'pipelinerl[gpu]' where there are NVIDIA GPUs, else 'pipelinerl[cpu]' (in a "
+            "checkout: `bash scripts/setup.sh`, which also finds the CPU build of torch)."
         )
     return []
 
