@@ -102,25 +102,26 @@ class PassesEnd:
 class TargetReached:
     """Follows the stream `evaluation` in a thread: whether an evaluation had the success rate that ends training.
 
-    Those of earlier starts count: a run that reached its target is complete.
+    Those of earlier starts count, once the version that they measured is trained: a run that reached its target is
+    complete, but one that resumes before that version takes the steps up to it again. They are the same steps, so the
+    actor does not repeat the evaluation either.
 
     Args:
         target: `finetune.stop_at_success`.
-        wake: called when it is reached or the thread fails.
+        wake: called when a version reaches it or the thread fails.
     """
 
     def __init__(self, reader: StreamReader[EvaluationResult], target: float, wake: Callable[[], None]) -> None:
         self._target = target
         self._wake = wake
         self._last: tuple[int, int, bool] | None = None
-        self._is_reached = False
+        self._first_version: int | None = None
         self._feed = Feed(reader, self._take, "evaluation", lambda _: wake()).start()
 
-    @property
-    def is_reached(self) -> bool:
-        """Raises what the thread failed with."""
+    def is_reached(self, step: int) -> bool:
+        """Whether a version up to `step`, the last one trained, has the rate. Raises what the thread failed with."""
         self._feed.raise_if_failed()
-        return self._is_reached
+        return self._first_version is not None and self._first_version <= step
 
     def close(self) -> None:
         self._feed.stop()
@@ -131,7 +132,9 @@ class TargetReached:
         evaluation = (result.incarnation, result.due_version, result.is_final)
         is_first, self._last = evaluation != self._last, evaluation
         if is_first and result.success_rate is not None and result.success_rate >= self._target:
-            self._is_reached = True
+            # As for the best model, it is the version that the evaluation began with.
+            known = self._first_version
+            self._first_version = result.min_version if known is None else min(known, result.min_version)
             self._wake()
 
 
@@ -229,7 +232,7 @@ class DataFeed:
                 return _News.STOP
             if self._weights is not None and self._weights.has_fresh:
                 return _News.SERVER
-            if self._target is not None and self._target.is_reached:
+            if self._target is not None and self._target.is_reached(step - 1):
                 return _News.OVER
             if self._passes is not None and self._passes.is_after(step - 1):
                 # This record is written after the last batch, so that batch is here if there is one.

@@ -185,7 +185,7 @@ class Backend:
             save_tensors(folder / STATE, tensors, self._ranks)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit by bit. ValueError if it does not fit this model or number of ranks."""
+        """Restore what `save` wrote, bit by bit. ValueError if it does not fit this model."""
         tensors = {f"model/{name}": parameter.detach() for name, parameter in self._named}
         parameters, states = dict(self._named), []
         for saved in saved_names(folder / STATE):

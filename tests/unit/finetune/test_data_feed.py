@@ -140,11 +140,11 @@ def test_other_ranks_do_what_rank_0_says(feed_of, writer, kit):
     assert feed.next(2, refuse) is None and feed.is_over, "all ranks end at the same step"
 
 
-def evaluation(success_rate, due=10, dataset_name="all", incarnation=0):
+def evaluation(success_rate, due=0, dataset_name="all", incarnation=0, late=0):
     return EvaluationResult(
-        due_version=due, min_version=due, max_version=due, is_final=False, dataset_name=dataset_name, num_rollouts=4,
-        num_failed=0, success_rate=success_rate, mean_reward=success_rate, metrics={}, seconds=1.0, time=0.0,
-        incarnation=incarnation,
+        due_version=due, min_version=due + late, max_version=due + late + 1, is_final=False, dataset_name=dataset_name,
+        num_rollouts=4, num_failed=0, success_rate=success_rate, mean_reward=success_rate, metrics={}, seconds=1.0,
+        time=0.0, incarnation=incarnation,
     )  # fmt: skip
 
 
@@ -153,17 +153,37 @@ def test_an_evaluation_over_all_test_data_that_reaches_the_target_ends_training(
     target = TargetReached(hub.reader("evaluation", "actor_0", EvaluationResult), 0.9, reader.wake)
     results = hub.writer("evaluation", "actor_0", EvaluationResult)
     feed = feed_of(target=target)
-    for record in (evaluation(0.89), evaluation(1.0, dataset_name="a"), evaluation(None, due=20)):
+    for record in (evaluation(0.89), evaluation(1.0, dataset_name="a"), evaluation(None, due=1)):
         results.write(record)
-    writer.write(kit.batch(kit.samples(4), step=1))
-    writer.write(kit.batch(kit.samples(4), step=2))
-    assert feed.next(1, refuse).step == 1 and not feed.is_over
-    results.write(evaluation(0.9, due=30))
+    for step in (1, 2, 3):
+        writer.write(kit.batch(kit.samples(4), step=step))
+    for step in (1, 2):
+        assert feed.next(step, refuse).step == step and not feed.is_over
+    results.write(evaluation(0.9, due=2))
     deadline = time.monotonic() + 60
-    while not target.is_reached and time.monotonic() < deadline:
+    while not target.is_reached(2) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert feed.next(2, refuse) is None and feed.is_over
+    assert feed.next(3, refuse) is None and feed.is_over
     target.close()
     again = TargetReached(hub.reader("evaluation", "actor_0", EvaluationResult), 0.91, reader.wake)
     again.close()
-    assert not again.is_reached
+    assert not again.is_reached(2)
+
+
+@pytest.mark.parametrize(("resumed_at", "ends_after"), [(0, 3), (2, 3), (3, 3), (4, 4)])
+def test_a_run_that_resumes_before_the_version_that_reached_the_target_trains_up_to_it(
+    hub, reader, writer, kit, feed_of, resumed_at, ends_after
+):
+    """Version 3 reached it (its evaluation was due at 2), and then training states were lost."""
+    results = hub.writer("evaluation", "actor_0", EvaluationResult)
+    for record in (evaluation(0.5), evaluation(0.95, due=2, late=1), evaluation(0.99, due=4)):
+        results.write(record)
+    target = TargetReached(hub.reader("evaluation", "actor_0", EvaluationResult), 0.9, reader.wake)
+    target.close()  # all results of the earlier start are known
+    for step in range(resumed_at + 1, 7):
+        writer.write(kit.batch(kit.samples(4), step=step))
+    feed = feed_of(target=target)
+    step = resumed_at
+    while feed.next(step + 1, refuse) is not None:
+        step += 1
+    assert (step, feed.is_over) == (ends_after, True)
