@@ -34,7 +34,7 @@ from pipelinerl.finetune.model_check import (
     tf32_difference,
 )
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.ranks import RankFault, Ranks
 from pipelinerl.finetune.served_values import parameters_to_round, round_for_good, wire_dtype
 from pipelinerl.finetune.sharded_model import loaded_in_parts, shards_weights, whole_for_trial
 from pipelinerl.rl.microbatch import MicroBatch
@@ -63,7 +63,8 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
 def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = None) -> PolicyModel:
     """Load `model_path` as a policy with fp32 parameters on `device`.
 
-    Several `ranks` whose backend shards the weights get a part each (`sharded_model.py`).
+    Several `ranks` whose backend shards the weights get a part each (`sharded_model.py`). They agree on every verdict:
+    all take the same attention, or all raise.
 
     Raises:
         ConfigError: there is no such model, or it cannot be trained as configured.
@@ -71,9 +72,10 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
     settings = config.finetune
     path = config.model_path
     dtype = compute_dtype(config, device)
+    ranks = ranks or Ranks(device=device)
     served_length = config.vllm_config.number("max-model-len")
     register_own_attention()
-    in_parts = ranks is not None and ranks.world_size > 1 and shards_weights(config)
+    in_parts = ranks.world_size > 1 and shards_weights(config)
     reasons: list[str] = []
     blamed: tuple[str, Any, str] = ("model_path", path, "Use another model.")
     if settings.attn_implementation != "auto":
@@ -81,12 +83,15 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
         blamed = ("finetune.attn_implementation", settings.attn_implementation, remedy)
     candidates = candidate_implementations(settings.attn_implementation, device, dtype)
     for attention in candidates:
+        reason = None
         try:
-            with loaded_in_parts(ranks) if in_parts and ranks else nullcontext():
+            with loaded_in_parts(ranks) if in_parts else nullcontext():
                 language_model = load_language_model(path, attention, settings.trust_remote_code, served_length)
         except (ImportError, ValueError, KeyError) as error:
             # Old families look their attention up in a table of their own.
-            reasons.append(f"{attention}: {_first_sentence(error)}")
+            reason = _first_sentence(error)
+        if (reason := ranks.first_fault(reason)) is not None:
+            reasons.append(f"{attention}: {reason}")
             continue
         refuse_positions_beyond_dynamic(language_model.config.get_text_config(), served_length)
         policy = PolicyModel(
@@ -100,9 +105,12 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
             tf32=settings.dtype == "tf32",
             served_dtype=wire_dtype(config, dtype, device, path),
         ).to(device)
-        with whole_for_trial(policy):
-            reason = find_fault(policy, settings.seq_packing, settings.train_batch_size)
-            blamed = (cure(policy, config) if reason else None) or blamed
+        try:
+            with whole_for_trial(policy, ranks):
+                reason = find_fault(policy, settings.seq_packing, settings.train_batch_size, ranks)
+                blamed = (cure(policy, config, ranks) if reason else None) or blamed
+        except RankFault as error:
+            reason = str(error)
         if reason:
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
@@ -138,12 +146,12 @@ def _first_sentence(error: Exception) -> str:
     return str(error).partition(" yet. Please")[0].partition("\n")[0]
 
 
-def cure(policy: PolicyModel, config: RunConfig) -> tuple[str, Any, str] | None:
+def cure(policy: PolicyModel, config: RunConfig, ranks: Ranks) -> tuple[str, Any, str] | None:
     """Key, its value and what to do, if another way to put samples together helps a model that has a fault."""
     settings = config.finetune
-    if settings.seq_packing and find_fault(policy, False, settings.train_batch_size) is None:
+    if settings.seq_packing and find_fault(policy, False, settings.train_batch_size, ranks) is None:
         return "finetune.seq_packing", True, "Set finetune.seq_packing=false for this model."
-    if settings.train_batch_size > 1 and find_fault(policy, False) is None:
+    if settings.train_batch_size > 1 and find_fault(policy, False, ranks=ranks) is None:
         remedy = "Set finetune.train_batch_size=1 and finetune.seq_packing=false for this model."
         return "finetune.train_batch_size", settings.train_batch_size, remedy
     return None
@@ -280,23 +288,31 @@ def refuse_positions_beyond_dynamic(config: Any, served_length: int | None) -> N
         )
 
 
-def find_fault(policy: PolicyModel, packed: bool, rows: int = 1) -> str | None:
-    """Why this model must not be trained with this attention; None if it may.
+def find_fault(policy: PolicyModel, packed: bool, rows: int = 1, ranks: Ranks | None = None) -> str | None:
+    """Why this model must not be trained with this attention; None if it may. The same on all `ranks`.
 
     Args:
         policy: its `has_linear_head` is corrected on the way.
         packed: samples share a row.
         rows: padded rows of a micro-batch, if not `packed`.
+        ranks: all of them call it with their copy, or their parts within `whole_for_trial`.
     """
+    ranks = ranks or Ranks()
     wanted_dtype, wanted_tf32 = policy.compute_dtype, policy.tf32
     policy.tf32 = False
     try:
         with low_thresholds(policy):
-            return _fault(policy, packed, rows) or _tf32_fault(policy, wanted_tf32)
+            fault = _fault(policy, packed, rows) or _tf32_fault(policy, wanted_tf32)
+    except RankFault as error:
+        # Raised on all ranks.
+        return str(error)
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
+        fault = f"{type(error).__name__}: {error}"
     finally:
         policy.compute_dtype, policy.tf32 = wanted_dtype, wanted_tf32
+    if (fault := ranks.first_fault(fault)) is None:
+        policy.has_linear_head = ranks.min([float(policy.has_linear_head)])[0] > 0
+    return fault
 
 
 def _fault(policy: PolicyModel, packed: bool, rows: int) -> str | None:

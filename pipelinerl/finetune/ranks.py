@@ -28,6 +28,12 @@ from pipelinerl.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
 _PORT_KEY = "port"
+#: Of a fault that ranks tell each other.
+_MAX_FAULT_BYTES = 500
+
+
+class RankFault(RuntimeError):
+    """A rank cannot go on, so none does. Raised on every rank at the same place, where all agreed on it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,23 @@ class Ranks:
         tensor = torch.tensor([value], dtype=torch.int64, device=self._carrier)
         dist.broadcast(tensor, src=0, group=self.host_group)
         return int(tensor.item())
+
+    def first_fault(self, fault: str | None) -> str | None:
+        """What is wrong, the same answer on every rank: the `fault` of the first rank that has one, after its number
+        if not all have one. None if no rank has one.
+
+        All ranks must call it before a collective that one of them may be unable to take part in.
+        """
+        if self.world_size == 1:
+            return fault
+        first, is_everyones = self.min([self.world_size if fault is None else self.rank, float(fault is not None)])
+        if first == self.world_size:
+            return None
+        text = (fault or "").encode()[:_MAX_FAULT_BYTES] if self.rank == first else b""
+        # Sums of characters of one rank and zeros of the others.
+        codes = self.sum([float(code) for code in text.ljust(_MAX_FAULT_BYTES, b"\0")])
+        told = bytes(map(int, codes)).rstrip(b"\0").decode(errors="ignore")
+        return told if is_everyones else f"rank {int(first)}: {told}"
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

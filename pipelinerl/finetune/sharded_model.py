@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings, FSDPSettings
 from pipelinerl.finetune.policy import PolicyModel, decoder_layers
-from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.ranks import RankFault, Ranks
 
 #: Rows of the vocabulary that a trial computes with. A whole vocabulary may be larger than all else that is gathered.
 _TRIAL_VOCABULARY = 1024
@@ -115,10 +115,16 @@ def replace_parameters(
 
 
 @contextmanager
-def whole_for_trial(policy: PolicyModel) -> Iterator[None]:
+def whole_for_trial(policy: PolicyModel, ranks: Ranks) -> Iterator[None]:
     """Within it a policy in parts computes, without gradients, on a small vocabulary. Nothing changes for others.
 
-    A layer is whole while it runs; what lies outside of the layers is whole all the time. All ranks compute the same.
+    A layer is whole while it runs; what lies outside of the layers is whole all the time. All ranks compute the same,
+    and before they gather anything they agree that each of them can: a rank that leaves the computation calls
+    `ranks.first_fault`, and the others do not wait for it in a gather.
+
+    Raises:
+        RankFault: on every rank, when it begins or while a layer runs: a rank has no room for what is gathered next,
+            or left the computation.
     """
     if not has_parts(policy):
         yield
@@ -128,10 +134,12 @@ def whole_for_trial(policy: PolicyModel) -> Iterator[None]:
     outside = [p for p in policy.parameters() if isinstance(p, DTensor) and id(p) not in inside]
     with ExitStack() as stack:
         cut = stack.enter_context(_small_vocabulary(policy))
+        shapes = [(_TRIAL_VOCABULARY, *p.shape[1:]) if id(p) in cut else p.shape for p in outside]
+        _agree_on_room(outside, shapes, ranks)
         values = {id(p): _first_rows(p) if id(p) in cut else p.full_tensor().detach() for p in outside}
         stack.callback(_exchange(policy, values))
         for layer in layers:
-            stack.callback(_gather_while_it_runs(layer))
+            stack.callback(_gather_while_it_runs(layer, ranks))
         yield
 
 
@@ -167,16 +175,34 @@ def _first_rows(part: DTensor) -> torch.Tensor:
     return rows
 
 
-def _gather_while_it_runs(layer: torch.nn.Module) -> Callable[[], None]:
+def _agree_on_room(parts: Sequence[DTensor], shapes: Sequence[Sequence[int]], ranks: Ranks) -> None:
+    """Raise RankFault on all ranks if one has no room for tensors of `shapes`, or none of them comes here."""
+    if not shapes:
+        return
+    fault = None
+    try:
+        # Freed at once: the allocator keeps the room. Gathering takes that of the largest one again.
+        room = [part.to_local().new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
+        torch.empty_like(max(room, key=torch.numel))
+    except RuntimeError as error:
+        fault = f"{type(error).__name__}: {error}"
+    if (told := ranks.first_fault(fault)) is not None:
+        raise RankFault(told)
+
+
+def _gather_while_it_runs(layer: torch.nn.Module, ranks: Ranks) -> Callable[[], None]:
     """Make `layer` whole before its forward pass, and parts of it after. Returns what ends this."""
     undo: list[Callable[[], None]] = []
 
     def gather(*_: Any) -> None:
         parts = [parameter for parameter in layer.parameters() if isinstance(parameter, DTensor)]
+        _agree_on_room(parts, [part.shape for part in parts], ranks)
         undo.append(_exchange(layer, {id(part): part.full_tensor().detach() for part in parts}))
 
     def release(*_: Any) -> None:
-        undo.pop()()
+        # Also called where nothing was gathered.
+        while undo:
+            undo.pop()()
 
     handles = [layer.register_forward_pre_hook(gather), layer.register_forward_hook(release, always_call=True)]
 

@@ -82,3 +82,15 @@ def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend
         taken = found["loading"] - found["empty"]
         # Room for what is no weight: code that is loaded meanwhile, activations of a trial.
         assert whole / 2 < taken < whole / 2 + 2 * layer + 64, found
+
+
+@pytest.mark.slow
+def test_ranks_leave_a_trial_together_and_name_the_rank_that_cannot_go_on(tmp_path: Path) -> None:
+    """Wherever it is: in a layer while the other rank waits to gather the next one, or with a value on the border."""
+    random_model("qwen2").save_pretrained(tmp_path / "model")
+    run_ranks(SCRIPT.with_name("trial_process.py"), [str(tmp_path / "model"), str(tmp_path)], tmp_path)
+    first, second = (json.loads((tmp_path / f"verdicts_{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert (first["none"], first["afterwards"]) == (None, None)
+    assert first["layer"] == first["room"] == "rank 1: OutOfMemoryError: no room"
+    assert first["tolerance"].startswith("rank 1: ")

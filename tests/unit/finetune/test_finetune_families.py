@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fakes.two_ranks import on_two_ranks
 from fakes.varlen_kernel import plain_varlen_attn
 from transformers import (
     AutoConfig,
@@ -96,6 +97,40 @@ def test_a_plain_family_is_trained_with_any(attention, dtype):
     policy = policy_of(Qwen2ForCausalLM(Qwen2Config(**SHAPE)), 1, attention, dtype)
     assert find_fault(policy, packed=True) is None
     assert policy.attention == attention
+
+
+@pytest.mark.parametrize(
+    ("faults", "verdict"),
+    [
+        ((None, None), None),
+        ((None, "no room for 2 €"), "rank 1: no room for 2 €"),
+        (("differ by 0.2", None), "rank 0: differ by 0.2"),
+        (("differ by 0.2", "differ by 0.3"), "differ by 0.2"),
+        ((None, 249 * "€"), "rank 1: " + 166 * "€"),
+    ],
+)
+def test_ranks_agree_on_the_first_fault(faults, verdict):
+    assert on_two_ranks(lambda ranks: ranks.first_fault(faults[ranks.rank])) == [verdict, verdict]
+
+
+def test_ranks_take_an_attention_together_or_not_at_all():
+    """A kernel fails on one rank; on the other it would do."""
+    torch.manual_seed(1)
+    policies = [policy_of(Qwen2ForCausalLM(Qwen2Config(**SHAPE)), 1, "sdpa", torch.float32) for _ in range(2)]
+
+    def verdict(ranks):
+        return find_fault(policies[ranks.rank], packed=True, ranks=ranks)
+
+    assert on_two_ranks(verdict) == [None, None]
+    policies[1].has_linear_head = False
+    assert on_two_ranks(verdict) == [None, None]
+    assert not policies[0].has_linear_head, "the same path on both"
+
+    def fail(*_):
+        raise RuntimeError("no kernel image")
+
+    policies[1].language_model.model.layers[1].register_forward_pre_hook(fail)
+    assert on_two_ranks(verdict) == 2 * ["rank 1: RuntimeError: no kernel image"]
 
 
 def test_noise_on_what_routers_see_is_off():

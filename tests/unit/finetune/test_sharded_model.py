@@ -76,7 +76,7 @@ def test_a_trial_computes_on_a_small_vocabulary_and_leaves_parts(folder: Path) -
     batch = token_batch([IDS], torch.device("cpu"))
     with torch.no_grad():
         logits = whole.language_model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
-        with whole_for_trial(policy):
+        with whole_for_trial(policy, Ranks()):
             assert not any(isinstance(p, DTensor) for p in policy.language_model.model.norm.parameters())
             found = policy(*policy.placed(batch, torch.device("cpu"))).logprobs[0, :-1]
     # The softmax is over the first 1024 tokens.

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 import random
-import threading
 from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
+from fakes.two_ranks import on_two_ranks
 from msgspec.structs import replace
 
 from pipelinerl.config.algorithm import RLConfig
@@ -81,19 +81,6 @@ def on_lists(samples, rl):
     if rl.relu_log_p_weights:
         values = [[max(value, 0.0) for value in row] for row in values]
     return values, rewards
-
-
-class TwoRanks(Ranks):
-    """One of two ranks of this process, which meet at a barrier. `box` holds what both gave."""
-
-    def _reduce(self, values, operation):
-        box, barrier = self.host_group
-        box[self.rank] = list(values)
-        barrier.wait(60)
-        combine = {"SUM": sum, "MIN": min, "MAX": max}[operation.name]
-        result = [combine(pair) for pair in zip(*box, strict=True)]
-        barrier.wait(60)
-        return result
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -174,17 +161,7 @@ def test_two_ranks_normalize_over_the_tokens_of_both(kit):
     shares = [[batch] for batch in collated(samples, plan)]
     # A rank may have nothing to train but a sentinel.
     shares[1].append(dataclasses.replace(sentinel(pad_id=0), ref_logprobs=torch.zeros(1, 2)))
-    meeting = ([None, None], threading.Barrier(2))
-    found = [None, None]
-
-    def work(rank):
-        found[rank] = finish_advantages(shares[rank], samples, rl, TwoRanks(rank, 2, host_group=meeting))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    found = on_two_ranks(lambda ranks: finish_advantages(shares[ranks.rank], samples, rl, ranks))
     torch.testing.assert_close(found[0][0].advantages, alone[0].advantages)
     torch.testing.assert_close(found[1][0].advantages, alone[1].advantages)
     assert not found[1][1].advantages.any()
