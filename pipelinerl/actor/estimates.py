@@ -95,11 +95,12 @@ def summarize(
 ) -> list[EvaluationResult]:
     """Return one result for all data sets together, followed by one for each if there are several.
 
-    Failed rollouts are counted and do not enter the averages. Data sets in which all failed are left out. If all failed
+    Success and reward are means over problems: a set with more samples of each counts no more for it. Failed rollouts
+    are counted and do not enter the averages. Data sets in which all failed are left out. If all failed
     everywhere there is one result without averages, so that whoever waits for it knows that the evaluation is over.
 
     Args:
-        problems: of the rollouts; those with the same id and set are samples of one problem.
+        problems: of the rollouts; those with the same data set and id are samples of one problem.
         answers: of the rollouts, in the same order.
         template: everything that is the same for all results. Its versions apply if no rollout says its own.
     """
@@ -123,11 +124,13 @@ def _summarize_one(
     for answer in ended:
         for name, value in answer.summary.metrics.items():
             metrics[name].append(value)
-    by_problem: dict[tuple[int, str], list[Answer]] = defaultdict(list)
+    by_problem: dict[tuple[int, str, str], list[Answer]] = defaultdict(list)
     for problem, each in rollouts:
-        by_problem[problem.evaluation_set, problem.id].append(each)
+        by_problem[problem.evaluation_set, problem.dataset_name, problem.id].append(each)
     attempts = min(map(len, by_problem.values()), default=1)
-    outcomes = [[one.summary.success for one in own if isinstance(one, RolloutEnded)] for own in by_problem.values()]
+    summaries = [[one.summary for one in own if isinstance(one, RolloutEnded)] for own in by_problem.values()]
+    outcomes = [[summary.success for summary in own] for own in summaries if own]
+    rewards = [[summary.reward for summary in own] for own in summaries if own]
     return replace(
         template,
         min_version=min(known),
@@ -135,8 +138,8 @@ def _summarize_one(
         dataset_name=dataset_name,
         num_rollouts=len(rollouts),
         num_failed=len(rollouts) - len(ended),
-        success_rate=_mean([answer.summary.success for answer in ended]),
-        mean_reward=_mean([answer.summary.reward for answer in ended]),
+        success_rate=_mean([math.fsum(own) / len(own) for own in outcomes]),
+        mean_reward=_mean([math.fsum(own) / len(own) for own in rewards]),
         metrics={name: math.fsum(values) / len(values) for name, values in sorted(metrics.items())},
         num_problems=len(by_problem),
         attempts=attempts,

@@ -22,7 +22,7 @@ from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.domains.problem_sets import Problem, rollout_seed
+from pipelinerl.domains.problem_sets import Problem, sample_seeds
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationResult, EvaluationRollout, record_time
 from pipelinerl.rundir.heartbeat import Heartbeat
@@ -183,6 +183,7 @@ class Evaluator:
         started, first_version = monotonic(), self.progress.current_version
         places = asyncio.Semaphore(concurrency)
         recorded = self.recorder.places(len(self.problems))
+        seeds = sample_seeds(self.seed, self.problems)
         self._num_ended = len(known)
         # If passes end training, one may already have been due at the version of the final evaluation.
         group_id = f"evaluation-{self.incarnation}-{due_version}{'-final' if is_final else ''}"
@@ -194,8 +195,7 @@ class Evaluator:
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
                 problem=problem.data,
-                # The same seeds every time: two evaluations differ by the weights only.
-                seed=rollout_seed(self.seed, "evaluation", index),
+                seed=seeds[index],
                 evaluation=True,
                 evaluation_set=problem.evaluation_set,
                 record=index in recorded,

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from pipelinerl.commands import typed
+from pipelinerl.config.agent import PROMPT_LOADER, found_file, settle_agent
 from pipelinerl.config.compose import DEFAULT_CONFIG, ComposedConfig, compose, compose_plain
 from pipelinerl.config.load import load_config, save_composable
 from pipelinerl.config.run import LIKE_TRAINING
@@ -62,7 +63,13 @@ def _parser() -> argparse.ArgumentParser:
         "inside one; or another model folder or hub name",
     )
     parser.add_argument("--tasks", metavar="NAME[,NAME]", help="held-out sets of the task, instead of its own")
-    parser.add_argument("-k", "--samples", type=_positive, metavar="K", help="samples of each problem")
+    parser.add_argument(
+        "-k",
+        "--samples",
+        type=_positive,
+        metavar="K",
+        help="samples of each problem; actor.test_samples limits the problems only if there is one set",
+    )
     parser.add_argument("--output", metavar="DIR", help="where to write; if left out results/NAME-evaluation")
     parser.add_argument(
         "--config-name", metavar="NAME", help="the task and its sampling, of a model or instead of the run's"
@@ -100,7 +107,13 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder
     if args.output is not None or "output_dir" not in given:
         data["output_dir"] = args.output or str(default_output(args.model))
     data["debug"] = {**(data.get("debug") or {}), "mode": "evaluation", "streams_from": None}
-    _choose_sets(data, None if args.tasks is None else args.tasks.split(","), args.samples)
+    settle_agent(data, user_dirs)  # its prompts are the sets to choose from
+    tasks = None if args.tasks is None else args.tasks.split(",")
+    if data.get("dataset_loader") == PROMPT_LOADER:
+        if "dataset_loader_params.model_path" not in given:
+            data["dataset_loader_params"]["model_path"] = data["model_path"]
+        tasks = tasks and [found_file(name, user_dirs) for name in tasks]
+    _choose_sets(data, tasks, args.samples)
     file = save_composable(data, folder / "evaluation.yaml")
     words = ["--config-name", str(file)] + (["--config-dir", str(user_dirs[0])] if user_dirs else [])
     # Remarks are about training.

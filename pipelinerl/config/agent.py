@@ -29,7 +29,7 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
     actor = data.get("actor")
     if not isinstance(actor, dict) or not isinstance(actor.get("agent_func_path"), str):
         return
-    actor["agent_func_path"] = str(Path(_found(actor["agent_func_path"], search_dirs)).absolute())
+    actor["agent_func_path"] = str(Path(found_file(actor["agent_func_path"], search_dirs)).absolute())
     if actor.get("rollout_policy") is None:
         actor["rollout_policy"] = AGENT_ROLLOUT
     agent = data.get("agent") or {}
@@ -53,7 +53,7 @@ def settle_agent(data: dict[str, Any], search_dirs: Sequence[Path]) -> None:
     data["test_dataset_names"] = _data_sets(agent.get("eval_data"), "agent.eval_data", search_dirs)
     for own in data.get("eval") or []:
         if isinstance(own, dict) and isinstance(own.get("name"), str):
-            own["name"] = _found(own["name"], search_dirs)
+            own["name"] = found_file(own["name"], search_dirs)
 
 
 def unused_agent_keys(config: RunConfig) -> Iterator[str]:
@@ -77,13 +77,13 @@ def _data_sets(value: Any, key: str, search_dirs: Sequence[Path]) -> list[str]:
     if value is None:
         return []
     parts: list[Any] = [value] if isinstance(value, str) else list(value)
-    if isinstance(value, str) and not Path(_found(value, search_dirs)).is_file():
+    if isinstance(value, str) and not Path(found_file(value, search_dirs)).is_file():
         parts = [part.strip() for part in value.split(",")]
     for part in parts:
         if not isinstance(part, str) or not part or not math.isnan(_number(part)):
             next_step = "How often each is drawn goes into agent.prompt_data_probs."
             raise ConfigError(key, value, "names of data sets with commas between them", next_step)
-    return [_found(part, search_dirs) for part in parts]
+    return [found_file(part, search_dirs) for part in parts]
 
 
 def _shares(value: Any, names: Sequence[str]) -> dict[str, float]:
@@ -112,7 +112,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _found(name: str, search_dirs: Sequence[Path]) -> str:
+def found_file(name: str, search_dirs: Sequence[Path]) -> str:
     """Return the absolute path if `name` is a file, looked up in the user's folders first; else `name`."""
     places = [folder / Path(name).expanduser() for folder in (*search_dirs, Path())]
     return str(next((place.absolute() for place in places if place.is_file()), name))

@@ -91,7 +91,6 @@ class FileConversion(Conversion):
     def __init__(self, file: OldFile, above: tuple[Path, ...] = ()) -> None:
         super().__init__({})
         self.entries: list[Any] = []
-        self.old: dict[str, Any] = {}
         self.file, self._above = file, (*above, file.path)
         chosen: dict[str, Any] = {}
         known: dict[str, Any] = {}

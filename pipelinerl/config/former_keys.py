@@ -68,7 +68,6 @@ DROPPED: dict[str, str] = {
     "environment_key": _GRADERS,
     "world.env_replicas_per_actor": _GRADERS,
     "sandbox_timeout": "the limits of a test are fixed: 4 s of processor time, 16 s with waiting",
-    "max_tests_per_problem": "every test of a problem is run",
     "world.preprocessors": "one preprocessor keeps up with all servers",
     "debug.place_inference_workers": "debug.mode decides which servers start",
 }

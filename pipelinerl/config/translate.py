@@ -39,11 +39,14 @@ class Conversion:
     Args:
         data: keys of PipelineRL, nested from the root.
         inherited: translated keys of what the file includes.
+
+    `old` has the keys of PipelineRL that the file and what it includes have, where that is known.
     """
 
     def __init__(self, data: dict[str, Any], inherited: Mapping[str, Any] | None = None) -> None:
         self.data = data
         self.inherited = inherited or {}
+        self.old: dict[str, Any] = {}
         self.lines: list[str] = []
         self.failed = False
 
@@ -153,7 +156,12 @@ class Conversion:
             elif reason is not None:
                 self.fail(key, f"{path}: {reason}")
         loader = str(self._value("dataset_loader"))
-        self._data_sets(loader.split(".")[2] if loader.startswith("pipelinerl.domains.") else None)
+        domain = loader.split(".")[2] if loader.startswith("pipelinerl.domains.") else None
+        self._data_sets(domain)
+        if domain == "coding":
+            self._rename("max_tests_per_problem", "dataset_loader_params.max_tests")
+        elif self._take("max_tests_per_problem") is not _ABSENT:
+            self.say("dropped", "max_tests_per_problem", "only the task coding has such a limit")
         if self._get("actor.task_prompt") == "":
             self._take("actor.task_prompt")
             self.say("dropped", "actor.task_prompt", "it is empty")
@@ -206,21 +214,27 @@ class Conversion:
 
     def _samples_to_steps(self) -> None:
         """Versions are optimizer steps; PipelineRL counts the samples that a version has seen."""
-        sizes = [self._value(f"finetune.{name}") for name in ("train_batch_size", "gradient_accumulation_passes")]
+        names = [f"finetune.{name}" for name in ("train_batch_size", "gradient_accumulation_passes")]
+        sizes = [self._value(name) for name in names]
         if not all(isinstance(size, int) for size in sizes):
             sizes = []
         samples = math.prod(sizes)
+        has_own_size = any(self._get(name) is not _ABSENT for name in names)
         for key, rounded in (("eval_every_n_versions", round), ("finetune.weight_update_interval", math.ceil)):
             value = self._get(key)
             if value == 0:
                 self.say("changed", key, "0: before and after training; test_dataset_names=[] evaluates never")
+            known = value
+            if value is _ABSENT and has_own_size and sizes:  # what is included has it for steps of another size
+                value, known = value_at(self.old, key, _ABSENT), value_at(self.inherited, key, _ABSENT)
+                value = value if isinstance(value, int) else _ABSENT
             if value in (_ABSENT, 0):
                 continue
             if not isinstance(value, int) or not sizes:
                 self.fail(key, f"{value!r}: write a number of optimizer steps; PipelineRL counts samples")
                 continue
             steps = max(1, rounded(value / samples))
-            if steps != value:
+            if steps != known:
                 self._set(key, steps)
                 self.say("changed", key, f"now {steps}: {value} samples are so many optimizer steps of {samples}")
 

@@ -48,8 +48,11 @@ def coding_problem(values: dict[str, Any], max_tests: int | None = None) -> Prob
     if found is None:
         return "without tests of a known form"
     tests, function = found
-    hidden = read_tests(_decoded(values.get("hidden")), function)
-    tests += hidden[0] if hidden is not None else []
+    if values.get("hidden"):
+        hidden = read_tests(_decoded(values["hidden"]), function)
+        if hidden is None:
+            return "with hidden tests that cannot be read"
+        tests += hidden[0]
     if not tests:
         return "without a test"
     problem: Problem = {"task": task, "tests": _spread(tests, max_tests)}

@@ -246,8 +246,10 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
         return Grade(0.0, "no_answer")
     if len(program) > MAX_PROGRAM_CHARACTERS or "\0" in program:
         return Grade(0.0, "unparsable")
-    if problem.get("setup") and "from __future__" not in program:  # which has to come first
-        program = f"{problem['setup']}\n{program}"
+    if problem.get("setup"):
+        future = _FUTURE.search(program)  # which has to come first
+        place = future.end() if future is not None else 0
+        program = f"{program[:place]}{problem['setup']}\n{program[place:]}"
     patience = Patience()
     passed, endings = 0, {"crashed": 0.0, "time_limit": 0.0, "output_limit": 0.0}
     for test in tests:
@@ -264,6 +266,11 @@ def verify_coding(text: str, problem: dict[str, Any], endpoint: str | None = Non
     return Grade(share if partial else 0.0, "wrong", details)
 
 
+#: Lines `from __future__ import ...`, also of several, up to the last one that Python takes.
+_FUTURE = re.compile(
+    r"(?:^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]*\)[^\n]*|(?:[^\n\\]|\\\n)*)\n(?:[ \t]*(?:#[^\n]*)?\n)*)+",
+    re.MULTILINE,
+)
 _FENCE = re.compile(r"(?P<line_start>^[ \t]*(?:[-*+>][ \t]+|\d{1,3}[.)][ \t]+)?)?```(?P<rest>[^\n`]*)", re.MULTILINE)
 _PYTHON = re.compile(r"py(thon)?[\d.]*", re.IGNORECASE)
 

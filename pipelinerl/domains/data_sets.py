@@ -22,7 +22,17 @@ from typing import Annotated, Any
 import msgspec
 
 from pipelinerl.domains.data import SPLITS, Problem, missing_package, optional
-from pipelinerl.domains.shapes import KNOWN, MISSING, SHAPES, Row, field_names, fit, lookup, proposed_map, with_fields
+from pipelinerl.domains.shapes import (
+    KNOWN,
+    MISSING,
+    SHAPES,
+    Row,
+    field_names,
+    fit,
+    has_several_questions,
+    lookup,
+    proposed_map,
+)
 from pipelinerl.errors import DomainError
 
 logger = logging.getLogger(__name__)
@@ -343,7 +353,9 @@ def _converted(domain: str, source: DataSet, convert: Convert) -> list[Problem]:
     problems: list[Problem] = []
     left_out: Counter[str] = Counter()
     for index, row in enumerate(read_rows(source, domain)):
-        problem = convert(fitting(domain, row, index, source))
+        values = fitting(domain, row, index, source)
+        several = has_several_questions(values.get("task"))
+        problem = "with several turns of the user" if several else convert(values)
         if not isinstance(problem, str):
             try:
                 msgspec.msgpack.encode(problem)
@@ -356,8 +368,9 @@ def _converted(domain: str, source: DataSet, convert: Convert) -> list[Problem]:
             number = own if isinstance(own, str | int) and own != "" else index
             problems.append({"id": f"{source.name}-{number}", "dataset": source.name, **problem})
     reasons = "; ".join(f"{count} {reason}" for reason, count in left_out.most_common(5))
-    if left_out and not problems:
-        raise DomainError(f"{domain}: no row of {source.name!r} can be used: {reasons}. Correct it, or its `fields`.")
+    if not problems:
+        reasons = reasons or ("none passes its `filter`" if source.filter else "it has none")
+        raise DomainError(f"{domain}: no row of {source.name!r} can be used: {reasons}. Correct it, or its mapping.")
     if left_out:
         logger.warning("%s: %d rows are left out: %s", source.name, left_out.total(), reasons)
     return problems
@@ -369,9 +382,9 @@ def fitting(domain: str, row: Row, index: int, source: DataSet) -> Row:
     Raises:
         DomainError: the row has no known shape, or not the fields of the user's map; says which map to write.
     """
-    mapped, lacking = with_fields(row, source.fields)
-    values = None if lacking else fit(mapped, domain)
+    values = fit(row, domain, source.fields)
     if values is None:
+        lacking = [path for path in source.fields.values() if lookup(row, path) is MISSING]
         fault = f"lacks {', '.join(lacking)} of `fields`" if lacking else "has no known shape"
         raise DomainError(
             f"{domain}: row {index} of {source.name!r} {fault}. It has the fields {', '.join(field_names(row))}. Say "

@@ -133,7 +133,7 @@ def _problem(values: dict[str, Any]) -> dict[str, Any] | str:
     if not task:
         return "without a text as the task"
     tools = [tools] if isinstance(tools, dict) else tools
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list) or not tools or not all(_is_tool(tool) for tool in tools):
         return "without a list of tools"
     expected = [expected] if isinstance(expected, dict) else expected
     if isinstance(expected, list) and any(isinstance(each, dict) and "role" in each for each in expected):
@@ -167,6 +167,11 @@ _TYPES = MappingProxyType(
     {"dict": "object", "list": "array", "tuple": "array", "float": "number", "int": "integer", "str": "string"}
     | {"bool": "boolean", "any": "string"}
 )
+
+
+def _is_tool(given: Any) -> bool:
+    function = given.get("function", given) if isinstance(given, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _as_tool(given: dict[str, Any]) -> dict[str, Any]:

@@ -55,11 +55,12 @@ def _has_postscript(text: str, a: Arguments) -> bool:
 
 def _first_word(text: str, a: Arguments) -> bool:
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text.strip())]
-    place = int(a["nth_paragraph"]) - 1
-    if len(paragraphs) != a["num_paragraphs"] or not 0 <= place < len(paragraphs):
+    # All at once: what is missing is found before there is a text to grade.
+    count, place, first_word = int(a["num_paragraphs"]), int(a["nth_paragraph"]) - 1, str(a["first_word"]).lower()
+    if len(paragraphs) != count or not 0 <= place < len(paragraphs):
         return False
     word = _WORD.search(paragraphs[place].lower())
-    return word is not None and word[0] == str(a["first_word"]).lower()
+    return word is not None and word[0] == first_word
 
 
 def _is_json(text: str, a: Arguments) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +47,36 @@ class ProblemSets:
 def load_problem_sets(config: RunConfig) -> ProblemSets:
     """Load `train_dataset_names`, `test_dataset_names` and the sets of `eval`; without a trainer only the latter two.
 
+    Held-out problems of one data set with the same id get ids of their own: they are not samples of one problem.
+
     Raises:
-        DomainError: the loader fails, returns something else than a list of dicts of plain data, or returns no problem.
+        DomainError: the loader fails, returns something else than a list of dicts of plain data, or returns no problem;
+            or two sets of `eval` have problems of one data set, whose results would be mixed.
     """
     loader = load_dataset_loader(config)
     train = [] if config.debug.mode == "evaluation" else _load_training(loader, config)
     test = _load_held_out(loader, config, "test_dataset_names", config.plain_test_names)
     for index, own in enumerate(config.eval):
         loaded = _load_held_out(loader, config, f"eval.{index}.name", [own.name])
+        both = {problem.dataset_name for problem in loaded} & {problem.dataset_name for problem in test}
+        if both:
+            raise DomainError(
+                f"eval.{index}.name={own.name!r} has problems of the data set {min(both)!r}, and so has a held-out set "
+                "before it, but results are grouped by data set. Give one of them another name: in a built-in domain "
+                "{path: ..., name: ...}, else `dataset` of its problems."
+            )
         test += [msgspec.structs.replace(problem, evaluation_set=index + 1) for problem in loaded]
-    return ProblemSets(train=train, test=test)
+    return ProblemSets(train=train, test=_with_own_ids(test))
+
+
+def _with_own_ids(problems: list[Problem]) -> list[Problem]:
+    seen: Counter[tuple[str, str]] = Counter()
+    own: list[Problem] = []
+    for each in problems:
+        seen[each.dataset_name, each.id] += 1
+        number = seen[each.dataset_name, each.id]
+        own.append(each if number == 1 else msgspec.structs.replace(each, id=f"{each.id}.{number}"))
+    return own
 
 
 def _load_training(loader: DatasetLoader, config: RunConfig) -> list[Problem]:
@@ -93,10 +114,13 @@ def _load(loader: DatasetLoader, config: RunConfig, key: str, names: list[Any]) 
     if not hasattr(rows, "__iter__") or isinstance(rows, str | bytes | dict):
         raise DomainError(f"{where} returned a {type(rows).__name__}, expected a list of dicts.")
     encoder = msgspec.msgpack.Encoder(order="deterministic")
-    return [_problem(row, index, names, where, encoder) for index, row in enumerate(rows)]
+    # A set of `eval` is a data set of its own, also if its name is not a text.
+    default = key.removesuffix(".name") if key.startswith("eval.") else "default"
+    default = names[0] if len(names) == 1 and isinstance(names[0], str) else default
+    return [_problem(row, index, default, where, encoder) for index, row in enumerate(rows)]
 
 
-def _problem(row: Any, index: int, names: list[Any], where: str, encoder: msgspec.msgpack.Encoder) -> Problem:
+def _problem(row: Any, index: int, dataset: str, where: str, encoder: msgspec.msgpack.Encoder) -> Problem:
     if not isinstance(row, dict):
         raise DomainError(f"{where}: problem {index} is a {type(row).__name__}, expected a dict.")
     try:
@@ -107,7 +131,6 @@ def _problem(row: Any, index: int, names: list[Any], where: str, encoder: msgspe
             "of at most 64 bits, lists, dicts); convert other values, for instance with str() or .tolist()."
         ) from error
     own_id = row.get("id")
-    name = row.get("dataset", names[0] if len(names) == 1 and isinstance(names[0], str) else "default")
     digest = hashlib.blake2b(content, digest_size=8).hexdigest
     share = row.get("share")
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not share > 0):
@@ -116,18 +139,21 @@ def _problem(row: Any, index: int, names: list[Any], where: str, encoder: msgspe
         )
     return Problem(
         id=str(own_id) if own_id is not None else digest(),
-        dataset_name=str(name),
+        dataset_name=str(row.get("dataset", dataset)),
         data=row,
         domain=str(row.get("domain", "")),
         share=share,
     )
 
 
+_NOT_CONTENT = ("id", "dataset", "domain", "share")
+
+
 def shared_problems(problems: ProblemSets) -> int:
-    """Return how many held-out problems are training problems too, whatever their ids and data sets are called."""
+    """Return how many held-out problems are training problems too, whatever else is said of them than their content."""
 
     def contents(of: list[Problem]) -> list[bytes]:
-        own = ({key: value for key, value in each.data.items() if key not in ("id", "dataset")} for each in of)
+        own = ({key: value for key, value in each.data.items() if key not in _NOT_CONTENT} for each in of)
         return [hashlib.blake2b(encoder.encode(data), digest_size=16).digest() for data in own]
 
     encoder = msgspec.msgpack.Encoder(order="deterministic")
@@ -254,6 +280,18 @@ def _some_of(problems: list[Problem], count: int | None, seed: str) -> list[Prob
     random.Random(f"evaluation/{seed}").shuffle(shuffled)
     repeats = -(-count // len(shuffled))
     return (shuffled * repeats)[:count]
+
+
+def sample_seeds(seed: int, places: Sequence[Problem]) -> list[int]:
+    """Return the seed of each rollout of an evaluation. It depends on the data set, the problem and which of its
+    samples this is: with the same weights, fewer samples or sets are a part of more.
+    """
+    seen: Counter[tuple[str, str]] = Counter()
+    seeds = []
+    for each in places:
+        seeds.append(rollout_seed(seed, "evaluation", each.dataset_name, each.id, seen[each.dataset_name, each.id]))
+        seen[each.dataset_name, each.id] += 1
+    return seeds
 
 
 def rollout_seed(*parts: str | int) -> int:

@@ -2,11 +2,13 @@
 
 A shape maps the fields of a domain to paths in a row. A path is the name of a field, or goes into nested fields, lists
 (by number) and JSON texts with dots; `|` separates alternatives. A field that ends in `?` may be missing. The first
-shape of a domain that fits a row is used; a user's own map (`fields`) adds the fields of the first one to the rows.
+shape of a domain that fits a row is used; with a user's own map (`fields`) the first one that has all fields of the
+map, whose paths come before its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -27,7 +29,7 @@ SHAPES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
     {
         "math": (
             Shape("own rows", {"task": "task", "answer": "answer|final_answer", "difficulty?": "difficulty"}),
-            Shape("own rows", {"task": "task", "solution": "solution"}),
+            Shape("own rows", {"task": "task", "solution": "solution", "difficulty?": "difficulty"}),
             Shape("Open-Reasoner-Zero", {"task": "0.value", "answer": "1.ground_truth.value"}),
             Shape("DAPO, Eurus, verl", {"task": "prompt", "answer": "reward_model.ground_truth"}),
             Shape(
@@ -235,20 +237,21 @@ def from_json(value: Any) -> Any:
         return value
 
 
-def fit(row: Row, domain: str) -> Row | None:
-    """Return the values of the domain's fields in the first shape that fits, by the names of the fields."""
+def fit(row: Row, domain: str, own: Mapping[str, str] = MappingProxyType({})) -> Row | None:
+    """Return the values of the domain's fields in the first shape that fits, by the names of the fields.
+
+    Args:
+        own: a user's map; a shape fits if it has all of its fields and the row has all of its paths.
+    """
     for shape in SHAPES[domain]:
-        values = {field: lookup(row, path) for field, path in shape.fields.items()}
-        if all(value is not MISSING or field.endswith("?") for field, value in values.items()):
-            return {field.removesuffix("?"): value for field, value in values.items() if value is not MISSING}
+        paths = {field.removesuffix("?"): path for field, path in shape.fields.items()}
+        if not own.keys() <= paths.keys():
+            continue
+        values = {field: lookup(row, path) for field, path in {**paths, **own}.items()}
+        lacking = {field for field, value in values.items() if value is MISSING}
+        if all(f"{field}?" in shape.fields and field not in own for field in lacking):
+            return {field: value for field, value in values.items() if field not in lacking}
     return None
-
-
-def with_fields(row: Row, fields: Mapping[str, str]) -> tuple[Row, list[str]]:
-    """Return the row with the fields of a user's map, and the paths of the map that the row lacks."""
-    values = {field: lookup(row, path) for field, path in fields.items()}
-    lacking = [fields[field] for field, value in values.items() if value is MISSING]
-    return row | {field: value for field, value in values.items() if value is not MISSING}, lacking
 
 
 #: Parts of the names that fields have elsewhere, for the map that a message proposes.
@@ -284,6 +287,17 @@ def field_names(row: Row, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+def has_several_questions(value: Any) -> bool:
+    """Whether a chat has several turns of the user before its end or its first tool calls: it is not one task."""
+    parts = value if isinstance(value, list) else []
+    turns = [turn for part in parts for turn in (part if isinstance(part, list) else [part]) if isinstance(turn, dict)]
+    until = itertools.takewhile(lambda turn: not turn.get("tool_calls"), turns)
+    return sum(turn.get("role", turn.get("from")) in _ROLES["user"] for turn in until) > 1
+
+
+_ROLES = MappingProxyType({"user": ("user", "human"), "assistant": ("assistant", "gpt", "model")})
+
+
 def chat_text(value: Any, role: str) -> str | None:
     """Return the text of the first turn of `role` (user or assistant) in a chat, or a text as it is; None: neither.
 
@@ -295,9 +309,8 @@ def chat_text(value: Any, role: str) -> str | None:
         value = value[0]
     if not isinstance(value, list):
         return None
-    names = {"user": ("user", "human"), "assistant": ("assistant", "gpt", "model")}[role]
     for turn in value:
-        if isinstance(turn, dict) and turn.get("role", turn.get("from")) in names:
+        if isinstance(turn, dict) and turn.get("role", turn.get("from")) in _ROLES[role]:
             text = turn.get("content", turn.get("value"))
             return text if isinstance(text, str) else None
     return None

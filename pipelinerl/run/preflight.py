@@ -332,7 +332,8 @@ def check_data_sets(start: Start) -> list[str]:
         return []
     if domain not in SHAPES:
         return []
-    names = [*config.train_dataset_names, *config.test_dataset_names]
+    train = [] if config.debug.mode == "evaluation" else config.train_dataset_names
+    names = [*train, *config.plain_test_names, *(own.name for own in config.eval)]
     return preview(domain, names, config.dataset_loader_params.get("fields"))
 
 

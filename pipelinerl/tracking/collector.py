@@ -179,9 +179,9 @@ class Collector:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         dataset = result.dataset_name
         values = {
-            #: share of successful rollouts; failed ones are left out
+            #: mean over problems of the share of successful rollouts; failed ones are left out
             f"evaluation/{dataset}/success_rate": result.success_rate,
-            f"evaluation/{dataset}/mean_reward": result.mean_reward,  #: mean reward of the same rollouts
+            f"evaluation/{dataset}/mean_reward": result.mean_reward,  #: likewise, of the reward
             f"evaluation/{dataset}/num_rollouts": float(result.num_rollouts),  #: rollouts of the evaluation
             f"evaluation/{dataset}/num_failed": float(result.num_failed),  #: rollouts that failed
             f"evaluation/{dataset}/seconds": result.seconds,  #: duration of the evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -64,6 +65,40 @@ def test_rows_whose_tests_cannot_be_run(tests: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **words: [{"task": "t", "tests": tests}])
     with pytest.raises(DomainError, match="without"):
         coding.load_problems(["own/rows:train"])
+
+
+def test_hidden_tests_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The public ones alone would grade wrong programs as right."""
+    (row, *_), _ = CODING["livecodebench"]
+    rows = [{**row, "private_test_cases": hidden} for hidden in ("AAAA", "[1", '["a"]', "", None, "[]")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **words: rows)
+    assert [len(each["tests"]) for each in coding.load_problems(["livecodebench"])] == [1, 1, 1]
+    assert "3 with hidden tests" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "",
+        "from __future__ import annotations\n",
+        '"""Halves."""\n# and\nfrom __future__ import (\n    annotations,\n)\n\nfrom __future__ import division\n',
+        "from __future__ import annotations, \\\n    division  # both\n",
+    ],
+)
+def test_setup_goes_behind_what_has_to_come_first(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[str] = []
+
+    def tested(program: str, *rest: Any) -> Any:
+        run.append(program)
+        return SimpleNamespace(ending="finished"), True
+
+    monkeypatch.setattr(coding, "_tested", tested)
+    problem = {"tests": [{"assert": "assert half(4) == 2"}], "setup": "import math"}
+    body = "def half(x: int):\n    return math.floor(x / 2)\n"
+    assert coding.verify_coding(f"```python\n{head}{body}```", problem).score == 1.0
+    space: dict[str, Any] = {}
+    exec(compile(run[0], "program", "exec"), space)
+    assert space["half"](5) == 2 and run[0].count("import math") == 1
 
 
 def test_tests_with_numbers_that_no_record_holds_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,11 +100,26 @@ def test_names_and_values_of_the_estimates() -> None:
     assert all(each.low <= each.value <= each.high for each in found.values())
 
 
+TEMPLATE = EvaluationResult(
+    due_version=0, min_version=0, max_version=0, is_final=False, dataset_name="", num_rollouts=0, num_failed=0,
+    success_rate=None, mean_reward=None, metrics={}, seconds=1.0, time=0.0,
+)  # fmt: skip
+
+
+def test_every_problem_counts_the_same_over_all_sets() -> None:
+    """The same id in two plain sets, one sample each, and a set with 4 samples, of which one is right."""
+    right, wrong = (replace(ended(reward=float(is_right)), dataset_name=None) for is_right in (True, False))
+    right = replace(right, summary=replace(right.summary, success=True))
+    wrong = replace(wrong, summary=replace(wrong.summary, success=False))
+    a, b = (Problem(id="p", dataset_name=name, data={}) for name in "ab")
+    c = Problem(id="p", dataset_name="c", data={}, evaluation_set=1)
+    every, *_ = summarize([a, b, c, c, c, c], [right, wrong, right, wrong, wrong, wrong], TEMPLATE)
+    assert (every.num_problems, every.attempts, every.num_rollouts) == (3, 1, 6)
+    assert every.success_rate == every.mean_reward == pytest.approx((1 + 0 + 1 / 4) / 3)
+    assert every.estimates["avg_at_1"].value == every.success_rate
+
+
 def test_the_same_problem_in_two_sets_is_two_problems() -> None:
-    template = EvaluationResult(
-        due_version=0, min_version=0, max_version=0, is_final=False, dataset_name="", num_rollouts=0, num_failed=0,
-        success_rate=None, mean_reward=None, metrics={}, seconds=1.0, time=0.0,
-    )  # fmt: skip
     one = Problem(id="p", dataset_name="a", data={})
     other = replace(one, dataset_name="b", evaluation_set=1)
     short = ended()
@@ -112,7 +127,7 @@ def test_the_same_problem_in_two_sets_is_two_problems() -> None:
     short = replace(short, summary=replace(short.summary, output_tokens=3, success=True), dataset_name=None)
     cut = replace(cut, dataset_name=None)
     failed = RolloutFailed(0, "timeout", "")
-    every, a, b = summarize([one, other, other, other], [short, cut, short, failed], template)
+    every, a, b = summarize([one, other, other, other], [short, cut, short, failed], TEMPLATE)
     assert (every.dataset_name, every.num_problems, every.attempts) == ("all", 2, 1)
     assert every.estimates["avg_at_1"].value == pytest.approx((1 + 1 / 2) / 2)
     assert (a.num_problems, a.attempts, a.output_tokens, a.cut_fraction) == (1, 1, 3.0, 0.0)

@@ -87,6 +87,41 @@ def test_tasks_and_samples(run: RunDir, tmp_path: Path, words: list[str], plain:
     assert all(each.temperature == 0 for each in config.eval if each.name == "hard")
 
 
+@pytest.mark.parametrize(
+    ("words", "plain", "sets"),
+    [
+        ([], ["a.jsonl", "org/b"], []),
+        (["-k", "4"], [], [("a.jsonl", 4), ("org/b", 4)]),
+        (["--tasks", "a.jsonl"], ["a.jsonl"], []),
+        (["--tasks", "org/c,a.jsonl", "-k", "2"], [], [("org/c", 2), ("a.jsonl", 2)]),
+    ],
+)
+@pytest.mark.parametrize("of_run", [False, True])
+def test_prompts_of_an_agent_function(
+    of_run: bool, words: list[str], plain: list[str], sets: list[Any], tmp_path: Path
+) -> None:
+    """A run has settled them, the configuration of a model has not yet; the tokenizer is that of the model."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "f.py").touch()
+    (mine / "a.jsonl").touch()
+    agent = "agent: {prompt_data: org/train, eval_data: 'a.jsonl,org/b'}"
+    (mine / "own.yaml").write_text(f"defaults: [agent, _self_]\nactor: {{agent_func_path: f.py}}\n{agent}\n")
+    place, task = "org/name", ["--config-dir", str(mine), "--config-name", "own"]
+    if of_run:
+        run = RunDir(tmp_path / "run")
+        composed = compose([*task, f"output_dir={run.root}", "model_path=first"]).config
+        assert composed is not None
+        save_config(composed, run.config_file)
+        export(run.current_model)
+        place, task = str(run.root), ["--config-dir", str(mine), "model_path=org/name"]
+    config = evaluated(tmp_path / "x", place, *task, *words)
+    names = [Path(name).name if Path(name).is_file() else name for name in config.plain_test_names]
+    assert names == plain
+    assert [(each.name.replace(f"{mine}/", ""), each.k) for each in config.eval] == sets
+    assert config.model_path == config.dataset_loader_params["model_path"] == "org/name"
+
+
 def test_the_best_model_of_a_run_comes_first_and_any_of_its_models_can_be_named(run: RunDir, tmp_path: Path) -> None:
     run.best_model.symlink_to(export(run.finetune / "evaluated" / "7"))
     assert evaluated(tmp_path / "x", str(run.root)).model_path == str(run.finetune / "evaluated" / "7")

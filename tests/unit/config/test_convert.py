@@ -99,6 +99,12 @@ def test_what_cannot_be_translated_is_said(text: str, key: str) -> None:
         ),
         ("finetune: {rl: {epsilon_low: 0.1, epsilon_high: 0.1}}", {"finetune": {"rl": {"clamp": 1.1}}}),
         ("max_lag: ${finetune.attempts}", {"max_lag": "${attempts}"}),
+        ("max_tests_per_problem: 4", {}),
+        (
+            "max_tests_per_problem: 4\ndataset_loader: pipelinerl.domains.coding.load_problems\n"
+            "dataset_loader_params: {max_tests_per_problem: '${max_tests_per_problem}'}",
+            {"dataset_loader": "pipelinerl.domains.coding.load_problems", "dataset_loader_params": {"max_tests": 4}},
+        ),
     ],
 )
 def test_keys_that_are_written_another_way(text: str, expected: dict[str, object]) -> None:

@@ -131,6 +131,27 @@ def test_the_settings_of_pipelinerl_come_with_its_base(new: Path) -> None:
     assert composed(new, "debug").streams.backend == "redis"
 
 
+def test_intervals_that_are_included_follow_the_samples_per_step(tmp_path: Path) -> None:
+    """1024 samples between updates and 20480 between evaluations; 1024 in a step below, 512 and 256 above it."""
+    sizes = {"train_batch_size": 1, "gradient_accumulation_passes": 1024, "weight_update_interval": 1024}
+    files = {
+        "below": {"finetune": sizes, "eval_every_n_versions": 20480},
+        "half": {"defaults": ["below"], "finetune": {"gradient_accumulation_passes": 512}},
+        "quarter": {"defaults": ["half"], "finetune": {"gradient_accumulation_passes": 256}},
+        "same": {"defaults": ["below"], "finetune": {"gradient_accumulation_passes": 256, "train_batch_size": 4}},
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    steps = {}
+    for name in files:
+        _, text, lines = converted(tmp_path / f"{name}.yaml")
+        data = yaml.safe_load(text)
+        steps[name] = (data.get("eval_every_n_versions"), data["finetune"].get("weight_update_interval"))
+        said = any("eval_every_n_versions" in line for line in lines)
+        assert said == (name != "same")
+    assert steps == {"below": (20, 1), "half": (40, 2), "quarter": (80, 4), "same": (None, None)}
+
+
 def test_what_a_file_says_reaches_the_run(new: Path) -> None:
     config = composed(new, "deepscaler15b")
     tuned = config.finetune

@@ -191,6 +191,55 @@ def test_a_map_leads_to_fields_of_other_names(tmp_path: Path) -> None:
     assert (problem["task"], problem["id"], problem["dataset"]) == ("a", "mine-0", "mine")
 
 
+def test_the_map_of_a_user_wins_over_the_rows_own_columns(tmp_path: Path) -> None:
+    """`answer` and `problem` are there, too, and would make other shapes fit."""
+    row = {"task": "no", "problem": "no", "answer": "7", "q": "6*7?", "why": "So \\boxed{42}", "hard": 0.5}
+    (problem,) = math.load_problems(
+        [file_of(tmp_path, [row])], fields={"task": "q", "solution": "why", "difficulty": "hard"}
+    )
+    assert (problem["task"], problem["answer"], problem["difficulty"]) == ("6*7?", "42", 0.5)
+    (problem,) = math.load_problems([file_of(tmp_path, [{"problem": "6*7?", "why": 42}])], fields={"answer": "why"})
+    assert (problem["task"], problem["answer"]) == ("6*7?", "42")
+    with pytest.raises(DomainError, match="why"):
+        math.load_problems([file_of(tmp_path, [{"q": "6*7?", "answer": "7"}])], fields={"task": "q", "solution": "why"})
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+CALL = {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+
+
+def test_dialogues_whose_answer_belongs_to_a_later_question_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = [turn("user", "1+1?"), turn("assistant", "2")], [turn("user", "1+2?"), turn("assistant", "3")]
+    rows = [{"id": 1, "messages": one}, {"id": 2, "messages": one + two}]
+    assert [each["id"] for each in math.load_problems([file_of(tmp_path, rows)])] == ["rows-1"]
+    assert "1 with several turns of the user" in caplog.text
+    with pytest.raises(DomainError, match="several"):
+        math.load_problems([file_of(tmp_path, [{"prompt": one + two[:1], "answer": "3"}])])
+    called, tools = [turn("user", "call f"), turn("assistant", "", **CALL), *one], [{"name": "f", "parameters": {}}]
+    rows = [{"id": 1, "messages": called, "tools": tools}, {"id": 2, "messages": one + called, "tools": tools}]
+    (problem,) = fn_calling.load_problems([file_of(tmp_path, rows)])
+    assert (problem["id"], problem["task"]) == ("rows-1", "call f")
+
+
+@pytest.mark.parametrize("tools", [[{"function": "f"}], ["f"], [{"parameters": {}}], [{"function": {"name": 1}}]])
+def test_tools_that_are_none_are_left_out(tools: list[Any], tmp_path: Path) -> None:
+    row = {"task": "call f", "tools": [{"name": "f"}], "expected": [{"name": "f", "arguments": {}}]}
+    (problem,) = fn_calling.load_problems([file_of(tmp_path, [row | {"tools": tools}, row])])
+    assert problem["id"] == "rows-1"
+
+
+def test_a_data_set_that_contributes_nothing_is_refused(tmp_path: Path) -> None:
+    full, file = file_of(tmp_path, ROWS), file_of(tmp_path, [], "empty.jsonl")
+    for given, words in (({"path": full, "name": "x", "filter": {"level": 9}}, "'x'.*filter"), (file, "'empty'")):
+        with pytest.raises(DomainError, match=words):
+            math.load_problems([full, given], fields=FIELDS)
+
+
 @pytest.mark.parametrize(
     ("rules", "left"),
     [

@@ -71,6 +71,20 @@ def test_sets_of_evaluations_are_loaded_by_themselves(write_task: Any) -> None:
         load_problem_sets(config(write_task(source), test_dataset_names=[], eval=[{"name": "train"}, {"name": "b"}]))
 
 
+def test_problems_of_held_out_sets_are_told_apart(write_task: Any) -> None:
+    """Ids that are there twice in a data set are two problems; results are grouped by data set."""
+    source = (
+        "def load_problems(names):\n    return [{'id': 'p', 'q': i, 'dataset': n[-1]} for n in names for i in (1, 2)]\n"
+    )
+    run = config(write_task(source), test_dataset_names=["a", "b"], eval=[{"name": "c", "k": 4}])
+    found = [(problem.dataset_name, problem.id) for problem in load_problem_sets(run).test]
+    assert found == [(name, number) for name in "abc" for number in ("p", "p.2")]
+    for plain, own in ((["a", "b"], ["xb"]), ([], ["xc", "yc"])):
+        with pytest.raises(DomainError, match=f"'{own[-1][-1]}'"):
+            sets = [{"name": name} for name in own]
+            load_problem_sets(config(write_task(source), test_dataset_names=plain, eval=sets))
+
+
 def test_own_ids_are_kept_and_subsets_are_cut(write_task: Any) -> None:
     source = "def load_problems(names):\n    return [{'id': i} for i in range(10)]\n"
     problems = load_problem_sets(config(write_task(source), train_subset={"begin": 2, "end": 4}, test_dataset_names=[]))

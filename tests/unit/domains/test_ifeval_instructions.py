@@ -65,6 +65,14 @@ def test_instructions(kind: str, arguments: dict[str, Any], good: str, bad: str)
     assert follows(good, kind, arguments) and not follows(bad, kind, arguments) and not follows(" ", kind, arguments)
 
 
+@pytest.mark.parametrize(("kind", "arguments"), [case[:2] for case in CASES])
+def test_every_argument_is_needed(kind: str, arguments: dict[str, Any]) -> None:
+    assert read_instructions([kind], [arguments]) == [{"kind": kind, **arguments}]
+    for name in arguments:
+        lacking = {key: value for key, value in arguments.items() if key != name}
+        assert name in read_instructions([kind], [lacking])
+
+
 def test_every_instruction_is_tested() -> None:
     assert {case[0] for case in CASES} == set(INSTRUCTIONS) and len(INSTRUCTIONS) == 25
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +14,11 @@ from pipelinerl.domains.problem_sets import (
     EpochCounter,
     Problem,
     ProblemOrder,
+    ProblemSets,
     evaluation_problems,
     rollout_seed,
+    sample_seeds,
+    shared_problems,
 )
 
 PROBLEMS = [Problem(id=str(index), dataset_name="train", data={}) for index in range(5)]
@@ -60,6 +64,23 @@ def test_sets_with_their_own_sampling_have_k_places_for_each_problem() -> None:
     assert [each.id for each in places[3:13]] == list("0011223344")
     few = [each.id for each in places[13:]]
     assert few[0] == few[1] == few[2] != few[3] == few[4] == few[5]
+
+
+def test_o3_more_samples_contain_the_seeds_of_fewer() -> None:
+    a, b = PROBLEMS[:2]
+    other = replace(a, dataset_name="c", evaluation_set=1)
+    few, many = sample_seeds(1, [a, b]), sample_seeds(1, [other, other, b, b, a, a])
+    assert len({*few, *many}) == 6 and few == [many[4], many[2]]
+    # However the problem came to be in a set of its own.
+    assert sample_seeds(1, [replace(a, evaluation_set=3)]) == few[:1] != sample_seeds(2, [a])
+
+
+def test_shared_problems_are_known_by_their_content() -> None:
+    def problem(**data: Any) -> Problem:
+        return Problem(id="", dataset_name="", data=data)
+
+    train = [problem(id="1", dataset="a", domain="a", share=0.5, q="1+1?"), problem(id="2", q="1+2?")]
+    assert shared_problems(ProblemSets(train, [problem(id="3", q="1+1?"), problem(id="2", q="1+3?")])) == 1
 
 
 def test_o3_rollout_seeds_differ_by_every_part() -> None:

@@ -65,6 +65,12 @@ def test_data_sets_of_built_in_domains_are_looked_at_in_a_dry_run(tmp_path: Path
     with pytest.raises(UserError, match="gsm8k_train"):
         preflight.check_data_sets(start({**loader, "test_dataset_names": ["gsm8k_trian"]}))
     assert preflight.check_data_sets(start({"dataset_loader": "my.load", "train_dataset_names": ["x"]})) == []
+    # What the run loads: the sets of `eval` too, and to evaluate nothing of training.
+    with pytest.raises(UserError, match="gsm8k_train"):
+        preflight.check_data_sets(start({**loader, "eval": [{"name": "gsm8k_trian"}]}))
+    only = {"debug": {"mode": "evaluation"}, "train_dataset_names": ["gsm8k_trian"], "eval": [{"name": str(file)}]}
+    (line,) = preflight.check_data_sets(start({**loader, **only}))
+    assert "1+1?" in line
 
 
 def test_several_nodes_need_a_redis_server_with_an_address() -> None:
