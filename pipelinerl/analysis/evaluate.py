@@ -90,7 +90,8 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder
     Raises:
         ConfigError: there is no such model or run, or something in the configuration has to be changed.
     """
-    run, model = find_model(args.model)
+    given = {word.partition("=")[0] for word in overrides}
+    run, model = find_model(args.model, needs_model="model_path" not in given)
     user_dirs = [] if args.config_dir is None else [Path(args.config_dir).expanduser().absolute()]
     if run is not None and args.config_name is None:
         file = save_composable(_data_of_run(run), folder / "run.yaml")
@@ -101,7 +102,6 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder
             user_dirs = list(dict.fromkeys([name.parent, *user_dirs]))
         trackers = ["wandb.mode=disabled"]
         data = compose_plain(name.name.removesuffix(".yaml"), user_dirs, [*trackers, *overrides]).data
-    given = {word.partition("=")[0] for word in overrides}
     if "model_path" not in given:
         data["model_path"] = model
     if args.output is not None or "output_dir" not in given:
@@ -120,8 +120,8 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder
     return replace(compose(words), notes=[])
 
 
-def find_model(name: str) -> tuple[RunDir | None, str]:
-    """Return the run that `name` is or lies in (None: in none), and the model to evaluate.
+def find_model(name: str, needs_model: bool = True) -> tuple[RunDir | None, str]:
+    """Return the run that `name` is or lies in (None: in none), and the model to evaluate ("": none, if not needed).
 
     Raises:
         ConfigError: the run has not exported a model yet.
@@ -137,6 +137,8 @@ def find_model(name: str) -> tuple[RunDir | None, str]:
     for model in (run.best_model, run.current_model):
         if (model / "config.json").is_file():
             return run, str(model.resolve())
+    if not needs_model:
+        return run, ""
     raise ConfigError(
         "MODEL_OR_RUN",
         name,

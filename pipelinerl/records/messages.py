@@ -171,8 +171,9 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `due_version` is the version that it was due at; `min_version`/`max_version` are those that sampled its tokens.
     Where no rollout finished there are no averages: `success_rate`, `mean_reward`, `output_tokens` (mean of a rollout)
-    and `cut_fraction` (rollouts with a sample that was cut off) are None together. `estimates` has `avg_at_<k>` and
-    `pass_at_<j>` over `num_problems` problems with `attempts` samples each, or more (`actor/estimates.py`).
+    and `cut_fraction` (rollouts with a sample that was cut off) are None together. The first two are means over
+    problems. `estimates` has `avg_at_<k>` and `pass_at_<j>` over `num_problems` problems with `attempts` samples each,
+    or more (`actor/estimates.py`).
     """
 
     due_version: int

@@ -139,6 +139,7 @@ def test_a_run_without_a_model_says_so(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         evaluated(tmp_path / "x", str(run.root))
     assert refused.value.key == "MODEL_OR_RUN" and "model_path=" in refused.value.next_step
+    assert evaluated(tmp_path / "y", str(run.root), "model_path=other").model_path == "other"
 
 
 def test_a_model_needs_held_out_sets(tmp_path: Path) -> None:
