@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -123,7 +124,8 @@ class Answers:
     def overview(self, run: WatchedRun) -> Answer:
         """State, processes, evaluations, fates and goodput."""
         status = run.status()
-        state = run.read(_numbers)
+        # Copies: the feeds go on.
+        state, reasons, faults = run.read(lambda state: (_numbers(state), Counter(run.reasons), dict(run.faults)))
         step_s = state.pop("step_s")
         left = None if status.max_steps is None or status.step is None else max(0, status.max_steps - status.step)
         is_running = status.state == "running"
@@ -133,12 +135,12 @@ class Answers:
             "eta_s": left * step_s if is_running and left is not None and step_s is not None else None,
             "reasons": [
                 {"fate": fate, "reason": reason, "count": count}
-                for (fate, reason), count in Counter(run.reasons).most_common(MAX_REASONS)
+                for (fate, reason), count in reasons.most_common(MAX_REASONS)
             ],
-            "faults": [{"stream": name, "fault": text} for name, text in dict(run.faults).items()],
-            "datasets": sorted(run.index["training"].datasets),
-            "evaluation_datasets": sorted(run.index["evaluation"].datasets),
-            "failures": sorted(run.index["evaluation"].failures),
+            "faults": [{"stream": name, "fault": text} for name, text in faults.items()],
+            "datasets": run.index["training"].datasets,
+            "evaluation_datasets": run.index["evaluation"].datasets,
+            "failures": run.index["evaluation"].failures,
             "model": str(run.run.config.model_path),
         }
         return dict(inert(answer))
@@ -194,27 +196,25 @@ class Answers:
     def previews(self, run: WatchedRun, source: Source, places: Sequence[tuple[int, int]]) -> list[Answer]:
         """Of each (offset, place): ids, and the beginning of what the model said last."""
         decoder, _ = run.decoder()
-        records = {offset: _tokens_at(run, source, offset) for offset in {offset for offset, _ in places}}
-        answer: list[Answer] = []
-        for offset, place in places:
-            record = records[offset]
+        tokens_at = _one_at_a_time(run, source)
+        found: dict[tuple[int, int], Answer] = {}
+        for offset, place in sorted(set(places)):
+            record = tokens_at(offset)
             if record is None:
                 continue
             rollout_id, samples = _rollout_tokens(record, source, place)
             text = _said(samples[-1], decoder) if samples else ""
-            answer.append(
-                inert(
-                    {
-                        "offset": offset,
-                        "place": place,
-                        "group_id": record.id if source == "training" else None,
-                        "rollout_id": rollout_id,
-                        "problem_id": record.problem_id,
-                        "text": one_line(shortened(text, PREVIEW_CHARS)[0]),
-                    }
-                )
+            found[offset, place] = inert(
+                {
+                    "offset": offset,
+                    "place": place,
+                    "group_id": record.id if source == "training" else None,
+                    "rollout_id": rollout_id,
+                    "problem_id": record.problem_id,
+                    "text": one_line(shortened(text, PREVIEW_CHARS)[0]),
+                }
             )
-        return answer
+        return [found[each] for each in places if each in found]
 
     def group(self, run: WatchedRun, source: Source, offset: int, is_whole: bool = False) -> Answer:
         """The record at `offset` with all its rollouts, turn by turn; of a turn at most `MAX_CHARS`, unless `is_whole`.
@@ -291,16 +291,14 @@ class Answers:
         deadline = time.monotonic() + _SEARCH_S
         found: list[Hit] = []
         position, text = query.skip, query.text.casefold()
+        tokens_at = _one_at_a_time(run, query.source)
         while True:
             hits, total = run.index[query.source].find(wanted, query.order, below, position, _SEARCH_ROLLOUTS)
-            records: dict[int, _RecordTokens | None] = {}
             for hit in hits:
                 if len(found) == query.count or time.monotonic() > deadline:
                     return found, position, total
                 position += 1
-                if hit.offset not in records:
-                    records[hit.offset] = _tokens_at(run, query.source, hit.offset)
-                record = records[hit.offset]
+                record = tokens_at(hit.offset)
                 if record is not None and any(text in part.casefold() for part in _texts(record, query, hit, decoder)):
                     found.append(hit)
             if not hits:
@@ -352,9 +350,15 @@ def _existing(run: WatchedRun, source: Source, offset: int) -> StoredGroup | Eva
     return record
 
 
-def _tokens_at(run: WatchedRun, source: Source, offset: int) -> _RecordTokens | None:
-    record: _RecordTokens | None = run.record(TOPICS[source][0], ACTOR, _RecordTokens, offset)
-    return record
+def _one_at_a_time(run: WatchedRun, source: Source) -> Callable[[int], _RecordTokens | None]:
+    """What gives the record at an offset, and keeps only the last one: a record may have many megabytes."""
+
+    @lru_cache(maxsize=1)
+    def tokens_at(offset: int) -> _RecordTokens | None:
+        record: _RecordTokens | None = run.record(TOPICS[source][0], ACTOR, _RecordTokens, offset)
+        return record
+
+    return tokens_at
 
 
 def _rollout_tokens(record: _RecordTokens, source: Source, place: int) -> tuple[str, list[_SampleTokens]]:

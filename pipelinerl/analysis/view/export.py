@@ -30,13 +30,16 @@ RULE = (
     f"{GROUPS} with the worst rollout, and as many rollouts of evaluations, in this order and as far as they fit."
 )
 _IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
+_METRIC = re.compile(r"'([a-z]+(?:/\w+\*?)?)'")
 _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILINE)
 #: Whose tokens are in the file.
 _TOKEN_SAMPLES_PER_ROLLOUT = 2
 #: For what stands between the parts that are counted.
 _SPARE = 20_000
-#: Of each curve, of all runs together.
-_POINTS = 600
+#: Of each curve, of all runs together; fewer, down to the second number of each run, where all would not fit.
+_POINTS, _FEWEST_POINTS = 600, 50
+#: Modules with charts: what stands in them as a name of a metric is shown, the rest can be chosen.
+_CHARTS = ("overview", "compare")
 
 
 def write_export(runs: Sequence[WatchedRun], file: Path) -> int:
@@ -65,11 +68,13 @@ def _chosen(found: Answers, runs: Sequence[WatchedRun]) -> dict[str, Any]:
     """The answers that the file holds, by their addresses."""
     answers: dict[str, Any] = {"/api/runs": found.list_runs()}
     for number, run in enumerate(runs):
-        base = f"/api/runs/{number}"
-        names = found.metric_names(run)
-        answers[f"{base}/overview"] = found.overview(run)
-        answers[f"{base}/metrics"] = names
-        answers[f"{base}/curves"] = found.curves(run, names, _POINTS // len(runs))
+        answers[f"/api/runs/{number}/overview"] = found.overview(run)
+    room = MAX_BYTES - len(_html(answers)) - _SPARE
+    for number, run in enumerate(runs):
+        # Half of the file is for rollouts.
+        curves = _curves(found, run, _POINTS // len(runs), room // 2 // len(runs))
+        answers[f"/api/runs/{number}/metrics"] = list(curves["series"])
+        answers[f"/api/runs/{number}/curves"] = curves
     room = MAX_BYTES - len(_html(answers)) - _SPARE
     for number, run in enumerate(runs):
         share = room // (len(runs) - number)
@@ -79,6 +84,20 @@ def _chosen(found: Answers, runs: Sequence[WatchedRun]) -> dict[str, Any]:
             used = _add_rollouts(found, run, f"/api/runs/{number}", source, most, answers)
             room, share = room - used, share - used
     return answers
+
+
+def _curves(found: Answers, run: WatchedRun, points: int, room: int) -> Answer:
+    """The curves of a run in at most `room` bytes: with fewer points where that is needed, and then of fewer metrics,
+    of which those that the page shows come first."""
+    shown = set(_METRIC.findall("".join(page_file(f"{name}.js") for name in _CHARTS)))
+    beginnings = tuple(name[:-1] for name in shown if name.endswith("*"))
+    names = sorted(found.metric_names(run), key=lambda name: not (name in shown or name.startswith(beginnings)))
+    while (size := len(_embedded(curves := found.curves(run, names, points)))) > room and names:
+        if points > _FEWEST_POINTS:
+            points = max(points // 2, _FEWEST_POINTS)
+        else:
+            names = names[: max(0, min(len(names) - 1, len(names) * room // size))]
+    return curves
 
 
 def _add_rollouts(

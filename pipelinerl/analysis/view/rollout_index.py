@@ -231,21 +231,26 @@ def _groups_pass(groups: NDArray[Any], wanted: Filter, names: Names) -> NDArray[
 
 
 class Names:
-    """Short texts that repeat (data sets, failures) as numbers; more than 65,534 of them share the last one."""
+    """Short texts that repeat (data sets, failures) as numbers; more than 65,534 of them share the last one.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._numbers = {"": 0}
         self._texts = [""]
 
     def number(self, text: str) -> int:
         text = escaped(text)
-        number = self._numbers.get(text)
-        if number is None:
-            if len(self._texts) > np.iinfo("u2").max - 1:
-                return len(self._texts) - 1
-            number = self._numbers[text] = len(self._texts)
-            self._texts.append(text)
-        return number
+        with self._lock:
+            number = self._numbers.get(text)
+            if number is None:
+                if len(self._texts) > np.iinfo("u2").max - 1:
+                    return len(self._texts) - 1
+                number = self._numbers[text] = len(self._texts)
+                self._texts.append(text)
+            return number
 
     def find(self, text: str) -> int:
         """As `number`; -1 for one that was never seen."""
@@ -262,8 +267,8 @@ class RolloutIndex:
         self._lock = threading.Lock()
         self._blocks: list[Block] = []
         self.names = Names()
-        self.datasets: set[str] = set()
-        self.failures: set[str] = set()
+        self._datasets: set[str] = set()
+        self._failures: set[str] = set()
 
     @property
     def span(self) -> tuple[int, int]:
@@ -276,15 +281,30 @@ class RolloutIndex:
         with self._lock:
             return sum(block.num_rollouts for block in self._blocks)
 
+    @property
+    def datasets(self) -> list[str]:
+        """Names of the data sets, sorted."""
+        with self._lock:
+            return sorted(self._datasets)
+
+    @property
+    def failures(self) -> list[str]:
+        """What rollouts of evaluations failed with, sorted."""
+        with self._lock:
+            return sorted(self._failures)
+
     def add(self, offset: int, record: GroupRow | EvaluationRow) -> None:
         """The newest record, which follows on the one before."""
         with self._lock:
+            self._note(record)
             self._add_to(self._blocks, offset, record)
 
     def fill(self, entries: Iterator[Any]) -> None:
         """Records that lie before everything that is indexed, without a gap up to it. They count once all are here."""
         older: list[Block] = []
         for entry in entries:
+            with self._lock:
+                self._note(entry.record)
             self._add_to(older, entry.offset, entry.record)
         if older:
             older[-1].seal()
@@ -296,11 +316,13 @@ class RolloutIndex:
             if blocks:
                 blocks[-1].seal()
             blocks.append(Block(offset))
-        self.datasets.add(escaped(record.dataset_name))
         rows = _rows_of_group if isinstance(record, GroupRow) else _rows_of_evaluation
         blocks[-1].add(*rows(record, self.names))  # type: ignore[arg-type]
+
+    def _note(self, record: GroupRow | EvaluationRow) -> None:
+        self._datasets.add(escaped(record.dataset_name))
         if isinstance(record, EvaluationRow) and record.failure:
-            self.failures.add(escaped(record.failure))
+            self._failures.add(escaped(record.failure))
 
     def find(self, wanted: Filter, order: Order, below: int, skip: int, count: int) -> tuple[list[Hit], int]:
         """Rollouts `skip` to `skip + count` of those that pass, and how many pass in all.

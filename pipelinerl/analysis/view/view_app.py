@@ -51,9 +51,13 @@ _MAX_ROWS = 2000
 #: Larger numbers mean no other records, versions or steps.
 _MAX_NUMBER = 2**31 - 1
 
+#: OFFSET.PLACE, separated by commas. The page asks for 25 at once.
+_PLACES = r"^[0-9]{1,10}\.[0-9]{1,10}(,[0-9]{1,10}\.[0-9]{1,10}){0,199}$"
+
 T = TypeVar("T", int, float)
 
 Number = Annotated[int | None, Query(ge=0, le=_MAX_NUMBER)]
+Offset = Annotated[int, Query(ge=0, le=_MAX_NUMBER)]
 Text = Annotated[str | None, Query(max_length=1000)]
 
 
@@ -204,24 +208,22 @@ def _serve_rollouts(app: FastAPI, found: Answers) -> None:
         return _json(found.rollouts(_run(found, number), query))
 
     @app.get("/api/runs/{number}/previews")
-    def previews(number: int, at: Annotated[str, Query(max_length=10_000)], source: Source = "training") -> Response:
-        try:
-            places = [(int(offset), int(place)) for offset, place in (pair.split(".") for pair in at.split(","))]
-        except ValueError as error:
-            raise HTTPException(422, "at: expected OFFSET.PLACE, separated by commas") from error
+    def previews(number: int, at: Annotated[str, Query(pattern=_PLACES)], source: Source = "training") -> Response:
+        pairs = [pair.split(".") for pair in at.split(",")]
+        places = [(int(offset), int(place)) for offset, place in pairs]
         return _json(found.previews(_run(found, number), source, places))
 
     @app.get("/api/runs/{number}/group")
-    def group(number: int, offset: int, source: Source = "training", whole: bool = False) -> Response:
+    def group(number: int, offset: Offset, source: Source = "training", whole: bool = False) -> Response:
         return _json(found.group(_run(found, number), source, offset, whole))
 
     @app.get("/api/runs/{number}/tokens")
     def tokens(
         number: int,
-        offset: int,
-        place: Annotated[int, Query(ge=0)],
-        sample: Annotated[int, Query(ge=0)] = 0,
-        start: Annotated[int, Query(ge=0)] = 0,
+        offset: Offset,
+        place: Offset,
+        sample: Offset = 0,
+        start: Offset = 0,
         source: Source = "training",
     ) -> Response:
         return _json(found.tokens(_run(found, number), source, offset, place, sample, start))

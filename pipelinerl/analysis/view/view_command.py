@@ -19,16 +19,19 @@ from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_HOSTS = (_LOOPBACK, "::1", "localhost")
 
 
 def main(argv: list[str]) -> int:
     """Serve the runs that `argv` names until Ctrl-C, or export them; return the exit code."""
     args = _parser().parse_args(argv)
+    # As in an address: [::1].
+    host = args.host.removeprefix("[").removesuffix("]")
     try:
         with ExitStack() as stack:
             runs = [stack.enter_context(closing(WatchedRun(folder))) for folder in args.run_dir]
             if args.export is None:
-                _serve([run.start() for run in runs], args.host, args.port)
+                _serve([run.start() for run in runs], host, args.port)
             else:
                 size = write_export(runs, Path(args.export))
                 print(f"{one_line(args.export)}: {size / 1e6:.1f} MB")
@@ -38,10 +41,21 @@ def main(argv: list[str]) -> int:
         return EXIT_RUN_FAILED
 
 
+def names_of(host: str) -> set[str]:
+    """Under which names browsers ask for a server that listens at `host`: those of this machine if it is reachable from
+    others."""
+    names = {host.lower(), socket.gethostname().lower()}
+    if host not in _LOOPBACK_HOSTS:
+        # Asks a name server, which takes a while where there is none.
+        names.add(socket.getfqdn().lower())
+    short = {name.partition(".")[0] for name in names if name[:1].isalpha()}
+    return names | short | {f"{name}.local" for name in short}
+
+
 def _serve(runs: list[WatchedRun], host: str, port: int) -> None:
     with closing(_listen(host, port)) as listener:
         token = secrets.token_urlsafe(24)
-        app = make_app(runs, token, LOCAL_HOSTS | {host.lower(), socket.gethostname().lower()})
+        app = make_app(runs, token, LOCAL_HOSTS | names_of(host))
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}/?token={token}", flush=True)
         print("The page is live. Ctrl-C ends it; the run is not affected.", flush=True)
@@ -57,7 +71,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         expected = f"an address of this machine that is free ({error})"
         raise ConfigError("--host and --port", f"{host}:{port}", expected, "Leave them out.") from error
-    if host not in (_LOOPBACK, "::1", "localhost"):
+    if host not in _LOOPBACK_HOSTS:
         print(f"{host} is reachable from other machines, and what is sent is not encrypted.", file=sys.stderr)
     return listener
 

@@ -89,6 +89,7 @@ class WatchedRun:
         self._state = RunState(self.run.identity.incarnation)
         self._step_times: dict[int, float] = {}
         self._fates = Rows(_FATE)
+        self._status_lock = threading.Lock()
         self._status: tuple[float, RunStatus] | None = None
         self._decoder_lock = threading.Lock()
         self._decoder: tuple[TokenText | None, str] | None = None
@@ -148,11 +149,12 @@ class WatchedRun:
     def status(self) -> RunStatus:
         """What the run and its processes do, at most a second old."""
         now = time.monotonic()
-        with self._lock:
+        # Files of all processes are read: the feeds do not wait for that.
+        with self._status_lock:
             if self._status is None or now - self._status[0] > _STATUS_S:
                 self._notice_restart()
-                step = self._state.steps
-                self._status = now, status_of(self.run, step, self._step_times.get(step))
+                step, step_time = self.read(lambda state: (state.steps, self._step_times.get(state.steps)))
+                self._status = now, status_of(self.run, step, step_time)
             return self._status[1]
 
     def decoder(self) -> tuple[TokenText | None, str]:
@@ -207,7 +209,8 @@ class WatchedRun:
                 self._changes += 1
 
         def failed(error: BaseException) -> None:
-            self.faults[name] = str(error)
+            with self._lock:
+                self.faults[name] = str(error)
 
         reader = self.streams.reader(topic, instance, kind, start)
         self._feeds.append(Feed(reader, listener, name, failed).start())
@@ -240,7 +243,8 @@ class WatchedRun:
                 if self._stopping.is_set():
                     return
         except (UserError, StreamError, OSError) as error:
-            self.faults[f"{topic}/{ACTOR}"] = str(error)
+            with self._lock:
+                self.faults[f"{topic}/{ACTOR}"] = str(error)
 
     def _on_metrics(self, entry: Any) -> None:
         self._state.fold_metrics(entry.record)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,11 @@ from fastapi.testclient import TestClient
 
 from pipelinerl.__main__ import main
 from pipelinerl.analysis.select import StoredGroup
+from pipelinerl.analysis.view import export, watched_run
 from pipelinerl.analysis.view.answers import MAX_POINTS, inert
-from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, RolloutIndex
+from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, Names, RolloutIndex
 from pipelinerl.analysis.view.view_app import PAGE_MODULES, make_app, page_file
+from pipelinerl.analysis.view.view_command import names_of
 from pipelinerl.analysis.view.watched_run import WatchedRun
 from pipelinerl.records import (
     EvaluationResult,
@@ -153,6 +160,13 @@ def test_only_who_has_the_token_gets_an_answer(watched: WatchedRun) -> None:
     assert client.post("/api/runs").status_code == 405
 
 
+def test_a_machine_is_asked_for_by_all_its_names_if_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "Box")
+    monkeypatch.setattr("socket.getfqdn", lambda: "box.lab.example")
+    assert names_of("0.0.0.0") == {"0.0.0.0", "box", "box.local", "box.lab.example"}
+    assert "box.lab.example" not in names_of("127.0.0.1"), "no name server is asked"
+
+
 def test_the_page_may_load_nothing_but_itself(client: TestClient) -> None:
     policy = client.get("/").headers["content-security-policy"].split("; ")
     assert policy[:2] == ["default-src 'none'", "script-src 'self'"]
@@ -217,6 +231,54 @@ def test_tokens_say_where_an_update_crossed_the_sequence(client: TestClient, run
     assert answer["versions"] == versions
     assert answer["logprobs"] == [None if version is None else -0.5 for version in versions]
     assert client.get(f"/api/runs/0/tokens?offset={GROUPS}&place=0&sample=1").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["previews?at=0.-1", "previews?at=-1.0", "previews?at=0", f"previews?at={'0.0,' * 200}0.0", "group?offset=-1",
+     f"tokens?offset=0&place={10**20}"],
+)  # fmt: skip
+def test_places_that_cannot_be_are_refused(client: TestClient, question: str) -> None:
+    assert client.get(f"/api/runs/0/{question}").status_code == 422
+
+
+def test_previews_read_a_record_once_and_keep_the_order(client: TestClient, watched: WatchedRun) -> None:
+    read: list[int] = []
+    record = watched.record
+    watched.record = lambda *place: read.append(place[-1]) or record(*place)  # type: ignore[method-assign,func-returns-value]
+    places = ["7.1", "3.0", "7.0", "9999.0", "3.0"]
+    found = client.get(f"/api/runs/0/previews?at={','.join(places)}").json()
+    assert [f"{each['offset']}.{each['place']}" for each in found] == ["7.1", "3.0", "7.0", "3.0"]
+    assert [each["rollout_id"] for each in found] == ["0-7/r1", "0-3/r0", "0-7/r0", "0-3/r0"]
+    assert read == [3, 7, 9999]
+
+
+def test_feeds_wait_for_no_heartbeats_and_counters_are_copied_while_they_wait(
+    client: TestClient, watched: WatchedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status_of = watched_run.status_of
+    seen: list[int] = []
+
+    def slow(*arguments: Any) -> Any:
+        feed = threading.Thread(target=lambda: seen.append(watched.changes), daemon=True)
+        feed.start()
+        feed.join(10)
+        return status_of(*arguments)
+
+    class Reasons(dict[Any, int]):
+        """Is read by whoever holds the lock alone."""
+
+        def __iter__(self) -> Iterator[Any]:
+            assert watched._lock._is_owned()  # type: ignore[attr-defined]
+            return super().__iter__()
+
+        keys = __iter__  # type: ignore[assignment]
+
+    monkeypatch.setattr(watched_run, "status_of", slow)
+    watched._status, watched.reasons = None, Reasons(watched.reasons)  # type: ignore[assignment]
+    answer = client.get("/api/runs/0/overview")
+    assert answer.json()["reasons"] == [{"fate": "filtered", "reason": "zero_advantage", "count": 2}]
+    assert len(seen) == 1
 
 
 def test_the_overview_adds_up(client: TestClient) -> None:
@@ -341,6 +403,31 @@ def test_the_exported_file_holds_chosen_rollouts_and_is_inert(run: RecordedRun, 
     assert main(["view", str(run.root), "--export", str(tmp_path / "run.html" / "x")]) == 2
 
 
+def test_curves_leave_room_for_rollouts_in_an_exported_file(
+    run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, own = 120, {"group_ids": [], "num_samples": 1, "samples_processed": 1}
+    done = [StepDone(step=step, time=step, **own) for step in range(2, steps + 1)]  # type: ignore[arg-type]
+    run.write(*done, topic="trainer", instance="finetune_0", kind=TrainerMessage)
+    names = ["actor/server_idle_s_0", "finetune/ess", *(f"actor/own_{number}" for number in range(500))]
+    values = [
+        MetricRecord(source="finetune_0", step=n, time=n, values={name: n / 7 for name in names})
+        for n in range(1, steps + 1)
+    ]
+    run.write(*values, topic="metrics", instance="finetune_0", kind=MetricRecord)
+    file = tmp_path / "run.html"
+    monkeypatch.setattr(export, "MAX_BYTES", 350_000)
+    assert main(["view", str(run.root), "--export", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    assert len(text.encode()) <= 350_000
+    answers = json.loads(text.split('id="exported">')[1].split("</script>")[0])["answers"]
+    curves = answers["/api/runs/0/curves"]
+    assert 0 < len(curves["steps"]) <= 50
+    assert {"reward", "finetune/ess", "actor/server_idle_s_0"} <= curves["series"].keys()
+    assert answers["/api/runs/0/metrics"] == list(curves["series"]) and len(curves["series"]) < 400
+    assert answers["/api/runs/0/rollouts?source=training"]["total"] > 10
+
+
 @pytest.mark.slow
 def test_an_ended_run_on_its_own_redis_server(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, streams={"backend": "redis"})
@@ -383,3 +470,20 @@ def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
     best, _ = index.find(Filter(), "best", groups, 0, 2)
     assert [(hit.offset, hit.place) for hit in best] == [(2999, 63), (2999, 62)]
     assert index.at(7, 5).reward == pytest.approx(7 + 5 / 64)
+
+
+def test_threads_give_each_name_a_number_of_its_own() -> None:
+    names, texts = Names(), [f"data set {number}" for number in range(2000)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(
+                pool.map(
+                    lambda seed: [names.number(each) for each in random.Random(seed).sample(texts, 2000)], range(4)
+                )
+            )
+    finally:
+        sys.setswitchinterval(before)
+    assert [names.text(names.number(each)) for each in texts] == texts
+    assert {names.number(each) for each in texts} == set(range(1, 2001))
