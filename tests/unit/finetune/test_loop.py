@@ -165,14 +165,7 @@ def test_checkpoints_by_minutes_count_from_the_last_one(start, monkeypatch, minu
 @pytest.mark.parametrize(("interval", "versions"), [(1, [0, 1]), (3, [0, 1])])
 def test_a_reached_target_ends_training_with_its_weights_sent(start, interval, versions):
     run = start(weight_update_interval=interval)
-    run.feed._target = SimpleNamespace(is_reached=False)
-    train = run._train
-
-    def reach(batch):
-        run.feed._target.is_reached = True
-        return train(batch)
-
-    run._train = reach
+    run.feed._target = SimpleNamespace(is_reached=lambda step: step >= 1)
     run.go()
     assert run.publisher.versions == versions
     assert isinstance(run.written[-1], TrainingDone) and run.written[-1].version == 1
