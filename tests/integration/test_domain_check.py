@@ -196,7 +196,7 @@ def test_a_template_is_tried_where_no_rollout_is_made_before_the_start(
         }
     )
     file = save_config(run, tmp_path / "run.yaml")
-    loops = "{% for a in range(3000) %}{% for b in range(300) %}{% endfor %}{% endfor %}"
+    loops = "{% for a in range(3000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}"
     for template, limit_s, code in (("{{ 1 / 0 }}", 10.0, 0), (loops, 0.01, EXIT_USER_ERROR)):
         save_tokenizer(tmp_path / "model", template)
         monkeypatch.setattr("pipelinerl.analysis.check_domain.TEMPLATE_LIMIT_S", limit_s)
