@@ -3,12 +3,12 @@
 import sys
 from typing import TYPE_CHECKING
 
+from pipelinerl.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pipelinerl.api import Run as Run
     from pipelinerl.api import evaluate as evaluate
     from pipelinerl.api import train as train
-
-__version__ = "0.1.0"
 
 # So it reads while `python -m pipelinerl...` looks for the module that it is to run: the last moment for a message.
 if sys.argv[:1] == ["-m"]:

@@ -22,7 +22,7 @@ COMMANDS = {
     "view": ("pipelinerl.analysis.view.view_command", "show runs in the browser, while they go on and afterwards"),
     "replay": ("pipelinerl.analysis.replay", "train a run again from its recorded streams and compare"),
     "pool": ("pipelinerl.run.pool_command", "list, add and remove the servers of a running run"),
-    "completion": ("pipelinerl.completion", "print the completion script of a shell"),
+    "completion": ("pipelinerl.shell_completion", "print the completion script of a shell"),
 }
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from pipelinerl import __version__
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.load import load_config, save_config
@@ -37,6 +36,7 @@ from pipelinerl.run.start import RunSession, build_commands, enter
 from pipelinerl.rundir.layout import RunDir, read_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import bounded_by_record
+from pipelinerl.version import __version__
 from pipelinerl.world import (
     DEFAULT_MASTER_PORT,
     Cluster,

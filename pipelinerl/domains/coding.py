@@ -30,7 +30,7 @@ from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
 from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.fusion import Patience, grading_timeout_s, is_endpoint, run_remotely
-from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError, check_sandbox, run_program
+from pipelinerl.sandbox.programs import Limits, ProgramRun, SandboxUnavailableError, check_sandbox, run_program
 from pipelinerl.sandbox.protocol import Grade, grader
 
 
@@ -312,7 +312,9 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def run_in_sandbox(program: str, stdin: str = "", endpoint: str | None = None, patience: Patience | None = None) -> Run:
+def run_in_sandbox(
+    program: str, stdin: str = "", endpoint: str | None = None, patience: Patience | None = None
+) -> ProgramRun:
     """Run a program on the server at `endpoint`, or else in the local sandbox.
 
     Raises:
@@ -326,7 +328,7 @@ def run_in_sandbox(program: str, stdin: str = "", endpoint: str | None = None, p
 
 def _tested(
     program: str, test: dict[str, Any], function: str | None, endpoint: str | None, patience: Patience
-) -> tuple[Run, bool]:
+) -> tuple[ProgramRun, bool]:
     """Return how the program ran on one test, and whether it passed."""
     if "assert" in test:
         # A program that ends itself before the test never prints this.
@@ -348,7 +350,7 @@ def _tested(
     return run, any(same_value(value, each) for each in accepted)
 
 
-def _last_line(run: Run) -> str:
+def _last_line(run: ProgramRun) -> str:
     return run.stdout.rstrip("\n").rpartition("\n")[2]
 
 

@@ -25,7 +25,7 @@ from pipelinerl.llm import LLMCall, TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
 from pipelinerl.llm.tool_calls import arguments_of
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.programs import Run
+from pipelinerl.sandbox.programs import ProgramRun
 from pipelinerl.sandbox.protocol import Grade
 
 __all__ = ["check_config", "generate_tir_rollout", "gold_answer", "load_problems", "validate"]
@@ -92,7 +92,7 @@ class Tool:
         self._most = problem.get("max_programs", MAX_PROGRAMS)
         self._longest = problem.get("max_output_characters", MAX_OUTPUT_CHARACTERS)
         self._endpoint = endpoint
-        self.runs: list[Run] = []
+        self.runs: list[ProgramRun] = []
 
     @property
     def is_used_up(self) -> bool:
@@ -103,7 +103,7 @@ class Tool:
         if self.is_used_up:
             return _NONE_LEFT
         if program is None:
-            self.runs.append(Run("crashed", ""))
+            self.runs.append(ProgramRun("crashed", ""))
             return "error: expected the tool python with the argument code, a text"
         run = await asyncio.to_thread(run_in_sandbox, program, endpoint=self._endpoint)
         self.runs.append(run)
@@ -111,7 +111,7 @@ class Tool:
         return f"{shown}\n{_NONE_LEFT}" if self.is_used_up else shown
 
 
-def shown_output(run: Run, max_characters: int) -> str:
+def shown_output(run: ProgramRun, max_characters: int) -> str:
     """Return what a program printed, with its error and how it was stopped; of a long text, beginning and end."""
     endings = {
         "time_limit": "error: the program took too long",

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipelinerl import __version__
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, UserError
 from pipelinerl.role import NODE_SECRET_KEY
 from pipelinerl.run.nodes import Ended, Hello, NodeLink, Peers, Plan, node_secret, receive, send, shut_down, socket_of
 from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
+from pipelinerl.version import __version__
 from pipelinerl.world import Cluster
 
 logger = logging.getLogger(__name__)

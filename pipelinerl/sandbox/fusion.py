@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pipelinerl.errors import RetryableRolloutError
-from pipelinerl.sandbox.programs import Limits, Run, SandboxUnavailableError
+from pipelinerl.sandbox.programs import Limits, ProgramRun, SandboxUnavailableError
 
 UNREACHABLE = "sandbox_unreachable"
 PATIENCE_S = 30.0
@@ -65,7 +65,7 @@ def run_remotely(
     stdin: str = "",
     limits: Limits = Limits(),  # noqa: B008 - it is frozen
     patience: Patience | None = None,
-) -> Run:
+) -> ProgramRun:
     """Run `source` with `stdin` on the server at `endpoint`; time-outs, lost connections and 5xx are tried again.
 
     Raises:
@@ -87,7 +87,7 @@ def run_remotely(
         started = time.monotonic()
         try:
             answer = _post(request, limits)
-            return Run("output_limit", "") if answer is None else _read(answer, limits)
+            return ProgramRun("output_limit", "") if answer is None else _read(answer, limits)
         except _PassingError as error:
             delay_s = min(_FIRST_DELAY_S * 2**attempts, _LONGEST_DELAY_S)
             attempts += 1
@@ -134,7 +134,7 @@ def _post(request: urllib.request.Request, limits: Limits) -> dict[str, Any] | N
         raise SandboxUnavailableError(f"not an answer of SandboxFusion: {error}") from error
 
 
-def _read(answer: dict[str, Any], limits: Limits) -> Run:
+def _read(answer: dict[str, Any], limits: Limits) -> ProgramRun:
     result = answer.get("run_result")
     if answer.get("status") == "SandboxError":
         raise _PassingError(f"SandboxError: {str(answer.get('message'))[:_QUOTED_BYTES]}")
@@ -147,4 +147,4 @@ def _read(answer: dict[str, Any], limits: Limits) -> Run:
     if any(len(output) > limits.output_bytes for output in outputs):
         ending = "output_limit"
     out, err = (output[: limits.output_bytes].decode("utf-8", "replace") for output in outputs)
-    return Run(ending, out, err)  # type: ignore[arg-type]
+    return ProgramRun(ending, out, err)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Run:
+class ProgramRun:
     """How a run ended, and what it printed (up to the limit)."""
 
     ending: Ending
@@ -61,7 +61,7 @@ _HELP = (
 )
 
 
-def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> Run:
+def run_program(source: str, stdin: str = "", limits: Limits = Limits()) -> ProgramRun:
     """Run `source` with `stdin` and return how it ended.
 
     Raises:
@@ -88,7 +88,7 @@ def check_sandbox() -> None:
         raise SandboxUnavailableError(f"a first program ended with {run}. {_HELP}")
 
 
-def _run(source: str, stdin: str, limits: Limits) -> Run:
+def _run(source: str, stdin: str, limits: Limits) -> ProgramRun:
     ready_read, ready_write = os.pipe()
     with open(ready_read, "rb") as ready, _file_with(source) as program, _file_with(stdin) as given:
         python, prefix = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
@@ -110,7 +110,7 @@ def _run(source: str, stdin: str, limits: Limits) -> Run:
         if ready.read() != b"ready\n":
             reason = (err.strip().splitlines() or ["it was killed"])[-1]
             raise SandboxUnavailableError(f"the sandbox could not be built: {reason[:_SHOWN_CHARACTERS]}")
-    return Run(ending, out, err)
+    return ProgramRun(ending, out, err)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.client import open_session
 from pipelinerl.rollouts import RolloutResult
-from pipelinerl.sandbox.programs import Run
+from pipelinerl.sandbox.programs import ProgramRun
 
 PROBLEM = {"dataset": "train", "task": "What is 6 * 7?", "answer": "42", "max_programs": 2, "max_output_characters": 40}
 BLOCK = "I compute.\n```python\nprint(6 * 7)\n```\n"
@@ -29,9 +29,9 @@ class Bench:
     def __init__(self, server: FakeServer, texts: Texts, tokenizer: Any) -> None:
         self.server, self.texts, self.tokenizer = server, texts, tokenizer
         self.programs: list[str] = []
-        self.outcome = Run("finished", "42\n")
+        self.outcome = ProgramRun("finished", "42\n")
 
-    def run(self, program: str, **settings: Any) -> Run:
+    def run(self, program: str, **settings: Any) -> ProgramRun:
         self.programs.append(program)
         return self.outcome
 
@@ -126,7 +126,7 @@ async def test_the_models_own_tool_calls(bench: Bench) -> None:
 
 
 async def test_a_full_context_ends_the_rollout_and_its_turns_are_trained(bench: Bench) -> None:
-    bench.outcome = Run("finished", "1" * 40)
+    bench.outcome = ProgramRun("finished", "1" * 40)
     result = await bench.rollout(BLOCK, max_model_len=len(bench_prompt(bench)) + 80)
     (text,) = result.training_texts
     assert len(bench.programs) == 1 and result.metrics.no_answer and text.reward == 0.0
@@ -141,14 +141,14 @@ def bench_prompt(bench: Bench) -> list[int]:
 @pytest.mark.parametrize(
     ("run", "shown"),
     [
-        (Run("finished", " 42\n"), "42"),
-        (Run("finished", ""), "(nothing was printed)"),
-        (Run("crashed", "1\n", "Traceback\nNameError: x\n"), "1\nTraceback\nNameError: x"),
-        (Run("time_limit", "1\n"), "1\nerror: the program took too long"),
-        (Run("output_limit", "7" * 99), f"{'7' * 20}\n...\nram printed too much"),
+        (ProgramRun("finished", " 42\n"), "42"),
+        (ProgramRun("finished", ""), "(nothing was printed)"),
+        (ProgramRun("crashed", "1\n", "Traceback\nNameError: x\n"), "1\nTraceback\nNameError: x"),
+        (ProgramRun("time_limit", "1\n"), "1\nerror: the program took too long"),
+        (ProgramRun("output_limit", "7" * 99), f"{'7' * 20}\n...\nram printed too much"),
     ],
 )
-def test_what_the_model_sees_of_a_program(run: Run, shown: str) -> None:
+def test_what_the_model_sees_of_a_program(run: ProgramRun, shown: str) -> None:
     assert tir.shown_output(run, 40) == shown
 
 
