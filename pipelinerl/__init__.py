@@ -3,12 +3,11 @@
 import sys
 from typing import TYPE_CHECKING
 
-from pipelinerl.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from pipelinerl.api import Run as Run
     from pipelinerl.api import evaluate as evaluate
     from pipelinerl.api import train as train
+    from pipelinerl.version import __version__ as __version__
 
 # So it reads while `python -m pipelinerl...` looks for the module that it is to run: the last moment for a message.
 if sys.argv[:1] == ["-m"]:
@@ -19,9 +18,10 @@ if sys.argv[:1] == ["-m"]:
 
 
 def __getattr__(name: str) -> object:
-    """`train`, `evaluate` and `Run` of `pipelinerl.api`, which is loaded with the first of them."""
-    if name in ("train", "evaluate", "Run"):
+    """The version, and `train`, `evaluate` and `Run` of `pipelinerl.api`, which is loaded with the first of them."""
+    module = {"__version__": "version", "train": "api", "evaluate": "api", "Run": "api"}.get(name)
+    if module is not None:
         from importlib import import_module
 
-        return getattr(import_module("pipelinerl.api"), name)
+        return getattr(import_module(f"pipelinerl.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
