@@ -34,7 +34,6 @@ from pipelinerl.analysis.select import (
     find_evaluations,
     samples_of_step,
 )
-from pipelinerl.analysis.token_text import token_text
 from pipelinerl.config.compose import DEFAULT_CONFIG
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.records import EvaluationResult
@@ -43,6 +42,7 @@ from pipelinerl.streams.open_run import find_run, open_streams
 from pipelinerl.streams.read import read_all
 from pipelinerl.tracking.health import Finding, newest_findings
 from pipelinerl.tracking.state import REWARD, SUCCESS
+from pipelinerl.tracking.token_text import token_text
 
 Rows = list[dict[str, Any]]
 _ERROR = "error: "
@@ -195,7 +195,7 @@ class Run:
             made = find_evaluations(streams, is_continued=is_alone) if evaluation or is_alone else None
             source = TRAINING if made is None else evaluation_source(made, wanted, False, False)
             chosen, _ = choose(streams, wanted, source)
-            decoder, _ = token_text(self._run)
+            decoder, _ = token_text(self._run.config, self._run.run_dir)
             records = read_records(streams, chosen, made, decoder, max_chars=0)
             return _table([row for record in records for row in rows(record)])
 

@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import Any
 
 from pipelinerl.analysis.select import StoredRollout
-from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened
 from pipelinerl.records import IGNORED_LABEL, EvaluationRollout, RolloutSummary, Sample
+from pipelinerl.tracking.token_text import TokenText, escaped, one_line, shortened
 
 Record = dict[str, Any]
 LEGEND = "Lines with > are what the model generated and is trained on, lines with | are what it was given (or masked)."

@@ -33,11 +33,11 @@ from pipelinerl.analysis.select import (
     load_evaluations,
     samples_of_step,
 )
-from pipelinerl.analysis.token_text import TokenText, one_line, token_text
 from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
+from pipelinerl.tracking.token_text import TokenText, one_line, token_text
 
 _NAMED = 10
 
@@ -206,7 +206,7 @@ def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None
     chosen, seen = choose(streams, wanted, source)
     if not chosen:
         raise nothing_found(run, wanted, args, seen)
-    decoder, reason = token_text(run)
+    decoder, reason = token_text(run.config, run.run_dir)
     max_chars = args.max_chars if args.max_chars is not None else 0 if args.json else _MAX_CHARS
     has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     if hasattr(sys.stdout, "reconfigure"):

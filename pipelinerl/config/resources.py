@@ -272,6 +272,17 @@ class TrackingConfig(Section):
     prometheus_port: int | None = Field(
         default=None, ge=1, le=65535, description="port on loopback that serves the newest numbers to Prometheus"
     )
+    trackio_project: str | None = Field(
+        default=None,
+        min_length=1,
+        description="project of Trackio that gets the numbers, on this machine; needs the extra `trackio`",
+    )
+    rollouts_per_evaluation: int = Field(
+        default=16,
+        ge=0,
+        description="rollouts of an evaluation, for each data set, that W&B, Trackio and your own classes get as a "
+        "table; 0: none, no text of the model leaves the run's folder",
+    )
 
 
 _ALL_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier", "actor", "preprocessor", "finetune")

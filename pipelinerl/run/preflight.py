@@ -295,12 +295,14 @@ def check_adapter_servers(start: Start) -> list[str]:
 
 def check_tracking(start: Start) -> list[str]:
     """Refuse a tracker whose package or class is not there: later it would only be a warning."""
-    # A mere folder of that name next to the user's files counts as a package, but has no file of its own.
-    is_missing = getattr(importlib.util.find_spec("tensorboard"), "origin", None) is None
-    if start.config.tensorboard.enabled and is_missing:
-        raise ConfigError(
-            "tensorboard.enabled", True, "the package tensorboard", "Install it: pip install pipelinerl[tensorboard]."
-        )
+    asked = {
+        "tensorboard.enabled": ("tensorboard", start.config.tensorboard.enabled),
+        "tracking.trackio_project": ("trackio", start.config.tracking.trackio_project),
+    }
+    for key, (package, value) in asked.items():
+        # A mere folder of that name next to the user's files counts as a package, but has no file of its own.
+        if value and getattr(importlib.util.find_spec(package), "origin", None) is None:
+            raise ConfigError(key, value, f"the package {package}", f"Install it: pip install pipelinerl[{package}].")
     for path in start.config.tracking.sinks:
         if (fault := function_fault(path, None, start.search_dirs)) is not None:
             raise UserError(f"tracking.sinks: got {path!r}: {fault}")

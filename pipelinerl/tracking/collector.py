@@ -29,6 +29,7 @@ from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display, quiet_line, read_beats
 from pipelinerl.tracking.health import EqualRewards, Finding, Health, Waits, add_finding
+from pipelinerl.tracking.rollout_table import RolloutTables
 from pipelinerl.tracking.sinks import SinkInputs, make_sinks
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import LearningCurve, Status, build_summary, plot_learning_curve, write_json
@@ -77,6 +78,7 @@ class Collector:
             config,
             lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs), time.monotonic() - started),
         )
+        self._tables = _tables_of(hub, world, run_dir, config)
         self._replaced_workers: dict[str, int] = {}
         self._display_works = self._draws = True
         self._feeds = self._make_feeds(hub, world)
@@ -98,6 +100,7 @@ class Collector:
                 feed.stop()
             except Exception as error:  # noqa: BLE001 - the others' last records still count
                 logger.error("a stream could not be followed to its end: %s", error)
+        self._close_tables()
         self._show(self._display.stop)
 
     def raise_if_failed(self) -> None:
@@ -202,6 +205,25 @@ class Collector:
         if result.time >= self._since:
             self._draw()
         self._log(_row("evaluation", result.due_version, result.time, values))
+        if result.time >= self._since:
+            self._log_rollouts(result)
+
+    def _log_rollouts(self, result: EvaluationResult) -> None:
+        try:
+            table = self._tables and self._tables.table_of(result)
+        except Exception as error:  # noqa: BLE001 - a table of a tracker never ends a run
+            self._close_tables()
+            logger.warning("tables of rollouts are off from now on: %s: %s", type(error).__name__, error)
+            return
+        if table:
+            with self._sink_lock:
+                for sink in self._sinks:
+                    sink.log_rollouts(table)
+
+    def _close_tables(self) -> None:
+        tables, self._tables = self._tables, None
+        if tables is not None:
+            tables.close()
 
     def _on_trainer(self, message: TrainerMessage) -> None:
         with self._lock:
@@ -255,6 +277,16 @@ def _health_of(config: RunConfig, world: WorldMap, run_dir: RunDir) -> Health:
     waits = None if waits_by_design else Waits(advice)
     log = str(run_dir.job("actor_0") / "stdout.log")
     return Health(EqualRewards(config.finetune.samples_per_step, log), waits, str(run_dir.root))
+
+
+def _tables_of(hub: StreamHub, world: WorldMap, run_dir: RunDir, config: RunConfig) -> RolloutTables | None:
+    """None: nobody would take them."""
+    tracking = config.tracking
+    takers = config.wandb.mode != "disabled" or tracking.trackio_project or tracking.sinks
+    actor = next(iter(world.jobs_of("actor")), None)
+    if not takers or not tracking.rollouts_per_evaluation or actor is None:
+        return None
+    return RolloutTables(hub, run_dir, config, actor.name)
 
 
 def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:

@@ -1,10 +1,11 @@
-"""Where metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, Prometheus, and classes of the user.
+"""Where metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, Trackio, Prometheus, classes of the user.
 
 A sink is a class that is named by its dotted path; those of the user are in `tracking.sinks`:
 
     class MySink:
         def __init__(self, inputs: SinkInputs) -> None: ...
         def log(self, record: MetricRecord) -> None: ...  # record.step, .time, .source, .values
+        def log_rollouts(self, table: RolloutTable) -> None: ...  # optional: rollouts of an evaluation
         def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 It may carry an attribute `api_version` to say which version of this interface it was written for. It lives in the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +30,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.tracking.rollout_table import RolloutTable
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +39,13 @@ SINK_API_VERSION = 1
 WANDB = "pipelinerl.tracking.wandb_sink.WandbSink"
 PROMETHEUS = "pipelinerl.tracking.prometheus_sink.PrometheusSink"
 TENSORBOARD = "pipelinerl.tracking.tensorboard_sink.TensorBoardSink"
+TRACKIO = "pipelinerl.tracking.trackio_sink.TrackioSink"
 QUEUE_RECORDS = 10_000
 #: A sink that needs a resumed run's records from the first one on gets them all at once.
 QUEUE_RECORDS_OF_HISTORY = 1_000_000
 CLOSE_TIMEOUT_S = 15.0
+#: Metrics of which the best value says how good a run is.
+BEST = re.compile(r"evaluation/.+/(success_rate|mean_reward|avg_at_\d+|pass_at_\d+)")
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class SinkInputs:
 
 
 class Sink(Protocol):
-    """Receives numbers. May raise anything at any time."""
+    """Receives numbers. May raise anything at any time. May also have `log_rollouts(table: RolloutTable)`."""
 
     def log(self, record: MetricRecord) -> None: ...
 
@@ -84,18 +90,48 @@ def load_sink(path: str, inputs: SinkInputs) -> Sink:
     return made
 
 
-def make_sinks(inputs: SinkInputs) -> list[Sink]:
+def make_sinks(inputs: SinkInputs) -> list[SafeSink | BackgroundSink]:
     """`metrics.jsonl`, and what the configuration asks for. None of them can end a run."""
     config = inputs.config
     asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS_OF_HISTORY) for path in config.tracking.sinks]
     if config.wandb.mode != "disabled":
-        asked.append(("W&B", WANDB, QUEUE_RECORDS))
+        asked.append(("W&B", WANDB, QUEUE_RECORDS_OF_HISTORY))
+    if config.tracking.trackio_project is not None:
+        asked.append(("Trackio", TRACKIO, QUEUE_RECORDS_OF_HISTORY))
     if config.tracking.prometheus_port is not None:
         asked.append(("Prometheus", PROMETHEUS, QUEUE_RECORDS))
     if config.tensorboard.enabled:
         asked.append(("TensorBoard", TENSORBOARD, QUEUE_RECORDS_OF_HISTORY))
     background = (BackgroundSink(name, partial(load_sink, path, inputs), size) for name, path, size in asked)
     return [SafeSink("metrics.jsonl", lambda: JsonlSink(inputs)), *background]
+
+
+class OnwardValues:
+    """For trackers that have what earlier starts of the run recorded: what is new to them, and the best values.
+
+    After a resume the steps of a metric never go back: a step that is trained again has its first value there.
+
+    Args:
+        since: start of this launcher, as in `SinkInputs`.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._since = since
+        self._last_steps: dict[str, int] = {}
+        #: Largest value so far of the metrics that `BEST` names, earlier starts included.
+        self.best: dict[str, float] = {}
+
+    def take(self, record: MetricRecord) -> dict[str, float]:
+        """The values of `record` to log; empty: none."""
+        for name, value in record.values.items():
+            if BEST.fullmatch(name):
+                self.best[name] = max(value, self.best.get(name, value))
+        if record.time < self._since:
+            for name in record.values:
+                self._last_steps[name] = max(record.step, self._last_steps.get(name, record.step))
+            return {}
+        last = self._last_steps
+        return {name: value for name, value in record.values.items() if record.step > last.get(name, -1)}
 
 
 class JsonlSink:
@@ -127,6 +163,10 @@ class SafeSink:
         if (sink := self._sink) is not None:
             self._guard(lambda: sink.log(record))
 
+    def log_rollouts(self, table: RolloutTable) -> None:
+        if (take := getattr(self._sink, "log_rollouts", None)) is not None:
+            self._guard(lambda: take(table))
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         if (sink := self._sink) is not None:
             self._guard(lambda: sink.finish(summary))
@@ -156,15 +196,16 @@ class BackgroundSink:
     ) -> None:
         self._name, self._factory = name, factory
         self._condition = threading.Condition()
-        self._queue: deque[MetricRecord] = deque(maxlen=queue_records)
+        self._queue: deque[MetricRecord | RolloutTable] = deque(maxlen=queue_records)
         self._summary: Mapping[str, Any] | None = None
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
     def log(self, record: MetricRecord) -> None:
-        with self._condition:
-            self._queue.append(record)
-            self._condition.notify()
+        self._add(record)
+
+    def log_rollouts(self, table: RolloutTable) -> None:
+        self._add(table)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Hand over the rest; wait for it a limited time, then leave it."""
@@ -175,14 +216,21 @@ class BackgroundSink:
         if self._thread.is_alive():
             logger.warning("%s did not finish within %.0f s and is left alone", self._name, CLOSE_TIMEOUT_S)
 
+    def _add(self, item: MetricRecord | RolloutTable) -> None:
+        with self._condition:
+            self._queue.append(item)
+            self._condition.notify()
+
     def _run(self) -> None:
         sink = SafeSink(self._name, self._factory)
         while sink.works:
             with self._condition:
                 self._condition.wait_for(lambda: self._queue or self._summary is not None)
-                record = self._queue.popleft() if self._queue else None
+                item = self._queue.popleft() if self._queue else None
                 summary = self._summary
-            if record is not None:
-                sink.log(record)
+            if isinstance(item, RolloutTable):
+                sink.log_rollouts(item)
+            elif item is not None:
+                sink.log(item)
             elif summary is not None:
                 sink.finish(summary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -19,7 +19,8 @@ from pipelinerl.config.resources import WandbConfig
 from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity
-from pipelinerl.tracking.sinks import SinkInputs
+from pipelinerl.tracking.rollout_table import RolloutTable
+from pipelinerl.tracking.sinks import OnwardValues, SinkInputs
 
 INIT_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -34,7 +35,8 @@ class WandbSink:
     """One W&B run. The x axis of every chart is the policy version, since processes log at their own pace.
 
     Says on standard error where the numbers can be seen, or why they cannot. The configuration is uploaded without its
-    secrets. Records from before a resume are left out: W&B has them.
+    secrets. A resumed run goes on in its W&B run where that ends (`OnwardValues`). W&B's summary has the last value of
+    every metric; `best/<metric>` and, in the end, `run/<entry of summary.json>` are added.
 
     Raises:
         OSError: mode `online` and the server cannot be connected to.
@@ -43,9 +45,10 @@ class WandbSink:
 
     def __init__(self, inputs: SinkInputs) -> None:
         config = inputs.config
-        self._since = inputs.since
+        self._onward = OnwardValues(inputs.since)
+        self._best: dict[str, float] = {}
         try:
-            self._run, self._teardown = _start(config, inputs.run_dir.root)
+            self._run, self._wandb = _start(config, inputs.run_dir.root)
         except Exception as error:
             hint = "" if config.wandb.mode == "offline" else "; wandb.mode=offline keeps them in files for later"
             _say(f"W&B is off: {type(error).__name__}: {error}. The numbers are in metrics.jsonl{hint}")
@@ -56,13 +59,20 @@ class WandbSink:
         self._run.define_metric("*", step_metric=STEP_NAME)
 
     def log(self, record: MetricRecord) -> None:
-        if record.time >= self._since:
-            self._run.log({**record.values, STEP_NAME: record.step})
+        if values := self._onward.take(record):
+            self._run.log({**values, STEP_NAME: record.step})
+            if self._best != self._onward.best:
+                self._best = dict(self._onward.best)
+                self._run.summary.update({f"best/{name}": value for name, value in self._best.items()})
+
+    def log_rollouts(self, table: RolloutTable) -> None:
+        cells = self._wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        self._run.log({table.name: cells, STEP_NAME: table.version})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"run/{key}": value for key, value in summary.items() if value is not None})
         self._run.finish(exit_code=0 if summary.get("status") == "completed" else 1)
-        self._teardown()
+        self._wandb.teardown()
 
 
 def first_line(config: RunConfig, run_dir: Path) -> str | None:
@@ -97,8 +107,8 @@ def tracked_run(section: WandbConfig, identity: RunIdentity | None) -> tuple[str
     return run_id, "must" if section.wandb_resume == "must" and identity.incarnation else "allow"
 
 
-def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Callable[[], object]]:
-    """Start W&B's run; return it, and what ends W&B."""
+def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Any]:
+    """Start W&B's run; return it and the package."""
     import wandb  # late: only where it is asked for, as it is slow to load
 
     section = config.wandb
@@ -127,14 +137,14 @@ def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Callable[[], object]]
         settings=wandb.Settings(
             console="off",
             silent=True,
-            disable_git=True,
+            # Commit and address of the repository that the run is started in, but no code.
             disable_code=True,
             init_timeout=INIT_TIMEOUT_S,
             login_timeout=LOGIN_TIMEOUT_S,
             finish_timeout=FINISH_TIMEOUT_S,
         ),
     )
-    return run, wandb.teardown
+    return run, wandb
 
 
 def _folder(config: RunConfig, run_dir: Path) -> Path:

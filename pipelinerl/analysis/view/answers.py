@@ -19,7 +19,6 @@ import msgspec
 
 from pipelinerl.analysis.sample_view import record_of, record_of_evaluation
 from pipelinerl.analysis.select import StoredGroup, places_in_group, rollout_of
-from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened
 from pipelinerl.analysis.view.rollout_index import Filter, Hit, Order
 from pipelinerl.analysis.view.watched_run import TOPICS, Source, WatchedRun
 from pipelinerl.errors import StreamError
@@ -27,6 +26,7 @@ from pipelinerl.records import IGNORED_LABEL, EvaluationRollout, Sample
 from pipelinerl.streams.base import ACTOR, PREPROCESSOR, TRAINING_DATA_TOPIC
 from pipelinerl.streams.read import read_entries
 from pipelinerl.tracking.state import REWARD, SUCCESS, RunState
+from pipelinerl.tracking.token_text import TokenText, escaped, one_line, shortened
 
 Answer = dict[str, Any]
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.analysis.select import places_in_group
-from pipelinerl.analysis.token_text import escaped
 from pipelinerl.records import EvaluationRollout, RolloutSummary, VersionSpan
+from pipelinerl.tracking.token_text import escaped
 
 Order = Literal["newest", "best", "worst"]
 

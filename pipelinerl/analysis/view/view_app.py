@@ -17,13 +17,13 @@ import msgspec
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from pipelinerl.analysis.token_text import one_line
 from pipelinerl.analysis.view import answers
 from pipelinerl.analysis.view.answers import Answers
 from pipelinerl.analysis.view.rollout_index import Filter, Order
 from pipelinerl.analysis.view.watched_run import Source, WatchedRun
 from pipelinerl.commands import typed
 from pipelinerl.errors import StreamError
+from pipelinerl.tracking.token_text import one_line
 
 LOCAL_HOSTS = frozenset({"localhost"})
 #: In an order in which each imports only those before it.

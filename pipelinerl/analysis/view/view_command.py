@@ -11,12 +11,12 @@ from pathlib import Path
 
 import uvicorn
 
-from pipelinerl.analysis.token_text import one_line
 from pipelinerl.analysis.view.export import MAX_BYTES, write_export
 from pipelinerl.analysis.view.view_app import LOCAL_HOSTS, make_app
 from pipelinerl.analysis.view.watched_run import WatchedRun
 from pipelinerl.commands import typed
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
+from pipelinerl.tracking.token_text import one_line
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_HOSTS = (_LOOPBACK, "::1", "localhost")

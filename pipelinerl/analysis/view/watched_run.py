@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from pipelinerl.analysis.select import Evaluations, StoredGroup, fate_text
-from pipelinerl.analysis.token_text import TokenText, token_text
 from pipelinerl.analysis.view.rollout_index import EvaluationRow, GroupRow, RolloutIndex, Rows, key_of
 from pipelinerl.errors import StreamError, UserError
 from pipelinerl.records import (
@@ -45,6 +44,7 @@ from pipelinerl.streams.base import (
 from pipelinerl.streams.open_run import find_run, open_streams
 from pipelinerl.streams.read import Feed, read_entries
 from pipelinerl.tracking.state import RunState
+from pipelinerl.tracking.token_text import TokenText, token_text
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class WatchedRun:
         """The tokenizer of the run, or None and why there is none."""
         with self._decoder_lock:
             if self._decoder is None:
-                self._decoder = token_text(self.run)
+                self._decoder = token_text(self.run.config, self.run.run_dir)
             return self._decoder
 
     def indexed_share(self, source: Source) -> float:

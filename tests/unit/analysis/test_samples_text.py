@@ -12,8 +12,8 @@ from fakes.recorded_run import RecordedRun
 
 from pipelinerl.analysis.sample_view import json_lines, record_of, render
 from pipelinerl.analysis.select import StoredGroup, StoredRollout, rollout_of
-from pipelinerl.analysis.token_text import TokenText, escaped, one_line, shortened, token_text
 from pipelinerl.streams.open_run import find_run
+from pipelinerl.tracking.token_text import TokenText, escaped, one_line, shortened, token_text
 
 TOOL_CHAT = [
     ("<|user|>what is 6*7?<|end|><|assistant|>", False),
@@ -23,6 +23,11 @@ TOOL_CHAT = [
 ]
 
 
+def _token_text(root: Path) -> tuple[TokenText | None, str]:
+    run = find_run(root)
+    return token_text(run.config, run.run_dir)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     return RecordedRun(tmp_path_factory.mktemp("recorded"))
@@ -30,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 @pytest.fixture(scope="module")
 def decoder(run: RecordedRun) -> TokenText:
-    found, reason = token_text(find_run(run.root))
+    found, reason = _token_text(run.root)
     assert found is not None and reason == ""
     return found
 
@@ -204,7 +209,7 @@ def test_a_word_within_a_text_keeps_its_space() -> None:
 def test_without_a_tokenizer_there_is_one_line_that_says_why(tmp_path: Path, break_it: object) -> None:
     run = RecordedRun(tmp_path)
     break_it(run.model)  # type: ignore[operator]
-    decoder, reason = token_text(find_run(run.root))
+    decoder, reason = _token_text(run.root)
     assert decoder is None and str(run.model) in reason and "\n" not in reason and "\x1b" not in reason
     view = record_of(stored(run, run.sample("0-0/r0/s0", TOOL_CHAT, metadata={"note": "seen"})), None, {}, 0)
     text = render(view)
@@ -217,20 +222,20 @@ def test_the_run_s_own_model_has_the_tokenizer_if_the_first_one_is_gone(tmp_path
     run = RecordedRun(tmp_path)
     run.model.rename(tmp_path / "moved")
     run.tokenizer.save_pretrained(run.files.current_model)
-    decoder, _ = token_text(find_run(run.root))
+    decoder, _ = _token_text(run.root)
     assert decoder is not None and decoder.whole(run.ids("hello")) == "hello"
 
 
 def test_a_name_is_looked_up_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path, model_path="org/name")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    decoder, reason = token_text(find_run(run.root))
+    decoder, reason = _token_text(run.root)
     assert decoder is None and "org/name: neither a folder here nor a model in the Hugging Face cache" in reason
     cached = tmp_path / "hub" / "models--org--name"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("abc")
     run.tokenizer.save_pretrained(cached / "snapshots" / "abc")
-    decoder, _ = token_text(find_run(run.root))
+    decoder, _ = _token_text(run.root)
     assert decoder is not None and decoder.whole(run.ids("hello")) == "hello"
 
 
@@ -240,6 +245,6 @@ def test_a_tokenizer_without_a_fast_file_is_loaded_as_the_run_does(tmp_path: Pat
     run = RecordedRun(tmp_path, model_path=str(tmp_path / "bytes"))
     tokenizer = ByT5Tokenizer()
     tokenizer.save_pretrained(tmp_path / "bytes")
-    decoder, _ = token_text(find_run(run.root))
+    decoder, _ = _token_text(run.root)
     ids = tokenizer("hé").input_ids
     assert decoder is not None and decoder.whole([*ids, 9999]) == "hé</s><|id 9999|>"

@@ -176,20 +176,32 @@ def test_x6_no_folder_for_sockets() -> None:
     assert caught.value.key == "VLLM_RPC_BASE_PATH"
 
 
+@pytest.mark.parametrize(
+    ("package", "section", "key", "value"),
+    [("tensorboard", "tensorboard", "enabled", True), ("trackio", "tracking", "trackio_project", "p")],
+)
 @pytest.mark.parametrize("what_is_there", ["nothing", "a folder", "the package"])
-def test_a_tracker_that_is_not_installed(what_is_there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed(
+    what_is_there: str,
+    package: str,
+    section: str,
+    key: str,
+    value: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A folder with event files that is called like the package is not the package."""
     if what_is_there != "nothing":
-        (tmp_path / "tensorboard").mkdir()
+        (tmp_path / package).mkdir()
     if what_is_there == "the package":
-        (tmp_path / "tensorboard" / "__init__.py").touch()
+        (tmp_path / package / "__init__.py").touch()
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    monkeypatch.delitem(sys.modules, package, raising=False)
     preflight.check_tracking(start({}))
-    enabled = start({"tensorboard": {"enabled": True}})
+    enabled = start({section: {key: value}})
     with nullcontext() if what_is_there == "the package" else pytest.raises(ConfigError) as caught:
         preflight.check_tracking(enabled)
-    assert caught is None or caught.value.key == "tensorboard.enabled"
+    assert caught is None or caught.value.key == f"{section}.{key}"
 
 
 def test_a_sink_of_the_user_is_looked_for_without_importing_it(tmp_path: Path) -> None:

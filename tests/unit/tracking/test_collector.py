@@ -17,6 +17,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records import (
     EvaluationResult,
+    EvaluationRollout,
     FateRecord,
     MetricRecord,
     StepDone,
@@ -213,6 +214,9 @@ class FakeWandb(types.ModuleType):
     def log(self, values: dict[str, float]) -> None:
         self.calls.append(values)
 
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
     def finish(self, exit_code: int) -> None:
         self.calls.append(exit_code)
 
@@ -234,6 +238,44 @@ def test_wandb_gets_config_numbers_and_summary(tmp_path: Path, monkeypatch: pyte
     assert {row["version"] for row in rows} == {1}
     assert (code, teardown) == (0, "teardown")
     assert fake.summary["run/steps"] == 1
+
+
+@pytest.mark.parametrize("limit", [16, 0])
+def test_wandb_gets_rollouts_of_each_evaluation(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = Run(tmp_path, mode="offline")
+    run.config = RunConfig.model_validate(
+        {**run.config.model_dump(), "tracking": {"rollouts_per_evaluation": limit}, "output_dir": str(tmp_path)}
+    )
+    run.collector = run.make_collector()
+    run.collector.start()
+    rollouts = run.hub.writer("evaluation_rollouts", "actor_0", EvaluationRollout)
+    for version, is_final in ((0, False), (1, True)):
+        place: dict[str, Any] = {"due_version": version, "is_final": is_final, "group_id": "e", "dataset_name": "test"}
+        rollouts.write(EvaluationRollout(id="e/r0", problem_id="p", problem="{}", failure="timeout", **place))
+    run.play()
+    run.collector.write_summary("completed", None)
+    tables = [call for call in fake.calls if "evaluation/test/rollouts" in (call if isinstance(call, dict) else {})]
+    shown = [(each["version"], each["evaluation/test/rollouts"][0]["end"]) for each in tables]
+    assert shown == ([(0, "failed"), (1, "failed")] if limit else [])
+
+
+def test_o1_a_stream_of_rollouts_that_cannot_be_read_costs_the_tables_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = Run(tmp_path, mode="offline")
+    shard = tmp_path / "streams/evaluation_rollouts/actor_0/0/00000000000000000000.jsonl"
+    shard.parent.mkdir(parents=True, exist_ok=True)
+    shard.write_bytes(b"garbage\n")
+    run.collector.start()
+    with caplog.at_level(logging.WARNING):
+        run.play()
+        assert run.collector.write_summary("completed", None)["steps"] == 1
+    run.collector.raise_if_failed()
+    assert len(caplog.records) == 1 and "tables of rollouts are off" in caplog.text
 
 
 def test_o1_wandb_that_raises_is_one_warning(

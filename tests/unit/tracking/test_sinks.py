@@ -16,6 +16,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.tracking.rollout_table import RolloutTable
 from pipelinerl.tracking.sinks import QUEUE_RECORDS, BackgroundSink, JsonlSink, SafeSink, SinkInputs, make_sinks
 
 
@@ -65,8 +66,16 @@ class MySink:
     def log(self, record):
         self.rows.append([record.time < self.inputs.since, record.step, record.source, record.values])
 
+    def log_rollouts(self, table):
+        self.rows.append([table.dataset, table.version, table.columns, table.rows])
+
     def finish(self, summary):
         (self.inputs.run_dir.root / "mine.json").write_text(json.dumps([self.inputs.config.seed, self.rows, summary]))
+
+class OnlyNumbers:
+    def __init__(self, inputs): ...
+    def log(self, record): ...
+    def finish(self, summary): ...
 
 class OfAnotherVersion(MySink):
     api_version = 99
@@ -78,7 +87,7 @@ def test_a_sink_of_the_user_gets_every_number(
 ) -> None:
     (tmp_path / "sink_of_a_user.py").write_text(SINK_OF_A_USER)
     monkeypatch.syspath_prepend(tmp_path)
-    names = [f"sink_of_a_user.{name}" for name in ("MySink", "OfAnotherVersion", "Missing")]
+    names = [f"sink_of_a_user.{name}" for name in ("MySink", "OnlyNumbers", "OfAnotherVersion", "Missing")]
     config = RunConfig.model_validate(
         {"output_dir": "x", "seed": 7, "wandb": {"mode": "disabled"}, "tracking": {"sinks": names}}
     )
@@ -87,11 +96,12 @@ def test_a_sink_of_the_user_gets_every_number(
         for sink in sinks:
             for n in (1, 2):
                 sink.log(record(n))
+            sink.log_rollouts(RolloutTable("test", 2, ("answer",), [("4",)]))
             sink.finish({"status": "completed", "steps": 2})
-    rows = [[True, 1, "a", {"a/x": 0.5}], [False, 2, "a", {"a/x": 0.5}]]
+    rows = [[True, 1, "a", {"a/x": 0.5}], [False, 2, "a", {"a/x": 0.5}], ["test", 2, ["answer"], [["4"]]]]
     assert json.loads((tmp_path / "mine.json").read_text()) == [7, rows, {"status": "completed", "steps": 2}]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    assert len(caplog.records) == 2 and all(name in caplog.text for name in names[1:])
+    assert len(caplog.records) == 2 and all(name in caplog.text for name in names[2:])
 
 
 def test_a_sink_of_the_user_gets_the_whole_history_of_a_resumed_run(

@@ -11,7 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.streams.open_run import StartedRun
+from pipelinerl.config import RunConfig
+from pipelinerl.rundir.layout import RunDir
 
 # Spaces of other widths and the joiners of many scripts count as unprintable, but drive no terminal.
 _KEPT = frozenset(
@@ -58,16 +59,16 @@ class TokenText:
         return "".join(pieces)
 
 
-def token_text(run: StartedRun) -> tuple[TokenText | None, str]:
-    """The tokenizer of `run`; or None and why there is none, as one line.
+def token_text(config: RunConfig, run_dir: RunDir) -> tuple[TokenText | None, str]:
+    """The tokenizer of a run; or None and why there is none, as one line.
 
     It is that of `model_path`, or else that of the model which the run has written.
     """
-    trusts = run.config.finetune.trust_remote_code
-    folder = Path(run.config.model_path).expanduser()
-    first = str(folder) if folder.is_dir() else run.config.model_path
+    trusts = config.finetune.trust_remote_code
+    folder = Path(config.model_path).expanduser()
+    first = str(folder) if folder.is_dir() else config.model_path
     reasons = []
-    for name in (first, str(run.run_dir.current_model)):
+    for name in (first, str(run_dir.current_model)):
         try:
             return _load(name, trusts), ""
         except Exception as error:  # noqa: BLE001 - a damaged file may raise anything; the counts are shown all the same
