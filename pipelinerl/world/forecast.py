@@ -47,8 +47,8 @@ _TRAINER_PROCESS = 0.9 * GIB
 _SERVER_PROCESSES = 2.9 * GIB
 #: Values that DeepSpeed keeps gathered at most (its default of `stage3_max_live_parameters`).
 _ZERO3_LIVE = 10**9
-#: Values that its optimizer handles at once (its default of `sub_group_size`).
-_ZERO3_SUB_GROUP = 10**9
+#: DeepSpeed's default of `sub_group_size`.
+ZERO3_SUB_GROUP = 10**9
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class TrainerSetup:
         pack_tokens: of one micro-batch.
         gathered_bytes: of a parameter that FSDP gathers.
         longest: tokens of the longest sample.
+        sub_group: values that the optimizer of ZeRO-3 handles at once, and the rest of the last matrix.
     """
 
     shape: ModelShape
@@ -78,6 +79,7 @@ class TrainerSetup:
     parameters_on_host: bool = False
     gathered_bytes: int = 4
     longest: int = 2048
+    sub_group: int = ZERO3_SUB_GROUP
     on_cpu: bool = False
 
     @property
@@ -341,7 +343,7 @@ def _step_bytes(setup: TrainerSetup) -> float:
         return 0
     values = setup.trained / (setup.ranks if setup.sharding != "plain" and not setup.lora_rank else 1)
     if setup.sharding == "zero3":
-        return 8 * min(values, _ZERO3_SUB_GROUP)
+        return 8 * min(values, setup.sub_group + setup.shape.embedding / setup.ranks)
     return (8 if setup.sharding == "zero2" else 4) * values
 
 

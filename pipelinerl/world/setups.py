@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import read_deepspeed_file
 from pipelinerl.config.resources import DeepSpeedSettings, FSDPSettings
-from pipelinerl.world.forecast import GIB, ServerSetup, Sharding, TrainerSetup
+from pipelinerl.world.forecast import GIB, ZERO3_SUB_GROUP, ServerSetup, Sharding, TrainerSetup
 from pipelinerl.world.model_shape import ModelShape
 
 #: vLLM's default of `gpu-memory-utilization`.
@@ -19,10 +19,12 @@ def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool
     products = ("fp32" if on_cpu else "bf16") if tuned.dtype == "auto" else tuned.dtype
     sharding: Sharding = "plain"
     optimizer_on_host = parameters_on_host = False
+    sub_group = ZERO3_SUB_GROUP
     if isinstance(backend, DeepSpeedSettings):
         zero = read_deepspeed_file(backend.config)["zero_optimization"]
         stages: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
         sharding = stages[zero["stage"]]
+        sub_group = int(zero.get("sub_group_size", sub_group))
         optimizer_on_host, parameters_on_host = (
             (zero.get(f"offload_{what}") or {}).get("device") == "cpu" for what in ("optimizer", "param")
         )
@@ -50,6 +52,7 @@ def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool
         parameters_on_host=parameters_on_host,
         gathered_bytes=2 if isinstance(backend, FSDPSettings) and backend.param_dtype == "bf16" else 4,
         longest=longest_sample(config),
+        sub_group=sub_group,
         on_cpu=on_cpu,
     )
 

@@ -55,9 +55,13 @@ def test_parts_have_the_values_of_the_files_and_train_as_the_whole_model(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
-def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend: str) -> None:
-    """A model of 0.5 B parameters, whose files are in bf16. Its largest matrix alone has the size of nine layers."""
+@pytest.mark.parametrize(("backend", "shares"), [("fsdp", 1), ("zero3", 3)])
+def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend: str, shares: int) -> None:
+    """A model of 0.5 B parameters, whose files are in bf16. Its largest matrix alone has the size of nine layers.
+
+    `shares`: what is held before the first step, in parts of the model. DeepSpeed makes masters and gradients of ZeRO-3
+    at once, and gathers every matrix to attach a hook to it; gloo has it twice meanwhile.
+    """
     config = Qwen2Config(
         vocab_size=151936,
         hidden_size=896,
@@ -73,15 +77,19 @@ def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend
         model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-    whole, layer = (4 * sum(p.numel() for p in part.parameters()) / 2**20 for part in (model, model.model.layers[0]))
+    parts = model, model.model.layers[0], model.model.embed_tokens
+    whole, layer, largest = (4 * sum(p.numel() for p in part.parameters()) / 2**20 for part in parts)
     model.save_pretrained(tmp_path / "large")
-    del model
+    del model, parts
     run_ranks(SCRIPT, [backend, str(tmp_path / "large"), str(tmp_path)], tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"loaded_0_{rank}.json").read_text())
         taken = found["loading"] - found["empty"]
         # Room for what is no weight: code that is loaded meanwhile, activations of a trial.
         assert whole / 2 < taken < whole / 2 + 2 * layer + 64, found
+        held = shares * whole / 2
+        assert held < found["ready"] - found["empty"] < held + 100, found
+        assert found["sharding"] - found["empty"] < held + (2 * largest if backend == "zero3" else 0) + 128, found
 
 
 @pytest.mark.slow

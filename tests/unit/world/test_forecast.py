@@ -62,6 +62,13 @@ def test_zero_3_on_eight_cards_fits_7_b() -> None:
     assert memory.total < CARD_80 / 2
 
 
+def test_zero_3_steps_over_a_sub_group_at_a_time() -> None:
+    """A copy of its gradients and a root of its second moment; the last matrix of a group may go beyond its size."""
+    setup = TrainerSetup(shape("7"), ranks=2, sharding="zero3", pack_tokens=512, chunk_tokens=64)
+    assert trainer_memory(setup).parts[STEP] == 8 * (10**9 + E_7B / 2)
+    assert STEP not in trainer_memory(replace(setup, sub_group=10**8)).parts
+
+
 @pytest.mark.parametrize("room", [CARD_80, CARD_141])
 def test_32_b_in_full_on_one_card(room: float) -> None:
     setup = TrainerSetup(shape("32"))
