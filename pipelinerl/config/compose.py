@@ -30,9 +30,17 @@ from pipelinerl.commands import typed
 from pipelinerl.config.advice import advice
 from pipelinerl.config.agent import DATA_KEYS, settle_agent
 from pipelinerl.config.faults import COMMAND_LINE, faults_of, raise_faults, unknown_key
+from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.key_table import help_text
 from pipelinerl.config.keys import chooser_of, is_known, schema_defaults
-from pipelinerl.config.load import conf_dir, config_names, find_deepspeed_file, read_deepspeed_file
+from pipelinerl.config.load import (
+    ADAPTER_START,
+    conf_dir,
+    config_names,
+    find_deepspeed_file,
+    read_adapter,
+    read_deepspeed_file,
+)
 from pipelinerl.config.resources import DeepSpeedSettings
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
@@ -95,7 +103,7 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
     except ValidationError as error:
         raise_faults(faults_of(error, data, composed.origin_of))
         raise
-    config = _with_deepspeed_file(config, search_dirs)
+    config = _with_adapter(_with_deepspeed_file(config, search_dirs), composed)
     validate(config)
     return ComposedConfig(config, None, search_dirs, name, overrides, notes + advice(config))
 
@@ -148,6 +156,39 @@ def _with_deepspeed_file(config: RunConfig, search_dirs: Sequence[Path]) -> RunC
     if found.is_relative_to(conf_dir()):
         return config
     return config.model_copy(update={"backend": config.backend.model_copy(update={"config": str(found)})})
+
+
+def _with_adapter(config: RunConfig, composed: PlainConfig) -> RunConfig:
+    """Take what the adapter that training starts from says.
+
+    Raises:
+        ConfigError: it cannot be used, or the configuration says something else: on the command line, or a value in a
+            file that is not the default of its key.
+    """
+    lora = config.finetune.lora
+    if lora.adapter_path is None:
+        return config
+    folder = Path(lora.adapter_path).expanduser().absolute()
+    content = read_adapter(folder)
+    targets = content.get("target_modules")
+    taken: dict[str, Any] = {"r": content["r"], "alpha": float(content["lora_alpha"])}
+    taken |= {"bias": content.get("bias", "none"), "target_modules": sorted(targets) if type(targets) is list else []}
+    faults = []
+    for name, value in taken.items():
+        key, own = f"finetune.lora.{name}", getattr(lora, name)
+        is_same = sorted(own) == value if isinstance(own, list) else own == value
+        is_said = own != LoraConfig.model_fields[name].default or composed.origin_of(key) == COMMAND_LINE
+        if is_said and not is_same:
+            expected = f"{value}, as in {folder / 'adapter_config.json'}"
+            faults.append(ConfigError(key, own, expected, "Leave the key out, or start with a new adapter."))
+    raise_faults(faults)
+    try:
+        started = LoraConfig.model_validate(lora.model_dump() | taken | {"adapter_path": str(folder)})
+    except ValidationError as error:
+        expected = f"an adapter whose r, lora_alpha and bias can be trained ({error.errors()[0]['msg']})"
+        next_step = "Merge it into its model, and start from that."
+        raise ConfigError(ADAPTER_START, str(folder), expected, next_step) from error
+    return config.model_copy(update={"finetune": config.finetune.model_copy(update={"lora": started})})
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ class LoraConfig(Section):
     alpha: float = Field(default=16, gt=0, description="adapters are scaled by alpha / r")
     bias: Literal["none", "all", "lora_only"] = Field(default="none", description="biases to train too")
     target_modules: list[str] = Field(default=[], description="linear layers with an adapter; empty: all but experts")
+    adapter_path: str | None = Field(
+        default=None,
+        description="folder of a PEFT adapter of model_path that training starts from, with its r, alpha, bias and "
+        "target_modules; null: a new adapter",
+    )
     sync: Literal["merged", "adapter"] = Field(
         default="merged", description="an update sends merged matrices, or only the adapter"
     )

@@ -240,6 +240,7 @@ _OTHER_NAMES = {
     "finetune.lora.r": "lora_r lora_rank",
     "finetune.lora.alpha": "lora_alpha",
     "finetune.lora.target_modules": "lora_target_modules",
+    "finetune.lora.adapter_path": "lora_adapter_path adapter_name_or_path lora_path",
     "finetune.rl.policy_loss": "loss_mode importance_sampling_level",
     "finetune.rl.aggregation": "loss_type loss_agg_mode",
     "finetune.rl.advantage_estimator": "advantage.estimator adv_estimator",

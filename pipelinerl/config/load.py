@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DEEPSPEED = "backend.config"
+#: Key of the adapter that training starts from.
+ADAPTER_START = "finetune.lora.adapter_path"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: What peft (0.18) can add to A and B, by its keys in `adapter_config.json`: merged weights and servers would lack it.
+_MORE_THAN_LORA = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "target_parameters", "arrow_config"),
+    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
+)
 # YAML readers disagree about these; in quotes they are text for all of them.
 _LOOKS_LIKE_A_NUMBER = re.compile(r"[-+.\d][-+.\deE_:xXoObB]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -158,6 +166,42 @@ def find_deepspeed_file(name: str, search_dirs: Sequence[Path] = ()) -> Path:
     names = sorted({known for folder in folders for known in config_names(folder, ".json")})
     expected = f"the path of a .json file or one of {', '.join(names)}"
     raise ConfigError(_DEEPSPEED, name, expected, did_you_mean(name, names))
+
+
+def read_adapter(folder: Path) -> dict[str, Any]:
+    """What `adapter_config.json` of a PEFT adapter says.
+
+    Raises:
+        ConfigError: `folder` holds no LoRA adapter whose weights are A and B in safetensors.
+    """
+    key, name = ADAPTER_START, str(folder)
+    file, weights = folder / "adapter_config.json", folder / ADAPTER_WEIGHTS
+    if missing := [each for each in (file, weights) if not each.is_file()]:
+        expected = f"a folder with a PEFT adapter; {missing[0]} is missing"
+        raise ConfigError(key, name, expected, "Give the folder that save_pretrained of peft wrote.")
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(key, name, "a readable adapter_config.json", f"Copy {file} again: {error}.") from error
+    kind = content.get("peft_type") if isinstance(content, dict) else None
+    if kind != "LORA" or type(content.get("r")) is not int or not isinstance(content.get("lora_alpha"), int | float):
+        expected = f"peft_type LORA with r and lora_alpha in {file}, not {kind!r}"
+        raise ConfigError(key, name, expected, "Merge it into its model, and start from that.")
+    if more := [each for each in _MORE_THAN_LORA if content.get(each)]:
+        expected = f"A and B only; {file} has {', '.join(more)}"
+        raise ConfigError(key, name, expected, "Merge it into its model, and start from that.")
+    assert isinstance(content, dict)
+    return content
+
+
+def merge_command(model: str, adapter: str) -> str:
+    """What to type to make one model of a model and an adapter of it, in the folder `merged`."""
+    code = (
+        "from peft import PeftModel; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"PeftModel.from_pretrained(M.from_pretrained({model!r}, dtype='auto'), {adapter!r})"
+        f".merge_and_unload().save_pretrained('merged'); T.from_pretrained({model!r}).save_pretrained('merged')"
+    )
+    return f'python -c "{code}"'
 
 
 def read_deepspeed_file(name: str, search_dirs: Sequence[Path] = ()) -> dict[str, Any]:

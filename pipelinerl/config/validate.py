@@ -15,6 +15,7 @@ from pipelinerl.config.algorithm import GeometricMaskCorrection, IcepopCorrectio
 from pipelinerl.config.faults import raise_faults
 from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK
 from pipelinerl.config.keys import value_at
+from pipelinerl.config.load import ADAPTER_START, merge_command
 from pipelinerl.config.resources import GPU_LISTS, READING_MODES, STAGE_KINDS, FSDPSettings, RedisStreams
 from pipelinerl.config.run import ConventionalSchedule, RunConfig
 from pipelinerl.errors import ConfigError
@@ -146,6 +147,12 @@ def _adapter(config: RunConfig) -> Faults:
     if lora.sync == "adapter" and not lora.enabled:
         expected = "merged with finetune.lora.enabled=false: all weights are trained"
         yield "finetune.lora.sync", expected, "Set finetune.lora.enabled=true, or remove the key."
+    if lora.adapter_path is not None and not (lora.enabled and not config.finetune.rl.needs_reference):
+        lacks = "with a reference model: servers and trainer would take the model without the adapter for it"
+        reason = lacks if lora.enabled else "with finetune.lora.enabled=false: all weights of model_path are trained"
+        merge = f"start from a merged model: {merge_command(config.model_path, lora.adapter_path)}"
+        remedy = f"Leave finetune.rl.kl_coef and finetune.rl.reward_minus_kl_coef at 0, or {merge}"
+        yield ADAPTER_START, f"null {reason}", remedy if lora.enabled else f"Set finetune.lora.enabled=true, or {merge}"
     if not lora.sends_adapter:
         return
     condition, merged = "with finetune.lora.sync=adapter", "or set finetune.lora.sync=merged."

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.config.load import ADAPTER_START, ADAPTER_WEIGHTS
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.tensor_files import write_tensors
+from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
 from pipelinerl.finetune.weight_conversion import LANGUAGE_PREFIX, export_name, is_adapter_part
 
 ADAPTER = "adapter"
@@ -59,25 +62,26 @@ def _peft(module: str = "peft") -> Any:
 def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one_dtype: bool = False) -> None:
     """Freeze the language model of `policy` and put trainable adapters on its linear layers, in place.
 
-    The update starts at zero: the policy computes what it computed before. A value head stays trainable. Weights of
-    the frozen layers are kept in the policy's compute dtype, unless all parameters must have `one_dtype`.
+    They are those of `settings.adapter_path`; without it the update starts at zero, and the policy computes what it
+    computed before. A value head stays trainable. Weights of the frozen layers are kept in the policy's compute dtype,
+    unless all parameters must have `one_dtype`.
 
     Raises:
-        ConfigError: peft is not installed, or the named layers are not linear layers inside the decoder.
+        ConfigError: peft is not installed, the named layers are not linear layers inside the decoder, or the adapter to
+            start from is not one of this model.
     """
     peft = _peft()
     model = policy.language_model
-    config = peft.LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        lora_dropout=0.0,
-        bias=settings.bias,
-        target_modules=settings.target_modules,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
-    )
-    if not settings.target_modules:
-        _choose_all(config, model)
+    if settings.adapter_path is None:
+        config = peft.LoraConfig(
+            r=settings.r, lora_alpha=settings.alpha, bias=settings.bias, target_modules=settings.target_modules
+        )
+        if not settings.target_modules:
+            _choose_all(config, model)
+    else:
+        config = peft.LoraConfig.from_pretrained(settings.adapter_path)
+        config.inference_mode, config.init_lora_weights = False, True
+    config.lora_dropout, config.task_type, config.base_model_name_or_path = 0.0, "CAUSAL_LM", base_model
     try:
         peft.inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
@@ -89,6 +93,8 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one
     head = model.get_output_embeddings()
     if strange or any(layer is head for _, layer in layers):
         raise _wrong_targets(settings, f"found {', '.join(strange) or 'the output head'}")
+    if settings.adapter_path is not None:
+        _load_adapter(model, settings.adapter_path, base_model)
     policy.adapter_config = config
     policy.sends_adapter = settings.sync == "adapter"
     if policy.sends_adapter:
@@ -173,6 +179,36 @@ def merged_value(policy: PolicyModel, value_of: ValueOf) -> ValueOf:
     return merged
 
 
+def _peft_name(name: str) -> str:
+    """What peft calls a parameter of the language model in the file of an adapter."""
+    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
+
+
+@torch.no_grad()
+def _load_adapter(model: PreTrainedModel, folder: str, base_model: str) -> None:
+    """Give what is trained the values of the adapter in `folder`. Every rank reads all of it."""
+    trained = {_peft_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        tensors = read_tensors(Path(folder) / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise _no_adapter_of(folder, f"a readable {ADAPTER_WEIGHTS} ({error})") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    expected = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+    if others := sorted(set(shapes.items()) ^ set(expected.items())):
+        name = others[0][0]
+        found = f"{name} has shape {shapes.get(name)} there and {expected.get(name)} in the model"
+        raise _no_adapter_of(folder, f"an adapter of {base_model} ({len(others)} differences: {found})")
+    for name, parameter in trained.items():
+        if isinstance(parameter, DTensor):
+            parameter.copy_(distribute_tensor(tensors[name], parameter.device_mesh, parameter.placements))
+        else:
+            parameter.copy_(tensors[name])
+
+
+def _no_adapter_of(folder: str, expected: str) -> ConfigError:
+    return ConfigError(ADAPTER_START, folder, expected, "Name the model that the adapter was trained on in model_path.")
+
+
 def save_adapter(folder: Path, policy: PolicyModel, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write the adapter as peft reads it: `PeftModel.from_pretrained(base_model, folder)`. OSError if it fails.
 
@@ -182,13 +218,11 @@ def save_adapter(folder: Path, policy: PolicyModel, tensors: Mapping[str, torch.
     trained = {}
     for name, parameter in policy.language_model.named_parameters():
         if parameter.requires_grad:
-            trained[f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"] = tensors[
-                export_name(LANGUAGE_PREFIX + name)
-            ]
+            trained[_peft_name(name)] = tensors[export_name(LANGUAGE_PREFIX + name)]
     folder.mkdir()
     assert policy.adapter_config is not None
     policy.adapter_config.save_pretrained(str(folder))
-    write_tensors(folder / "adapter_model.safetensors", trained)
+    write_tensors(folder / ADAPTER_WEIGHTS, trained)
 
 
 def keep_products_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:

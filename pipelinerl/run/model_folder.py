@@ -17,6 +17,7 @@ from typing import Any
 
 from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
+from pipelinerl.config.load import ADAPTER_START
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
 from pipelinerl.weights.manifest import read_manifest
@@ -67,9 +68,8 @@ def check_model(config: RunConfig, may_ask_hub: bool = True) -> list[str]:
     model_path, folder = config.model_path, Path(config.model_path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-            expected = "a whole model; it is a LoRA adapter, and training starts with an adapter of its own"
-            merge = "Merge it into its base model (PeftModel.merge_and_unload of peft, then save_pretrained)"
-            raise _refusal(model_path, expected, f"{merge} and name that folder.")
+            words = f"{ADAPTER_START}={model_path} finetune.lora.enabled=true"
+            raise _refusal(model_path, "a whole model; it is an adapter", f"Name its base model here, and set {words}.")
         if not (folder / "config.json").is_file():
             raise _refusal(model_path, f"a folder with a model; {folder / 'config.json'} is missing", _MODEL_HELP)
         _check_folder(folder, config)

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 from fakes.whole_run import WholeRun, make_whole_run
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 STEPS = 4
@@ -112,3 +115,33 @@ def test_w1_a_value_head_is_trained_saved_and_never_sent(tmp_path: Path) -> None
     head = load_file(current / "value_head" / "model.safetensors")
     assert head["weight"].abs().max() > 0 and head["bias"].abs().max() > 0
     assert not [name for name in load_file(current / "model.safetensors") if "value" in name]
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_run_from_an_adapter_serves_it_at_once_resumes_and_exports_the_trained_one(tmp_path: Path, sync: str) -> None:
+    run = make_whole_run(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32)
+    started = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for parameter in started.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.05)
+    started.save_pretrained(tmp_path / "adapter")
+    words = (*FEW, "finetune.lora.enabled=true", f"finetune.lora.sync={sync}", "supervise.probe_every_n_updates=1")
+    for steps in (2, 3):
+        path = f"finetune.lora.adapter_path={tmp_path / 'adapter'}"
+        result = run.run(*words, path, f"finetune.max_train_steps={steps}", timeout_s=1100)
+        assert result.returncode == 0, f"{result.stdout[-3000:]}\n{run.logs()}"
+        assert (run.summary["steps"], run.summary["status"]) == (steps, "completed")
+    updates = [row for row in run.metric_rows() if row["source"] == "weight_update"]
+    # Version 0, two steps; what the second start resumed with, its step.
+    assert [row["step"] for row in updates] == [0, 1, 2, 2, 3]
+    assert all(row["weight_update/logprob_abs_diff_mean"] < 1e-4 for row in updates)
+    folder = run.output_dir / "finetune" / "current"
+    fresh = AutoModelForCausalLM.from_pretrained(run.model_path, dtype=torch.float32)
+    trained = dict(peft.PeftModel.from_pretrained(fresh, folder / "adapter").merge_and_unload().named_parameters())
+    first = dict(started.merge_and_unload().named_parameters())
+    exported = load_file(folder / "model.safetensors")
+    assert all(torch.allclose(tensor, trained[name], atol=1e-6, rtol=0) for name, tensor in exported.items())
+    moved = max((tensor - first[name]).abs().max().item() for name, tensor in exported.items())
+    assert 1e-4 < moved < 0.05

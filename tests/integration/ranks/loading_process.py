@@ -1,7 +1,8 @@
 """One trainer rank that loads models as a run does, and writes down what memory it took.
 
 Usage: `python loading_process.py BACKEND MODELS FOLDER`, started by `fakes/rank_group.py`. MODELS are folders, divided
-by commas; one whose name ends with `large` is not trained.
+by commas; one whose name ends with `large` is not trained. BACKEND may end with `_lora`, or with `_start`: from the
+adapter in the model's folder, which trains biases too.
 """
 
 import json
@@ -59,9 +60,11 @@ def load(name, model, folder, ranks, kit):
         weight_decay=1.0,
         num_warmup_steps=0,
         max_train_steps=4,
-        lora={"enabled": name.endswith("_lora"), "r": 4},
+        lora={"enabled": name.endswith(("_lora", "_start")), "r": 4},
     )
-    choice = CHOICES[name.removesuffix("_lora")]
+    if name.endswith("_start"):
+        finetune["lora"] |= {"adapter_path": f"{model}/adapter", "bias": "lora_only"}
+    choice = CHOICES[name.removesuffix("_lora").removesuffix("_start")]
     config = RunConfig(output_dir=str(folder), model_path=str(model), finetune=finetune, **choice)
     # What is needed for any model: groups, and DeepSpeed's modules.
     make_backend(kit.policy(), config, ranks)

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from fakes.families import random_model
 from fakes.rank_group import run_ranks
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.finetune.tensor_files import read_tensors
 
@@ -52,6 +53,28 @@ def test_parts_have_the_values_of_the_files_and_train_as_the_whole_model(tmp_pat
             own = read_tensors(tmp_path / backend / f"buffers_{number}_{rank}.safetensors")
             assert own.keys() == buffers.keys(), family
             assert all(torch.equal(buffers[name], own[name]) for name in buffers), family
+
+
+@pytest.mark.slow
+def test_an_adapter_to_start_from_is_merged_as_peft_does_and_trained_as_by_the_whole_model(tmp_path: Path) -> None:
+    random_model("qwen2").save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    started = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj", "up_proj"], bias="lora_only"))
+    with torch.no_grad():
+        for parameter in started.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.1)
+    started.save_pretrained(tmp_path / "model" / "adapter")
+    merged = dict(started.merge_and_unload().named_parameters())
+    for name, world_size in (("plain_start", 1), ("fsdp_start", 2), ("zero3_start", 2)):
+        (tmp_path / name).mkdir()
+        run_ranks(SCRIPT, [name, str(tmp_path / "model"), str(tmp_path / name)], tmp_path / name, world_size)
+        for weight, tensor in read_tensors(tmp_path / name / "sent_0.safetensors").items():
+            torch.testing.assert_close(tensor, merged[weight].detach(), atol=1e-6, rtol=0, msg=f"{name}: {weight}")
+        expected, found = (
+            json.loads((tmp_path / each / "loaded_0_0.json").read_text())["steps"] for each in ("plain_start", name)
+        )
+        assert found == [pytest.approx(step, rel=1e-4) for step in expected], name
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from fakes.model_folder import save_adapter_folder
 
 from pipelinerl.__main__ import main
 from pipelinerl.config.compose import compose
@@ -76,6 +77,7 @@ def _compose(page: str, words: list[str]) -> None:
     if {"NAME", "DIR", "--help"} & {*words, *(word.partition("=")[2] for word in words)}:
         return
     Path("agent_func.py").write_text("async def step(state, action, label, **kwargs): ...\n")
+    save_adapter_folder(Path(RECIPE_ADAPTER))
     if "--config-dir" in words:
         folder, name = (words[words.index(flag) + 1] for flag in ("--config-dir", "--config-name"))
         (path,) = (path for path in PAGES if path.name == page)
@@ -128,6 +130,8 @@ def _check_other(words: list[str]) -> None:
         case ["pip" | ".venv/bin/pip", "install" | "uninstall", *rest]:
             for extras in re.findall(r"\[(.*?)\]", " ".join(rest)):
                 assert set(extras.split(",")) <= set(EXTRAS)
+        case ["python", "-c", code]:
+            ast.parse(code)
         case ["python", script, *rest]:
             source = (ROOT / script).read_text(encoding="utf-8")
             assert all(f'"{word}"' in source for word in rest if word.startswith("--"))
@@ -156,8 +160,10 @@ def test_code_and_configurations_are_well_formed(page: Path) -> None:
 RECIPES = {
     words[-1].partition("/")[2]: words[3:]
     for words in (shlex.split(line) for page, line in _lines() if page == "recipes.md")
-    if "--config-dir" not in words
+    if "--config-dir" not in words and "-c" not in words
 }
+#: Of another run.
+RECIPE_ADAPTER = "results/lora/finetune/current/adapter"
 #: GPUs of the servers of a recipe, one list for each, and of its trainer ranks; the others take turns or share one.
 SPLITS = {
     "one": ([["0"], ["0"]], ["0"]),
@@ -170,7 +176,9 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_takes_the_cards_that_it_says(name: str) -> None:
+def test_a_recipe_takes_the_cards_that_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_adapter_folder(Path(RECIPE_ADAPTER))
     composed = compose(RECIPES[name])
     assert composed.config is not None and composed.notes == []
     servers, ranks = SPLITS.get(name, SPLITS["eight" if "gsm8k" not in RECIPES[name] else "one"])

@@ -1,14 +1,17 @@
 """Adapters: only they are trained and saved; servers and exports get merged weights that are exactly the policy."""
 
 import json
+import shlex
 
+import peft
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.config.load import merge_command
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
@@ -19,7 +22,7 @@ from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.finetune.tensor_files import STATE, read_tensors
+from pipelinerl.finetune.tensor_files import STATE, read_tensors, write_tensors
 
 
 def adapted(kit, tied=False, with_values=False, dtype=torch.float32, **lora):
@@ -207,3 +210,81 @@ def test_the_adapter_alone_by_hand(kit):
 def test_biases_cannot_go_with_an_adapter_alone(kit, bias):
     with pytest.raises(ConfigError, match=f"finetune.lora.bias: got '{bias}'.*finetune.lora.sync=merged"):
         adapted(kit, bias=bias, sync="adapter")
+
+
+def saved_adapter(kit, folder, **settings):
+    """An adapter with random values, written by peft; its model merged by peft."""
+    config = peft.LoraConfig(**{"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "up_proj"], **settings})
+    model = peft.get_peft_model(kit.model(), config)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or (parameter.requires_grad and "bias" in name):
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return model.merge_and_unload()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias": "lora_only"},
+        {"use_rslora": True, "rank_pattern": {"up_proj": 5}, "alpha_pattern": {"q_proj": 2}},
+        {"target_modules": r".*\.1\..*(q|down)_proj", "lora_dropout": 0.5},
+    ],
+)
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_training_starts_from_an_adapter_of_peft_and_ends_with_one(kit, tmp_path, settings, sync):
+    merged = saved_adapter(kit, tmp_path / "start", **settings)
+    bias = settings.get("bias", "none")
+    if sync == "adapter" and bias != "none":
+        return
+    policy = kit.policy()
+    add_adapters(policy, LoraConfig(enabled=True, bias=bias, sync=sync, adapter_path=str(tmp_path / "start")), "base")
+    torch.testing.assert_close(logits(policy.language_model), logits(merged), atol=1e-5, rtol=0)
+    backend = PlainBackend(policy, kit.config(), Ranks())
+    expected = dict(merged.named_parameters())
+    for name, tensor in received(backend.weight_source(torch.float32)).items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
+    if sync == "adapter":
+        sent, base = received(backend.adapter_source(torch.float32)), dict(kit.model().named_parameters())
+        for layer in {name.rpartition(".lora_")[0] for name in sent}:
+            added = sent[f"{layer}.lora_B.weight"] @ sent[f"{layer}.lora_A.weight"]
+            difference = expected[f"{layer}.weight"] - base[f"{layer}.weight"]
+            torch.testing.assert_close(added, difference, atol=1e-6, rtol=0, msg=layer)
+    train(kit, policy, steps=1)
+    exporter = ModelExporter(tmp_path / "out", str(kit.tokenizer(tmp_path / "tokenizer")), Ranks())
+    folder = exporter.export(1, policy, backend.export_source())
+    again = PeftModel.from_pretrained(kit.model(), folder / "adapter")
+    torch.testing.assert_close(logits(again), logits(policy.language_model), atol=1e-5, rtol=0)
+    assert (logits(again) - logits(merged)).abs().max() > 1e-3
+
+
+def test_an_adapter_of_another_model_is_refused(kit, tmp_path):
+    saved_adapter(kit, tmp_path / "start")
+    tensors = read_tensors(tmp_path / "start")
+    name = next(iter(tensors))
+
+    def refused():
+        with pytest.raises(ConfigError) as caught:
+            add_adapters(kit.policy(), LoraConfig(enabled=True, adapter_path=str(tmp_path / "start")), "base")
+        return caught.value
+
+    for changed in ({**tensors, name: tensors[name][:, :-1]}, {n: t for n, t in tensors.items() if n != name}):
+        write_tensors(tmp_path / "start" / "adapter_model.safetensors", changed)
+        assert refused().key == "finetune.lora.adapter_path" and name in refused().expected
+    (tmp_path / "start" / "adapter_model.safetensors").write_bytes(b"no tensors")
+    assert refused().key == "finetune.lora.adapter_path"
+
+
+def test_the_command_that_merges(kit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = logits(saved_adapter(kit, tmp_path / "start"))
+    kit.tokenizer(tmp_path / "base")
+    kit.model().save_pretrained(tmp_path / "base")
+    *_, code = shlex.split(merge_command("base", "start"))
+    exec(code, {})
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=0)
+    assert AutoTokenizer.from_pretrained("merged").vocab_size
