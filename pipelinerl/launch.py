@@ -10,7 +10,9 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.compose import ComposedConfig, compose
+from pipelinerl.config.compose import ComposedConfig, Member, compose
 from pipelinerl.config.load import load_config, save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
@@ -28,7 +30,7 @@ from pipelinerl.run.join import gathered_nodes, join, say
 from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.nodes import Hello, NodeLink, Peers, Plan, node_secret
 from pipelinerl.run.preflight import Start, check_dry_run, check_node, check_start
-from pipelinerl.run.processes import Event, Outcome, signals_as_events
+from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
 from pipelinerl.run.restart import can_resume
 from pipelinerl.run.session import supervise, supervise_jobs
 from pipelinerl.run.show import print_plan
@@ -61,6 +63,8 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
     """Start what is composed, or show its plan, and return the exit code. Errors are messages."""
     try:
         composed = compose_config()
+        if composed.members:
+            return launch_members(composed.members)
         if composed.config is None:
             sys.stdout.write(f"{composed.help_text}\n")
             return 0
@@ -113,6 +117,28 @@ def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int
         logger.warning("%s, after: %s", text, outcome.reason)
         # The run that is there now is the one to continue.
         config = config.model_copy(update={"force_restart": False})
+
+
+def launch_members(members: Sequence[Member]) -> int:
+    """Run each as a launcher of its own, one after the other, and say how they went. One that fails costs the others
+    nothing; a signal is passed on to the present one and is the last. The exit code is 0 if all of them succeed."""
+    codes: list[int] = []
+    events: SimpleQueue[Any] = SimpleQueue()
+    with signals_as_events(events) as signals:
+        for number, member in enumerate(members, start=1):
+            if signals:
+                break
+            say(f"run {number} of {len(members)}: {member.folder}")
+            # In a group of its own: a signal of the terminal reaches it once.
+            child = subprocess.Popen([sys.executable, "-m", "pipelinerl.launch", *member.argv], process_group=0)
+            threading.Thread(target=lambda child=child: events.put(child.wait()), daemon=True).start()
+            while isinstance(event := events.get(), Interrupted):
+                child.send_signal(event.signum)
+            codes.append(event)
+    for member, code in zip(members, codes, strict=False):
+        say(f"{member.folder}: {'completed' if code == 0 else f'exit code {code}'}")
+    say(*(f"{member.folder}: not started" for member in members[len(codes) :]))
+    return 128 + signals[0] if signals else EXIT_RUN_FAILED if any(codes) else 0
 
 
 def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, restarts: Sequence[str]) -> Outcome:

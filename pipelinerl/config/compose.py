@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,28 @@ from pipelinerl.errors import ConfigError, did_you_mean
 DEFAULT_CONFIG = "math"
 #: A mapping of names to weights: Hydra would merge one of the user's with that of a shipped file.
 _WHOLE = "rewards.components"
-_FLAGS = ("--config-name", "--config-dir", "--config-path", "--help", "--cfg")
+_FLAGS = ("--config-name", "--config-dir", "--config-path", "--help", "--cfg", "--multirun")
+_MULTIRUN = ("--multirun", "-m")
+#: Characters of a member's name that may be in the name of its folder, and most of them.
+_NOT_IN_FOLDERS, _MAX_FOLDER = re.compile(r"[^A-Za-z0-9=._+-]+"), 100
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of several (`--multirun`): its folder below the common `output_dir`, which says the values that are its
+    own, and its command line without the program."""
+
+    folder: Path
+    argv: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ComposedConfig:
     """What a command line asks for.
 
-    Exactly one of `config` (start a run) and `help_text` (print it and exit 0) is set. `search_dirs` are folders of the
-    user that hold code: they belong on the Python path of every process. `notes` are remarks for the user.
+    Exactly one of `config` (start a run), `members` (start each of these) and `help_text` (print it and exit 0) is set.
+    `search_dirs` are folders of the user that hold code: they belong on the Python path of every process. `notes` are
+    remarks for the user.
     """
 
     config: RunConfig | None = None
@@ -68,6 +82,7 @@ class ComposedConfig:
     config_name: str = ""
     overrides: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    members: tuple[Member, ...] = ()
 
 
 def compose(argv: Sequence[str]) -> ComposedConfig:
@@ -83,10 +98,10 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
         search_dirs, name = list(dict.fromkeys([_folder(str(path.parent)), *search_dirs])), path.name
     if flags.help is not None:
         return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()], flags.help), search_dirs=search_dirs)
+    if flags.multirun:
+        return ComposedConfig(members=_members(argv, overrides))
     composed = compose_plain(name, search_dirs, overrides)
     data = composed.data
-    if flags.multirun:
-        raise ConfigError("--multirun", True, "several values of a key, as in seed=1,2,3", "Leave the flag out.")
     if flags.cfg is not None:
         return ComposedConfig(help_text=_shown(data), search_dirs=search_dirs)
     notes = list(composed.notes)
@@ -118,8 +133,7 @@ def _read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     # Hydra's: there is only the job's configuration to show, and it is resolved anyway.
     parser.add_argument("--cfg", "-c", nargs="?", const="job")
     parser.add_argument("--resolve", action="store_true")
-    # Hydra's too: several runs are a loop of the shell.
-    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument(*_MULTIRUN, action="store_true")
     try:
         flags, rest = parser.parse_known_args([word for word in argv if word and word not in overrides])
     except argparse.ArgumentError as error:
@@ -130,6 +144,38 @@ def _read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             hint = did_you_mean(word.partition("=")[0], _FLAGS)
             raise ConfigError(word, word, "a flag of --help, or overrides such as finetune.learning_rate=1e-5", hint)
     return flags, [*overrides, *rest]
+
+
+def _members(argv: Sequence[str], overrides: Sequence[str]) -> tuple[Member, ...]:
+    """One run for each combination of the values that `overrides` list, as Hydra forms them. All are checked."""
+    sweeps = [each for each in map(_parse_override, overrides) if _is_sweep(each)]
+    for sweep in sweeps:
+        if not sweep.is_discrete_sweep() or sweep.key_or_group == "output_dir":
+            expected = "values such as 1,2,3 or range(1,4), not of output_dir"
+            raise ConfigError(sweep.key_or_group, sweep.input_line, expected, "Each run has a folder in output_dir.")
+    if not sweeps:
+        raise ConfigError("--multirun", True, "several values of a key, as in seed=1,2,3", "Leave the flag out.")
+    swept = {sweep.input_line for sweep in sweeps}
+    words = [word for word in argv if word not in swept and word not in _MULTIRUN]
+    names = [str(sweep.input_line).partition("=")[0] for sweep in sweeps]
+    members: dict[str, Member] = {}
+    for number, values in enumerate(product(*(sweep.sweep_string_iterator() for sweep in sweeps))):
+        own = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        config = compose([*words, *own]).config
+        if config is None:
+            raise ConfigError("--cfg", True, "one configuration to print", "Leave --multirun out, or --cfg.")
+        folder = _NOT_IN_FOLDERS.sub("-", "_".join(word.lstrip("+") for word in own))
+        if len(folder) > _MAX_FOLDER or folder in members:
+            folder = f"{number}-{folder}"[:_MAX_FOLDER]
+        path = Path(config.output_dir) / folder
+        quoted = str(path).replace("'", r"\'")
+        members[folder] = Member(path, (*words, *own, f"output_dir='{quoted}'"))
+    return tuple(members.values())
+
+
+def _is_sweep(override: Override) -> bool:
+    """A comma asks for several runs, but separates data sets in the keys that list them."""
+    return override.is_sweep_override() and override.key_or_group not in DATA_KEYS
 
 
 def _folder(value: str) -> Path:
@@ -324,23 +370,14 @@ def _parse_override(text: str) -> Override:
         raise ConfigError("override", text, "key=value, group=name, +key=value or ~key", next_step) from error
 
 
-def _loop_of_runs(sweep: Override) -> str:
-    """What to write for several values of one key."""
-    if not sweep.is_discrete_sweep():
-        return "Start one run for each value."
-    values = " ".join(shlex.quote(value) for value in sweep.sweep_string_iterator())
-    key = sweep.key_or_group
-    words = f'{key}="$value" output_dir="results/sweep/{key}=$value"'
-    return f"Start one run for each: for value in {values}; do {typed('launch')} {words} ...; done"
-
-
 def _prepare_override(override: Override, search_dirs: Sequence[Path]) -> str:
     """Check the key of an override; `=` and `+` both set a known key, mentioned in a file or not."""
     key, text = override.key_or_group, str(override.input_line)
+    if _is_sweep(override):
+        next_step = f"With --multirun there is one run for each value: {typed('launch')} --multirun {text} ..."
+        raise ConfigError(key, text, "one value", next_step)
     if override.is_sweep_override():
-        if key in DATA_KEYS:  # a comma elsewhere asks for several runs; here it separates data sets
-            return f"++{key}=[{text.partition('=')[2]}]"
-        raise ConfigError(key, text, "one value", _loop_of_runs(override))
+        return f"++{key}=[{text.partition('=')[2]}]"
     if key.split(".")[0] == "hydra" or override.package is not None or override.type == OverrideType.DEL:
         return text
     group = key.replace(".", "/")

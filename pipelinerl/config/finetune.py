@@ -101,6 +101,11 @@ class FinetuneConfig(Section):
         default=False, description="run code of the model's folder, in trainer, servers and actor"
     )
     log_each_n_steps: int = Field(default=1, ge=1, description="steps between log lines; metrics have every step")
+    record_token_ratios: bool = Field(
+        default=True,
+        description="record the importance ratio of every trained token for `view`, about 3 bytes each (only with "
+        "streams.backend=files and streams.retention=all)",
+    )
     send_weight_updates: bool = Field(default=True, description="false: the servers keep their first weights")
     weight_update_interval: int = Field(
         default=1, ge=1, description="optimizer steps between weight updates; each one more adds a version to the lag"

@@ -28,12 +28,13 @@ _COMMON = (
 _HELP = """\
 Train a language model by asynchronous reinforcement learning.
 
-usage: {launch} [--config-name NAME] [--config-dir DIR] output_dir=DIR [key=value ...]
+usage: {launch} [--config-name NAME] [--config-dir DIR] [--multirun] output_dir=DIR [key=value ...]
 
   output_dir=DIR       where the run writes everything (required)
   --config-name NAME   the experiment, or a configuration of yours (default: math, small sums that need no dataset);
                        base is a template without a task: extend it
   --config-dir DIR     a folder of yours with NAME.yaml and your task's code; it may say `defaults: [base, _self_]`
+  -m, --multirun       one run for each value of keys such as seed=1,2,3, one after the other, in folders of output_dir
   --cfg                print the resolved configuration and exit
   --help [SECTION]     print this text, or the keys of a section such as finetune.rl, and exit
 

@@ -37,9 +37,18 @@ from pipelinerl.finetune.probe import batch_tokens, probe_is_due, text_tokens
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
 from pipelinerl.finetune.report import Reporter, StepTimes, peak_memory, step_metrics
 from pipelinerl.finetune.step import StepResult, StepRunner
+from pipelinerl.finetune.token_ratios import RatioRecorder
 from pipelinerl.finetune.weight_sync import WeightSync, check_checkpoint, open_pool, update_is_due
 from pipelinerl.llm.tokens import load_tokenizer
-from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord, PassesOver, TrainerMessage, TrainingBatch
+from pipelinerl.records import (
+    EvaluationResult,
+    FateRecord,
+    MetricRecord,
+    PassesOver,
+    TokenRatios,
+    TrainerMessage,
+    TrainingBatch,
+)
 from pipelinerl.rl.diagnostics import ON_POLICY_DIFF, ON_POLICY_TOKENS
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import (
@@ -48,6 +57,7 @@ from pipelinerl.streams.base import (
     FATES_TOPIC,
     METRICS_TOPIC,
     PASSES_TOPIC,
+    TOKEN_RATIOS_TOPIC,
     TRAINER_CONSUMER,
     TRAINER_TOPIC,
     TRAINING_DATA_TOPIC,
@@ -133,8 +143,17 @@ class Trainer:
         self.first_probe = text_tokens(tokenizer, policy.language_model.config.get_text_config().vocab_size)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         schedule = schedule_of(self.config)
+        self.ratios = self._open_ratios(stack)
         self.steps = StepRunner(
-            self.backend, self.config, ranks, schedule, pad_id, reference, self.heartbeat.progress, self._step_ending
+            self.backend,
+            self.config,
+            ranks,
+            schedule,
+            pad_id,
+            reference,
+            self.heartbeat.progress,
+            self._step_ending,
+            self.ratios,
         )
         self.reporter = self._open_reporter(stack) if ranks.is_first else None
         self._connect(stack)
@@ -304,6 +323,8 @@ class Trainer:
                 self.weights.send_to_fresh(version)
 
     def _report(self, batch: TrainingBatch, result: StepResult, times: StepTimes) -> None:
+        if self.ratios:
+            self.ratios.write(batch.step, batch.samples)
         if self.reporter is None:
             return
         values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
@@ -357,6 +378,15 @@ class Trainer:
         for writer in (messages, fates, metrics):
             stack.callback(writer.close)
         return Reporter(messages, fates, metrics, self.context.incarnation)
+
+    def _open_ratios(self, stack: ExitStack) -> RatioRecorder | None:
+        """None: not asked for, or the records would stay where there is no room for them."""
+        streams = self.context.config.streams
+        if not self.config.record_token_ratios or streams.backend != "files" or streams.retention != "all":
+            return None
+        writer = self.context.streams.writer(TOKEN_RATIOS_TOPIC, self.context.job.name, TokenRatios)
+        stack.callback(writer.close)
+        return RatioRecorder(writer, self.context.incarnation)
 
     def _best_keeper(self, stack: ExitStack) -> BestKeeper | None:
         """Keeps the best model by evaluation; None if not asked for, or if nothing new is ever evaluated."""

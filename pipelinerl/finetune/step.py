@@ -21,6 +21,7 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.optimizer import Schedule
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.token_ratios import RatioRecorder
 from pipelinerl.records import Sample, TrainingBatch
 from pipelinerl.rl.advantages import NORM_EPSILON, are_equal, cuts_negative, has_signal
 from pipelinerl.rl.coefficients import EntropyControl, coefficients_at
@@ -54,6 +55,7 @@ class StepRunner:
         reference: replaces the reference log-probs of the batch.
         on_micro_batch: called after each micro-batch, as a sign of life: a step can take an hour.
         before_last: called with the step before its last micro-batch.
+        ratios: records the importance ratios of the tokens; None: nobody does.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StepRunner:
         reference: ReferenceModel | None = None,
         on_micro_batch: Callable[[], object] = lambda: None,
         before_last: Callable[[int], object] = lambda step: None,
+        ratios: RatioRecorder | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
@@ -75,6 +78,7 @@ class StepRunner:
         self._reference = reference
         self._on_micro_batch = on_micro_batch
         self._before_last = before_last
+        self._ratios = ratios
 
     def run(self, batch: TrainingBatch, entropy_control: EntropyControl | None = None) -> StepResult:
         """Train on `batch` and update the weights. Waits for the other ranks in the last backward.
@@ -127,6 +131,8 @@ class StepRunner:
                 self._backend.backward(_connected(loss, inputs), is_last=is_last)
             metrics |= {name: metrics[name] + value if name in metrics else value for name, value in found.items()}
             diagnostics.add(inputs)
+            if self._ratios is not None:
+                self._ratios.add(micro_batch, inputs)
             self._on_micro_batch()
         return metrics, diagnostics.total()
 

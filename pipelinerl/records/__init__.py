@@ -34,6 +34,7 @@ from pipelinerl.records.sample import (
     RolloutSummary,
     Sample,
     SampleHead,
+    TokenRatios,
     TrainingBatch,
     VersionSpan,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "ServerReady",
     "StepDone",
     "StepEnding",
+    "TokenRatios",
     "TrainerMessage",
     "TrainerStarted",
     "TrainingBatch",

@@ -137,6 +137,21 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA_VERSION
 
 
+class TokenRatios(msgspec.Struct, frozen=True, kw_only=True):
+    """Importance ratios of the tokens that a rank trained in a step: stream `token_ratios`, to be read by people.
+
+    `log_ratios` (float16) has log pi - log mu of every trained token, pi under the weights in training, mu as sampled:
+    those of the first sample of `sample_ids`, then of the next; `lengths` are their numbers of trained tokens.
+    """
+
+    step: int
+    sample_ids: list[str]
+    lengths: list[int]
+    log_ratios: Array
+    incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+
+
 class EvaluationSample(Sample, frozen=True, kw_only=True):
     """One token sequence of an evaluation, as the rollout returned it: unchecked, without log-probs, never trained.
 

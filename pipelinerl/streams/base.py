@@ -27,6 +27,7 @@ METRICS_TOPIC = "metrics"
 EVALUATION_TOPIC = "evaluation"
 EVALUATION_ROLLOUTS_TOPIC = "evaluation_rollouts"
 TURNS_TOPIC = "turns"
+TOKEN_RATIOS_TOPIC = "token_ratios"
 POOL_TOPIC = "pool"
 PASSES_TOPIC = "passes"
 

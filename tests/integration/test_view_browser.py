@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -12,11 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes.recorded_run import RecordedRun
 
 from pipelinerl.__main__ import main
-from pipelinerl.records import EvaluationResult, EvaluationRollout, MetricRecord, StepDone, TrainerMessage
+from pipelinerl.records import (
+    EvaluationResult,
+    EvaluationRollout,
+    FateRecord,
+    MetricRecord,
+    StepDone,
+    TokenRatios,
+    TrainerMessage,
+)
+from pipelinerl.records.sample import Array
 from pipelinerl.tracking.health import Finding, add_finding
 
 api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright (extra `test`)")
@@ -44,6 +55,14 @@ def made_run(folder: Path, shift: float = 0.0) -> RecordedRun:
     )
     huge = run.sample("0-52/r0/s0", [("q", False), ("a", True)], [9], metadata={"line": HUGE}, reward=4.0)
     run.write(run.group("0-50", [crossed]), run.group("0-51", [hostile], problem_id=HOSTILE), run.group("0-52", [huge]))
+    fate: dict[str, Any] = {"fate": "trained", "reason": "", "version": 9, "source": "finetune_0"}
+    trained = FateRecord(sample_ids=[crossed.id], group_id="0-50", **fate)
+    run.write(trained, topic="fates", instance="finetune_0", kind=FateRecord)
+    count = crossed.num_trained_tokens
+    log_ratios = Array("<f2", [count], np.array([0.0] * (count - 1) + [math.log(2)], "<f2").tobytes())
+    for step in range(1, 10):
+        ratios = TokenRatios(step=step, sample_ids=[crossed.id], lengths=[count], log_ratios=log_ratios)
+        run.write(ratios, topic="token_ratios", instance="finetune_0", kind=TokenRatios)
     names = ("preprocessor/reward_mean", "preprocessor/success_rate", "finetune/ess", "rl/entropy_estimate")
     for step in range(1, STEPS + 1):
         values = {name: shift + step / STEPS for name in names} | {"finetune/step_s": 2.0, "finetune/samples": 8.0}
@@ -211,6 +230,11 @@ def test_an_update_that_crossed_a_sequence_is_marked_and_keys_move(context: Any,
         ".token:not(.given)", "all => new Set(all.map(each => each.style.backgroundColor)).size"
     )
     assert colors == 2
+    page.get_by_label("Color by").select_option("importance")
+    strong = page.eval_on_selector_all(
+        ".token:not(.given)", "all => all.filter(each => /[1-9]\\d*%/.test(each.style.backgroundColor)).length"
+    )
+    assert strong == 1, "the last token alone has another probability than it was sampled with"
     page.locator(".tokens").focus()
     for _ in range(8):
         page.keyboard.press("ArrowRight")

@@ -255,8 +255,8 @@ class Answers:
     def tokens(self, run: WatchedRun, source: Source, offset: int, place: int, sample: int, start: int = 0) -> Answer:
         """`MAX_TOKENS` tokens of a sample from `start` on, one list a column. Tokens that were not trained have None.
 
-        `logprobs` are those of the sampling distribution; `ratios` are probabilities of the reference model divided by
-        those, where a batch recorded them.
+        `logprobs` are those of the sampling distribution. `importance` are probabilities under the weights in training
+        divided by those, `ratios` probabilities of the reference model; None where they were not recorded.
 
         Raises:
             StreamError: there is no such sample, or it cannot be read.
@@ -276,7 +276,8 @@ class Answers:
         reference = msgspec.json.decode(known.ref_logprobs, type=list[float]) if known is not None else []
         decoder, _ = run.decoder()
         end = min(len(chosen.input_ids), start + MAX_TOKENS)
-        columns = _token_columns(chosen, reference, start, end)
+        importance = run.log_ratios(step, chosen.id) if step is not None else []
+        columns = _token_columns(chosen, reference, importance, start, end)
         return {
             "start": start,
             "total": len(chosen.input_ids),
@@ -401,16 +402,32 @@ def _token(token_ids: Sequence[int], index: int, decoder: TokenText | None) -> s
     return escaped(decoder.part(token_ids, index, index + 1)) if decoder is not None else f"<|id {token_ids[index]}|>"
 
 
-def _token_columns(sample: Sample, reference: Sequence[float], start: int, end: int) -> dict[str, list[Any]]:
-    """`logprobs`, `ratios` and `versions` of tokens [start, end); None where a token has no such number."""
+def _token_columns(
+    sample: Sample, reference: Sequence[float], log_ratios: Sequence[float], start: int, end: int
+) -> dict[str, list[Any]]:
+    """`logprobs`, `importance`, `ratios`, `versions` of tokens [start, end); None where a token has no such number."""
     logprobs: list[float | None] = [None] * len(sample.input_ids)
-    ratios, versions = list(logprobs), [None] * len(sample.input_ids)
+    importance, ratios = list(logprobs), list(logprobs)
+    versions: list[int | None] = [None] * len(sample.input_ids)
     positions = [at for at, label in enumerate(sample.labels[: len(versions)]) if label != IGNORED_LABEL]
     for at, logprob in zip(positions, sample.logprobs, strict=False):
         logprobs[at] = logprob
     for at, logprob, other in zip(positions, sample.logprobs, reference, strict=False):
-        ratios[at] = math.exp(max(-50.0, min(50.0, other - logprob)))
+        ratios[at] = _ratio(other - logprob)
+    for at, log_ratio in zip(positions, log_ratios, strict=False):
+        importance[at] = _ratio(log_ratio)
     for span in sample.version_spans:
         for at in positions[span.start : span.end]:
-            versions[at] = span.version  # type: ignore[call-overload]
-    return {"logprobs": logprobs[start:end], "ratios": ratios[start:end], "versions": versions[start:end]}
+            versions[at] = span.version
+    columns: dict[str, list[Any]] = {
+        "logprobs": logprobs,
+        "importance": importance,
+        "ratios": ratios,
+        "versions": versions,
+    }
+    return {name: values[start:end] for name, values in columns.items()}
+
+
+def _ratio(log_ratio: float) -> float | None:
+    """None for NaN, which JSON does not have."""
+    return None if math.isnan(log_ratio) else math.exp(max(-50.0, min(50.0, log_ratio)))

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import numpy as np
 
 from pipelinerl.analysis.select import Evaluations, StoredGroup, fate_text
@@ -27,6 +28,7 @@ from pipelinerl.records import (
     FateRecord,
     MetricRecord,
     StepDone,
+    TokenRatios,
     TrainerMessage,
 )
 from pipelinerl.run.status import RunStatus, status_of
@@ -38,6 +40,7 @@ from pipelinerl.streams.base import (
     FATES_TOPIC,
     METRICS_TOPIC,
     PREPROCESSOR,
+    TOKEN_RATIOS_TOPIC,
     TRAINER,
     TRAINER_TOPIC,
 )
@@ -63,6 +66,16 @@ _FATE = np.dtype(
 )
 _RECORDERS = (TRAINER, PREPROCESSOR, ACTOR)
 _STATUS_S = 1.0
+
+
+class _RatiosHead(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a `TokenRatios`."""
+
+    step: int
+    incarnation: int = 0
+    schema: int = 0
+
+
 #: Older rollouts wait so long for what a page shows first: curves and the newest rollouts.
 HEAD_START_S = 1.0
 
@@ -200,6 +213,23 @@ class WatchedRun:
         entry = next(read_entries(self.streams, topic, instance, kind, offset, offset + 1), None)
         return None if entry is None else entry.record
 
+    def log_ratios(self, step: int, sample_id: str) -> list[float]:
+        """log pi - log mu of the trained tokens of a sample, pi under the weights that `step` trained; empty: not
+        recorded."""
+        start = self.read(lambda state: state.lineage.incarnation_of(step))
+        # Earlier starts may have had other ranks; these records are in files only.
+        for rank in sorted(folder.name for folder in (self.run.run_dir.streams / TOKEN_RATIOS_TOPIC).glob("*")):
+            first = self.record(TOKEN_RATIOS_TOPIC, rank, _RatiosHead, 0)
+            # One record a step: later if steps were trained again, earlier if some starts recorded nothing.
+            place = max(0, step - first.step) if first is not None else 0
+            for span in ((place, None), (0, place)):
+                for entry in read_entries(self.streams, TOKEN_RATIOS_TOPIC, rank, _RatiosHead, *span):
+                    if (entry.record.step, entry.record.incarnation) == (step, start):
+                        record = self.record(TOKEN_RATIOS_TOPIC, rank, TokenRatios, entry.offset)
+                        if found := _ratios_of(record, sample_id):
+                            return found
+        return []
+
     def _follow(self, topic: str, instance: str, kind: Any, take: Callable[[Any], None], start: int = 0) -> None:
         name = f"{topic}/{instance}"
 
@@ -281,3 +311,12 @@ class WatchedRun:
 
     def _identity_time(self) -> int:
         return self.run.run_dir.identity_file.stat().st_mtime_ns
+
+
+def _ratios_of(record: TokenRatios | None, sample_id: str) -> list[float]:
+    if record is None or sample_id not in record.sample_ids:
+        return []
+    place = record.sample_ids.index(sample_id)
+    start, length = sum(record.lengths[:place]), record.lengths[place]
+    values = np.frombuffer(record.log_ratios.data, record.log_ratios.dtype)[start : start + length]
+    return [float(value) for value in values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import sys
@@ -13,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from fakes.recorded_run import RecordedRun
 from fastapi.testclient import TestClient
@@ -33,10 +36,12 @@ from pipelinerl.records import (
     MetricRecord,
     RolloutSummary,
     StepDone,
+    TokenRatios,
     TrainerMessage,
     TrainerStarted,
     TrainingBatch,
 )
+from pipelinerl.records.sample import Array
 from pipelinerl.streams.base import ACTOR_TOPIC, Entry
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
@@ -217,6 +222,31 @@ def test_a_group_has_its_advantages_fates_and_step(client: TestClient) -> None:
         ("0-3/r1", "3.1<|end|>"),
         ("0-2/r0", "2.0<|end|>"),
     ]
+
+
+def test_tokens_have_the_importance_ratio_that_a_rank_recorded(client: TestClient, run: RecordedRun) -> None:
+    """Of the start whose step counts, from whichever rank trained the sample."""
+    (sample,) = (each for each in in_group(run, 0).samples if each.id == "0-0/r1/s0")
+    count = sample.num_trained_tokens
+    assert client.get("/api/runs/0/tokens?offset=0&place=1").json()["importance"] == [None] * len(sample.input_ids)
+    own = [math.log(2.0), *[0.0] * (count - 2), -math.log(2.0)]
+    for rank, samples, values in (
+        ("finetune_0", ["0-0/r0/s0"], [[9.0]]),
+        ("finetune_1", ["other", "0-0/r1/s0", "more"], [[9.0, 9.0], own, [9.0]]),
+    ):
+        flat = np.array([value for each in values for value in each], "<f2")
+        record = TokenRatios(
+            step=1,
+            sample_ids=samples,
+            lengths=[len(each) for each in values],
+            log_ratios=Array("<f2", [len(flat)], flat.tobytes()),
+        )
+        # Around it are records of another step and of another start.
+        earlier, later = (msgspec.structs.replace(record, **fields) for fields in ({"step": 9}, {"incarnation": 1}))
+        run.write(earlier, record, later, topic="token_ratios", instance=rank, kind=TokenRatios)
+    found = client.get("/api/runs/0/tokens?offset=0&place=1").json()["importance"]
+    shown = [2.0, *[1.0] * (count - 2), 0.5]
+    assert found == [None] * (len(sample.input_ids) - count) + [pytest.approx(value, abs=1e-3) for value in shown]
 
 
 def test_tokens_say_where_an_update_crossed_the_sequence(client: TestClient, run: RecordedRun) -> None:

@@ -139,8 +139,10 @@ def test_evaluation_that_follows_training_is_not_blamed_as_well(tmp_path: Path) 
     [
         (["a=[1,"], "override", ["key=value"]),
         (["foo"], "override", ["key=value"]),
-        (["seed=1,2"], "seed", ["for value in 1 2; do"]),
-        (["-m", "seed=range(2,4)"], "seed", ["for value in 2 3; do"]),
+        (["seed=1,2"], "seed", ["--multirun seed=1,2"]),
+        (["-m", "finetune.learning_rate=interval(0,1)"], "finetune.learning_rate", ["range(1,4)"]),
+        (["-m", "output_dir=a,b"], "output_dir", []),
+        (["-m", "seed=1,x"], "seed", []),
         (["--config-name=gessing"], "--config-name", ["quickstart", "'guessing'", "--config-dir"]),
         (["--config-name"], "--config-name", []),
         (["--config-dir=/no/such/folder"], "--config-dir", ["/no/such/folder"]),

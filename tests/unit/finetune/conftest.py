@@ -43,7 +43,8 @@ def role_context(root: Path, model: Path, incarnation: int = 0, servers: int = 0
         seq_length=128, learning_rate=1e-2, num_warmup_steps=0, lr_scheduler_type="linear", max_train_steps=4
     )
     run = {key: settings.pop(key) for key in list(settings) if key not in FinetuneConfig.model_fields}
-    finetune |= dict(gradient_checkpointing=False) | settings
+    # A stream has one writer, and a resumed trainer of a test meets that of the first one.
+    finetune |= dict(gradient_checkpointing=False, record_token_ratios=False) | settings
     config = RunConfig(output_dir=str(root), model_path=str(model), finetune=finetune, **run)
     job = Job("finetune", "finetune_0", 0, 0, 0, "localhost", [], None, None, None, 1)
     others = [Job("actor_llm", f"actor_llm_{k}", k, k, 0, "localhost", [], 1, "http://x", 2, 1) for k in range(servers)]

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pipelinerl.records import (
     MetricRecord,
     StepDone,
     StepEnding,
+    TokenRatios,
     TrainerMessage,
     TrainerStarted,
     TrainingBatch,
@@ -33,6 +35,7 @@ from pipelinerl.records import (
 from pipelinerl.rundir.heartbeat import read_heartbeat
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
+from pipelinerl.streams.read import read_all
 
 
 def assert_same_weights(one, other):
@@ -60,6 +63,40 @@ def test_messages_come_in_order_and_the_final_model_is_the_one_that_was_sent(sta
     for name, tensor in run.policy.language_model.state_dict().items():
         assert torch.equal(saved[name], tensor), name
     assert (run.root / "current" / "tokenizer.json").exists()
+
+
+def test_importance_ratios_of_every_trained_token_are_recorded(start, batches, kit):
+    run = start(record_token_ratios=True).go()
+    records = list(read_all(run.context.streams, "token_ratios", "finetune_0", TokenRatios))
+    assert [record.step for record in records] == [1, 2, 3, 4]
+    samples = {sample.id: sample for sample in batches[0].samples}
+    assert sorted(records[0].sample_ids) == sorted(samples)
+    found = torch.frombuffer(bytearray(records[0].log_ratios.data), dtype=torch.float16).float()
+    parts = dict(zip(records[0].sample_ids, found.split(records[0].lengths), strict=True))
+    model = kit.model()
+    for name, sample in samples.items():
+        ids = torch.tensor(sample.input_ids)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], position_ids=torch.arange(len(ids))[None]).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        trained = torch.tensor(sample.labels[1:]) != -100
+        assert torch.allclose(parts[name], logprobs[trained] - torch.tensor(sample.logprobs), atol=5e-3), name
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_recorded"),
+    [({}, True), ({"record_token_ratios": False}, False), ({"streams": {"retention": "heads"}}, False)],
+)
+def test_importance_ratios_that_nobody_wants_are_no_stream(start, keys, is_recorded):
+    run = start(max_train_steps=1, **{"record_token_ratios": True, **keys}).go()
+    assert (run.context.run_dir.streams / "token_ratios").exists() == is_recorded
+
+
+def test_a_stream_that_refuses_importance_ratios_ends_their_recording_alone(start, caplog):
+    trainer = start(record_token_ratios=True)
+    trainer.ratios._writer = SimpleNamespace(write=Mock(side_effect=StreamError("disk full")))
+    assert trainer.go().state.step == 4
+    assert sum("disk full" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_metrics_of_a_step(start, batches):

@@ -12,13 +12,15 @@ const PAINTS = {
     'The stronger, the less likely the token was when it was sampled.',
     (token) => (token.logprob === null ? null : ['--token-warm', 1 - Math.exp(token.logprob)]),
   ],
+  importance: [
+    'importance ratio',
+    'Blue: the weights in training find it more likely than those that sampled it, orange: less. The stronger, the larger the ratio.',
+    (token) => ratioColor(token.importance, 5),
+  ],
   ratios: [
     'ratio to the reference',
     'Blue: the reference model finds it more likely than the model that sampled it, orange: less. The stronger, the larger the ratio.',
-    (token) =>
-      token.ratio === null
-        ? null
-        : [token.ratio > 1 ? '--token-cool' : '--token-warm', Math.min(1, Math.abs(Math.log(token.ratio)))],
+    (token) => ratioColor(token.ratio, 1),
   ],
   advantage: [
     'advantage',
@@ -35,11 +37,19 @@ const PAINTS = {
   ],
 };
 
+/** Full strength where the logarithm of `ratio` is 1 / `gain`. */
+function ratioColor(ratio, gain) {
+  return ratio === null
+    ? null
+    : [ratio > 1 ? '--token-cool' : '--token-warm', Math.min(1, gain * Math.abs(Math.log(ratio)))];
+}
+
 function tokenOf(answer, index) {
   return {
     text: answer.texts[index],
     index: answer.start + index,
     logprob: answer.logprobs[index],
+    importance: answer.importance[index],
     ratio: answer.ratios[index],
     version: answer.versions[index],
     advantage: answer.advantage,
@@ -53,6 +63,7 @@ function about(token) {
   facts.push(`version ${token.version}`);
   if (token.logprob !== null)
     facts.push(`log-probability ${number(token.logprob)}`, `probability ${number(Math.exp(token.logprob), 3)}`);
+  if (token.importance !== null) facts.push(`importance ratio ${number(token.importance)}`);
   if (token.ratio !== null) facts.push(`ratio to the reference ${number(token.ratio)}`);
   if (token.advantage !== null) facts.push(`advantage ${number(token.advantage)}`);
   return facts.join(', ');
