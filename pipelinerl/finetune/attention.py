@@ -12,15 +12,16 @@ PyTorch that has `torch.nn.attention.varlen` (2.11 or later). One kernel per lay
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 SEGMENTED_ATTENTION = "pipelinerl_segments"
@@ -30,7 +31,6 @@ OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
 #: Those that have no kernel for fp32.
 HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
-_VARLEN_MODULE = "torch.nn.attention.varlen"
 
 
 @dataclass(frozen=True)
@@ -209,16 +209,15 @@ def varlen_attention(
     """
     kernel = _kernel()
     q, k, v = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
-    options: dict[str, object] = {}
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in _parameters(kernel):
-            options["enable_gqa"] = True
-        else:
-            k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+    # The releases that have no such option need none.
+    options: dict[str, object] = {"enable_gqa": True} if _takes_grouped_heads() else {}
     # (left, right): tokens before and after a position that it sees; -1 is all of them.
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     boundaries, longest = layout.boundaries, layout.longest
-    return kernel(q, k, v, boundaries, boundaries, longest, longest, scale=scaling, window_size=window, **options)[None]
+    attended: torch.Tensor = kernel(
+        *(q, k, v, boundaries, boundaries, longest, longest), scale=scaling, window_size=window, **options
+    )
+    return attended[None]
 
 
 def can_use_varlen(dtype: torch.dtype, device: torch.device) -> bool:
@@ -226,16 +225,20 @@ def can_use_varlen(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     # The first releases of the module had neither windows nor a scale.
-    return importlib.util.find_spec(_VARLEN_MODULE) is not None and {"scale", "window_size"} <= _parameters(_kernel())
+    return {"scale", "window_size"} <= _parameters(_kernel())
 
 
-def _kernel() -> Callable[..., torch.Tensor]:
-    kernel: Callable[..., torch.Tensor] = importlib.import_module(_VARLEN_MODULE).varlen_attn
-    return kernel
+def _kernel() -> Callable[..., Any]:
+    return varlen_attn
+
+
+@torch.compiler.assume_constant_result
+def _takes_grouped_heads() -> bool:
+    return "enable_gqa" in _parameters(_kernel())
 
 
 @cache
-def _parameters(kernel: Callable[..., torch.Tensor]) -> frozenset[str]:
+def _parameters(kernel: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(kernel).parameters)
 
 

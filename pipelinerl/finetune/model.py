@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.attention import HALF_PRECISION_ONLY, candidate_implementations, register_own_attention
+from pipelinerl.finetune.compiled_layers import can_compile, compile_layers
 from pipelinerl.finetune.experts import use_own_experts
 from pipelinerl.finetune.lora import adapters_off, add_adapters, has_adapters, keep_products_exact, sends_merged
 from pipelinerl.finetune.model_check import (
@@ -134,6 +135,8 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
         logger.info(line, attention, products, served, device)
         if settings.gradient_checkpointing:
             language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})
+        if can_compile(policy, config):
+            compile_layers(policy, settings.seq_length)
         return policy
     expected = f"a model that can be trained this way; {path} cannot ({'; '.join(dict.fromkeys(reasons))})"
     raise ConfigError(blamed[0], blamed[1], expected, blamed[2])

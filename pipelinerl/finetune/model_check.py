@@ -78,7 +78,7 @@ def head_is_linear(policy: PolicyModel) -> bool:
     made: list[torch.Tensor] = []
     handle = head.register_forward_hook(lambda module, inputs, output: made.append(output))
     try:
-        ids = torch.tensor([_samples(policy)[-1]], device=next(policy.parameters()).device)
+        ids = torch.tensor([sample_tokens(policy)[-1]], device=next(policy.parameters()).device)
         with exact_attention(policy):
             logits = policy.language_model(input_ids=ids, use_cache=False).logits
     finally:
@@ -113,7 +113,7 @@ def packing_difference(policy: PolicyModel, packed: bool = True) -> float:
     The samples before one another are different tokens, so attention or state that crosses a border shows. `packed`:
     in one row; False: in padded rows.
     """
-    samples = _samples(policy)
+    samples = sample_tokens(policy)
     together = _logprobs(policy, samples, packed=packed)
     return _largest(together - torch.cat([_logprobs(policy, [sample]) for sample in samples]))
 
@@ -124,7 +124,7 @@ def far_difference(policy: PolicyModel, packed: bool = True) -> float:
 
     Some families choose their frequencies by the largest position of a row.
     """
-    first, *others = _samples(policy)
+    first, *others = sample_tokens(policy)
     start = max(0, (_longest(policy) or 0) - len(first))
     beside = _logprobs(policy, [first, *others], start, packed=packed)[len(first) :]
     return _largest(beside - torch.cat([_logprobs(policy, [sample]) for sample in others]))
@@ -133,7 +133,7 @@ def far_difference(policy: PolicyModel, packed: bool = True) -> float:
 @torch.no_grad()
 def forward_difference(policy: PolicyModel) -> float:
     """Largest |log-prob difference| between the policy's path (own head) and the model's plain logits."""
-    sample = _samples(policy)[0]
+    sample = sample_tokens(policy)[0]
     ids = torch.tensor([sample], device=next(policy.parameters()).device)
     in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16)
     with exact_attention(policy), in_bf16:
@@ -149,7 +149,7 @@ def repeat_difference(policy: PolicyModel) -> float:
     In training mode some families draw at random inside the model, for instance which expert a token goes to: the ratio
     of new to old log-probs would be about that, and no server does it.
     """
-    sample = _samples(policy)[0]
+    sample = sample_tokens(policy)[0]
     with exact_fp32(policy), exact_attention(policy):
         return _largest(_logprobs(policy, [sample]) - _logprobs(policy, [sample]))
 
@@ -160,7 +160,7 @@ def tf32_difference(policy: PolicyModel) -> float:
 
     It finds models that compute positions with matrix products which `PolicyModel` does not know of. 0 on a CPU.
     """
-    sample = _samples(policy)[0]
+    sample = sample_tokens(policy)[0]
     first = max(0, min(_LARGE_POSITION, _longest(policy) or _LARGE_POSITION) - len(sample))
     with fp32_products("tf32"):
         rounded = _logprobs(policy, [sample], first)
@@ -221,13 +221,13 @@ def _longest(policy: PolicyModel) -> int | None:
     return longest
 
 
-def _samples(policy: PolicyModel) -> list[list[int]]:
-    """Three different, repeatable samples of valid token ids."""
+def sample_tokens(policy: PolicyModel, lengths: Sequence[int] = _LENGTHS) -> list[list[int]]:
+    """Different, repeatable samples of valid token ids, of these `lengths` or the longest that the model takes."""
     vocabulary = policy.language_model.config.get_text_config().vocab_size
-    longest = _longest(policy) or max(_LENGTHS)
+    longest = _longest(policy) or max(lengths)
     return [
         [(37 * (start + 1) + 11 * k * k + 5 * k) % vocabulary for k in range(min(n, longest))]
-        for start, n in enumerate(_LENGTHS)
+        for start, n in enumerate(lengths)
     ]
 
 

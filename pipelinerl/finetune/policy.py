@@ -18,8 +18,12 @@ that is TF32, `torch.get_float32_matmul_precision` raises, so nothing may be com
 
 from __future__ import annotations
 
+import importlib
+import logging
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +32,8 @@ from transformers import PreTrainedModel
 from pipelinerl.finetune.attention import OWN_ATTENTIONS, VARLEN_ATTENTION, Layout, segment_layout, varlen_layout
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.rl.microbatch import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 LANGUAGE_MODEL = "language_model"
 VALUE_HEAD = "value_head"
@@ -84,6 +90,8 @@ class PolicyModel(torch.nn.Module):
         self.adapter_config: Any = None
         #: Servers have the frozen model themselves and get the adapter alone.
         self.sends_adapter = False
+        #: Set by `compiled_layers.compile_layers`.
+        self.has_compiled_layers = False
         self.has_linear_head = has_linear_head(language_model)
         self.value_head: torch.nn.Linear | None = None
         if with_values:
@@ -100,8 +108,10 @@ class PolicyModel(torch.nn.Module):
     def attention(self) -> str:
         return str(self.language_model.config._attn_implementation)
 
-    def products(self) -> AbstractContextManager[None]:
-        """Where the body's products are computed, in the forward pass and around every backward pass."""
+    def products(self) -> AbstractContextManager[Any]:
+        """How the body is computed, in the forward pass and around every backward pass."""
+        if self.has_compiled_layers and not torch.is_grad_enabled():
+            return torch.compiler.set_stance("force_eager")
         return fp32_products("tf32") if self.tf32 else nullcontext()
 
     def layout_of(self, batch: MicroBatch) -> Layout | None:
@@ -298,12 +308,10 @@ class _FusedHead(torch.autograd.Function):
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             with _products(fp32_head):
-                scores = _scores(hidden[part], weight, bias, temperature, fp32_head)
-            log_norm[part] = torch.logsumexp(scores, dim=-1)
-            logprobs[part] = scores.gather(-1, targets[part, None]).squeeze(-1) - log_norm[part]
-            if with_entropy:
-                scores.sub_(log_norm[part, None])
-                entropy[part] = -(scores.exp() * scores).sum(-1)
+                logits = _logits(hidden[part], weight, bias, fp32_head)
+            log_norm[part], logprobs[part], entropy[part] = _statistics(
+                logits, targets[part], temperature, with_entropy
+            )
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.settings = (temperature, chunk_tokens, with_entropy, fp32_head)
         return logprobs, entropy
@@ -322,9 +330,17 @@ class _FusedHead(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             with _products(fp32_head):
-                scores = _scores(hidden[part], weight, bias, temperature, fp32_head).sub_(log_norm[part, None])
                 slope = _slope(
-                    scores, targets[part], grad_logprobs[part], grad_entropy[part], entropy[part], with_entropy
+                    _logits(hidden[part], weight, bias, fp32_head),
+                    targets[part],
+                    temperature,
+                    log_norm[part],
+                    entropy[part],
+                    grad_logprobs[part],
+                    grad_entropy[part],
+                    with_entropy,
+                    # A bias gets the sum of the slopes before they are rounded for the products.
+                    wide if need_bias else hidden.dtype,
                 )
                 if grad_bias is not None:
                     grad_bias += slope.sum(0)
@@ -341,32 +357,75 @@ class _FusedHead(torch.autograd.Function):
         )
 
 
-def _scores(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, fp32_head: bool
-) -> torch.Tensor:
-    """Logits of one chunk over the temperature, in fp32 (fp64)."""
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fp32_head: bool) -> torch.Tensor:
+    """Logits of one chunk in fp32 (fp64)."""
     logits = _matmul(hidden, weight.T) if fp32_head else (hidden @ weight.T).to(_wide(hidden.dtype))
     if bias is not None:
         logits += bias
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    return logits
+
+
+def _statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """Log-normalizer, log-prob of the target and entropy of every row. Overwrites `logits`."""
+    if (kernels := head_kernels(logits)) is not None:
+        statistics: tuple[torch.Tensor, ...] = kernels.statistics(logits, targets, temperature, with_entropy)
+        return statistics[0], statistics[1], statistics[2]
+    z = logits.div_(temperature) if temperature != 1.0 else logits
+    log_norm = torch.logsumexp(z, dim=-1)
+    logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - log_norm
+    if not with_entropy:
+        return log_norm, logprobs, 0.0
+    z.sub_(log_norm[:, None])
+    return log_norm, logprobs, -(z.exp() * z).sum(-1)
 
 
 def _slope(
-    log_p: torch.Tensor,
+    logits: torch.Tensor,
     targets: torch.Tensor,
+    temperature: float,
+    log_norm: torch.Tensor,
+    entropy: torch.Tensor,
     grad_logprobs: torch.Tensor,
     grad_entropy: torch.Tensor,
-    entropy: torch.Tensor,
     with_entropy: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient with respect to z (formulas in the module docstring), scaled like its inputs. Overwrites `log_p`."""
+    """Gradient with respect to z in `dtype` (formulas in the module docstring). Overwrites `logits`."""
+    vectors = (log_norm, entropy, grad_logprobs, grad_entropy)
+    if (kernels := head_kernels(logits)) is not None:
+        slope: torch.Tensor = kernels.slope(logits, targets, temperature, *vectors, with_entropy, dtype)
+        return slope
+    z = logits.div_(temperature) if temperature != 1.0 else logits
+    log_p = z.sub_(log_norm[:, None])
     if with_entropy:
         p = log_p.exp()
         slope = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(p)
     else:
         slope = log_p.exp_().mul_(-grad_logprobs[:, None])
     slope.scatter_add_(-1, targets[:, None], grad_logprobs[:, None].to(slope.dtype))
-    return slope
+    return slope.to(dtype)
+
+
+def head_kernels(logits: torch.Tensor) -> Any:
+    """The module `head_kernels` if it can compute with `logits`, else None."""
+    return _tried_kernels(logits.device) if logits.is_cuda and logits.dtype == torch.float32 else None
+
+
+@cache
+def _tried_kernels(device: torch.device) -> Any:
+    try:
+        # Not with PyTorch alone: builds for CPUs come without Triton.
+        kernels = importlib.import_module("pipelinerl.finetune.head_kernels")
+        # Compiled at the first use, which takes a C compiler.
+        kernels.statistics(
+            torch.zeros(1, 2, device=device), torch.zeros(1, dtype=torch.int64, device=device), 1.0, False
+        )
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        logger.warning("the output head takes longer, as Triton's kernels do not run here: %s", error)
+        return None
+    return kernels
 
 
 def _add_product(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 def plain_varlen_attn(
@@ -25,7 +26,7 @@ def plain_varlen_attn(
     assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == int(cu_seq_q.diff().max())
     assert query.dtype == key.dtype == value.dtype
     if query.shape[1] != key.shape[1]:
-        assert enable_gqa, "other heads than the query's need enable_gqa"
+        assert enable_gqa, "other heads than the query's need enable_gqa where there is this option"
         key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     before, after = (float("inf") if size < 0 else size for size in window_size)
@@ -42,5 +43,26 @@ def plain_varlen_attn(
 def plain_without_grouped_heads(
     *inputs: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)
 ) -> torch.Tensor:
-    """The same with the options of the releases that want as many key heads as query heads."""
-    return plain_varlen_attn(*inputs, scale=scale, window_size=window_size)
+    """The same with the options of the releases that take fewer key heads without being told (torch 2.11)."""
+    return plain_varlen_attn(*inputs, scale=scale, window_size=window_size, enable_gqa=True)
+
+
+def traceable_varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, 0),
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The same without a window, in operations that do not look at values, so that it can be compiled."""
+    place = torch.arange(query.shape[0])
+    sample = (place[:, None] >= cu_seq_q[None, :]).sum(1)
+    mask = (sample[:, None] == sample[None, :]) & (place[:, None] >= place[None, :])
+    states = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(*states, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)

@@ -50,6 +50,7 @@ def test_bf16_products_give_almost_the_fp32_gradient(tmp_path: Path, attention: 
     assert policy.compute_dtype == torch.bfloat16
     if attention == "auto":
         assert policy.attention in ("pipelinerl_varlen", "flash_attention_2")
+        assert policy.has_compiled_layers == (policy.attention == "pipelinerl_varlen")
     assert next(policy.parameters()).dtype == torch.float32
     rough = gradient(kit, policy, device)
     ours = torch.cat([tensor.flatten() for tensor in rough.values()])

@@ -60,8 +60,9 @@ def test_m3_packed_equals_alone(kit, monkeypatch, family, kernel):
 def test_a_leak_is_found(kit, monkeypatch):
     def leaky(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         whole = torch.tensor([0, query.shape[0]], dtype=torch.int32)
-        return plain_varlen_attn(
-            query, key, value, whole, whole, query.shape[0], query.shape[0], scale=scale, window_size=window_size
+        length = query.shape[0]
+        return plain_without_grouped_heads(
+            query, key, value, whole, whole, length, length, scale=scale, window_size=window_size
         )
 
     monkeypatch.setattr(varlen, "_kernel", lambda: leaky)

@@ -1,0 +1,100 @@
+"""Compiles the decoder layers of a policy (`torch.compile`), so that casts, norms, rotations and activations are a
+few kernels of a layer instead of a hundred.
+
+Called by `load_policy`. All layers share one graph, whatever the tokens and samples of a micro-batch are. It is tried
+first: log-probs and gradients must be those of the layers as they were, up to rounding; otherwise they stay that way.
+Passes without gradients (probes, the reference model) are not compiled: they would need a graph of their own
+(`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the environment turns it off.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from pipelinerl.config import RunConfig
+from pipelinerl.finetune.attention import VARLEN_ATTENTION
+from pipelinerl.finetune.experts import own_experts_parameters
+from pipelinerl.finetune.model_check import sample_tokens, token_batch
+from pipelinerl.finetune.policy import PolicyModel, decoder_layers
+
+logger = logging.getLogger(__name__)
+
+#: Tokens of the trial: kernels are chosen for the sizes that they see first. Shares of its samples, all different.
+_TRIAL_TOKENS, _TRIAL_SHARES = 4096, (0.4, 0.25, 0.2, 0.15)
+#: Padding matrices to multiples of 8 would ask for a graph of each range of tokens, and sizes of models are that.
+_OPTIONS = {"shape_padding": False}
+#: Mean |log-prob difference|, and difference of gradients in relation to their norm, beyond what bf16 makes.
+_LOGPROB_TOLERANCE, _GRADIENT_TOLERANCE = 0.1, 0.2
+_VALUES_OF_A_GRADIENT = 1024
+
+
+def can_compile(policy: PolicyModel, config: RunConfig) -> bool:
+    """Whether layers of this kind are known to gain: dense ones on a GPU with one kernel for attention, whole on every
+    rank, with packed samples."""
+    is_whole = config.backend.type == "plain" and config.finetune.seq_packing
+    is_dense = next(own_experts_parameters(policy.language_model), None) is None
+    return policy.attention == VARLEN_ATTENTION and is_whole and is_dense and bool(decoder_layers(policy))
+
+
+def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the decoder layers of `policy` in place; if that does not pass the trial, they stay as they were.
+
+    Args:
+        policy: on its device; its gradients are dropped.
+        pack_tokens: of the largest micro-batch.
+        backend: of `torch.compile`.
+    """
+    start = time.perf_counter()
+    layers = decoder_layers(policy)
+    total = min(pack_tokens, _TRIAL_TOKENS)
+    samples = sample_tokens(policy, [int(share * total) for share in _TRIAL_SHARES])
+    # A layer is smaller than what DDP sends at once, so it need not be cut.
+    torch._dynamo.config.optimize_ddp = False
+    try:
+        expected = _passes(policy, samples)
+        breaks = counters["graph_break"].total()
+        for layer in layers:
+            options = _OPTIONS if backend == "inductor" else None
+            layer.compile(backend=backend, dynamic=True, options=options)
+        fault = _fault(_passes(policy, samples), expected)
+        if counters["graph_break"].total() > breaks:
+            fault = "they are not one graph"
+    # What torch raises for code that it cannot compile, and what a missing or broken C compiler makes of it.
+    except (RuntimeError, TypeError, AttributeError, ImportError, OSError, subprocess.SubprocessError) as error:
+        fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    policy.zero_grad(set_to_none=True)
+    policy.has_compiled_layers = fault is None
+    if fault is None:
+        logger.info("decoder layers compiled in %.0f s", time.perf_counter() - start)
+        return
+    for layer in layers:
+        layer._compiled_call_impl = None
+    logger.warning("decoder layers are not compiled, so steps take longer: %s", fault)
+
+
+def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `samples` in one row, and some values of the gradient of their sum from each parameter."""
+    batch = token_batch(samples, torch.device("cpu"))
+    logprobs = policy(*policy.placed(batch, next(policy.parameters()).device)).logprobs
+    with policy.products():
+        logprobs.sum().backward()
+    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+    some = [values[:: max(1, len(values) // _VALUES_OF_A_GRADIENT)].float() for values in gradients]
+    policy.zero_grad(set_to_none=True)
+    return logprobs.detach(), torch.cat(some)
+
+
+def _fault(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> str | None:
+    difference = float((found[0] - expected[0]).abs().mean())
+    relative = float((found[1] - expected[1]).norm() / expected[1].norm())
+    # Not the other way round: NaN is a fault.
+    if difference <= _LOGPROB_TOLERANCE and relative <= _GRADIENT_TOLERANCE:
+        return None
+    return f"log-probs change by {difference:.2g}, gradients by {relative:.2g} of their norm"

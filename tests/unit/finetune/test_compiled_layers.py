@@ -1,0 +1,121 @@
+"""Compiled decoder layers: gradients of the layers as they were, one graph for all micro-batches, and a way back."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from fakes.finetune_kit import Kit
+from fakes.varlen_kernel import traceable_varlen_attn
+from torch._dynamo.utils import counters
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.finetune import LoraConfig
+from pipelinerl.finetune import attention
+from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.compiled_layers import can_compile, compile_layers
+from pipelinerl.finetune.lora import add_adapters
+from pipelinerl.finetune.model_check import token_batch
+from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.step import StepRunner
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs(monkeypatch):
+    monkeypatch.setattr(attention, "_kernel", lambda: traceable_varlen_attn)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def varlen_policy(kit: Kit, family: str = "qwen2", **options) -> PolicyModel:
+    return kit.policy(family, attention=attention.VARLEN_ATTENTION, **options)
+
+
+def gradients(kit: Kit, policy: PolicyModel) -> dict[str, torch.Tensor]:
+    """Of a step whose micro-batches have many samples, one, and none at all."""
+    config, ranks = kit.config(), Ranks()
+    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+    samples = kit.samples(24, seed=1, masked_every=9)
+    batch = kit.batch(samples, plan=[[[*range(9)], [9], [*range(10, 24)], []]])
+    runner.accumulate(batch)
+    found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad(set_to_none=True)
+    return found
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys() and len(ours) > 4
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5 * max(1, float(tensor.abs().max())), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "kind"),
+    [
+        ("qwen2", "eager", "plain"),
+        pytest.param("qwen2", "inductor", "plain", marks=pytest.mark.slow),
+        pytest.param("llama", "aot_eager", "checkpointing", marks=pytest.mark.slow),
+        pytest.param("qwen2", "aot_eager", "adapters", marks=pytest.mark.slow),
+        pytest.param("qwen2", "aot_eager", "checkpointed adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_are_those_of_the_layers_as_they_were(kit, family, backend, kind):
+    policy = varlen_policy(kit, family)
+    if "adapters" in kind:
+        torch.manual_seed(3)
+        add_adapters(policy, LoraConfig(enabled=True, r=4, alpha=10.0), "base")
+    if "checkpoint" in kind:
+        policy.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = gradients(kit, policy)
+    before = counters["stats"]["unique_graphs"]
+    compile_layers(policy, pack_tokens=128, backend=backend)
+    assert policy.has_compiled_layers
+    graphs = counters["stats"]["unique_graphs"] - before
+    same(gradients(kit, policy), expected)
+    with torch.no_grad():
+        policy(*policy.placed(token_batch([[5, 6, 7]], torch.device("cpu")), torch.device("cpu")))
+    # What a first layer gets from a frozen embedding has no gradient.
+    assert counters["stats"]["unique_graphs"] - before == graphs == 1 + (kind == "adapters")
+
+
+def test_a_compiler_that_fails_is_told_once_and_done_without(kit, caplog):
+    def broken(graph, inputs):
+        raise RuntimeError("no C compiler")
+
+    policy = varlen_policy(kit)
+    expected = gradients(kit, policy)
+    with caplog.at_level(logging.WARNING, logger="pipelinerl"):
+        compile_layers(policy, pack_tokens=128, backend=broken)
+    assert not policy.has_compiled_layers and len(caplog.records) == 1
+    same(gradients(kit, policy), expected)
+
+
+def test_what_computes_something_else_is_not_used(kit, caplog):
+    def wrong(graph, inputs):
+        return lambda *values: tuple(1.5 * output for output in graph(*values))
+
+    policy = varlen_policy(kit)
+    expected = gradients(kit, policy)
+    with caplog.at_level(logging.WARNING, logger="pipelinerl"):
+        compile_layers(policy, pack_tokens=128, backend=wrong)
+    assert not policy.has_compiled_layers and len(caplog.records) == 1
+    same(gradients(kit, policy), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_right"),
+    [
+        ({}, True),
+        ({"finetune": {"seq_packing": False}}, False),
+        ({"backend": {"type": "fsdp"}}, False),
+        ({"backend": {"type": "deepspeed"}}, False),
+    ],
+)
+def test_it_is_for_whole_models_and_packed_samples(kit, changes, is_right):
+    config = RunConfig(output_dir="unused", model_path="unused", **changes)
+    assert can_compile(varlen_policy(kit), config) is is_right
+    assert not can_compile(kit.policy(), config)
