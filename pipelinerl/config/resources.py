@@ -110,6 +110,11 @@ class WorldConfig(FlatSection):
         "A count in num_actor_llms is one of servers: with auto each has a GPU of its own, else they fill GPUs. "
         "Lists in actor_gpus place every server. Without GPUs it does nothing",
     )
+    mps: bool = Field(
+        default=True,
+        description="processes that share a GPU compute at the same time, by an MPS daemon of the run, where "
+        "nvidia-cuda-mps-control is installed and no daemon runs yet; false: they take turns",
+    )
     num_actor_llms: int | None = Field(
         default=None, ge=1, description="all servers that sample, instead of the share (see servers_per_gpu)"
     )

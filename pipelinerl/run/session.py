@@ -16,6 +16,7 @@ from typing import Any
 from pipelinerl.errors import EXIT_RUN_FAILED
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
+from pipelinerl.run.mps import shared_by_mps
 from pipelinerl.run.nodes import Peers
 from pipelinerl.run.pool_command import forget_requests
 from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed, become_subreaper
@@ -83,7 +84,10 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
     if not become_subreaper():
         logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
     with ExitStack() as stack:
-        session = replace(session, environ=stack.enter_context(server_sockets(session.environ)))
+        jobs = [command.job for command in session.commands]
+        environ = stack.enter_context(server_sockets(session.environ))
+        environ = stack.enter_context(shared_by_mps(session.config, jobs, environ))
+        session = replace(session, environ=environ)
         death_read, death_write = os.pipe()
         stack.callback(os.close, death_read)
         stack.callback(os.close, death_write)
@@ -94,7 +98,6 @@ def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome
             stack.callback(changes.close)
             stack.callback(_stop, _follow_answers(session, hub))
         trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if session.config.has_stage("finetune") else None
-        jobs = [command.job for command in session.commands]
         policy = ExitPolicy(jobs, trainer, session.identity.incarnation, ends_run=is_leader)
         return Supervisor(session, policy, ServerKeeper(session, time.monotonic(), changes), peers, death_read).run()
 
