@@ -119,7 +119,8 @@ class Trainer:
         self.heartbeat = context.heartbeat
         policy = load_policy(config, ranks.device, ranks)
         # Before the backend: it may shard or wrap the policy.
-        reference = load_reference(config, policy, ranks.device, bool(context.world.jobs_of("preprocessor_llm")))
+        has_reference_servers = bool(context.world.jobs_of("preprocessor_llm"))
+        reference = load_reference(config, policy, ranks.device, has_reference_servers, ranks)
         self.backend = create_backend(policy, config, ranks)
         if self.has_servers:
             check_checkpoint(self.backend, config.model_path)

@@ -22,6 +22,7 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.load import ADAPTER_START, ADAPTER_WEIGHTS
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.sharded_model import replace_parameters
 from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
 from pipelinerl.finetune.weight_conversion import LANGUAGE_PREFIX, export_name, is_adapter_part
 
@@ -233,10 +234,14 @@ def keep_products_exact(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     wide = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)}
     biases = {id(m.bias) for m in model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None}
-    for parameter in model.parameters():
-        narrow = parameter.ndim > 1 or id(parameter) in biases
-        if narrow and id(parameter) not in wide and not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+
+    def narrowed(_: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+        is_multiplied = (parameter.ndim > 1 or id(parameter) in biases) and id(parameter) not in wide
+        if not is_multiplied or parameter.requires_grad or parameter.dtype == dtype:
+            return None
+        return torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+
+    replace_parameters(model, narrowed)
 
 
 def _adapted_layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -37,7 +38,7 @@ from pipelinerl.finetune.model_check import (
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import RankFault, Ranks
 from pipelinerl.finetune.served_values import parameters_to_round, round_for_good, wire_dtype
-from pipelinerl.finetune.sharded_model import loaded_in_parts, shards_weights, whole_for_trial
+from pipelinerl.finetune.sharded_model import loaded_in_parts, shard_frozen, shards_weights, whole_for_trial
 from pipelinerl.rl.microbatch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -352,16 +353,16 @@ class ReferenceModel:
     """Log-probs under the frozen model, by the policy's own path: at the start the two agree exactly in fp32.
 
     Args:
-        model: a frozen copy, or the policy itself if it has adapters (they are switched off meanwhile).
+        model: a frozen copy, sharded or not, or the policy itself if it has adapters (they are switched off meanwhile).
         device: where micro-batches are computed.
-        offload: keep the copy in the memory of the CPU between steps.
+        offload: keep a copy that is not sharded in the memory of the CPU between steps.
     """
 
     def __init__(self, model: PolicyModel, device: torch.device, offload: bool = False) -> None:
         self._model = model
         self._device = device
         self._offload = offload and device.type != "cpu"
-        if not has_adapters(model):
+        if not has_adapters(model) and not isinstance(model, FSDPModule):
             model.requires_grad_(False)
             model.to("cpu" if self._offload else device)
 
@@ -377,17 +378,22 @@ class ReferenceModel:
         elif self._offload:
             frozen = _on_device(self._model, self._device)
         with frozen:
-            return [self._model(*self._model.placed(batch, self._device)).logprobs.cpu() for batch in micro_batches]
+            found = [self._model(*self._model.placed(batch, self._device)).logprobs.cpu() for batch in micro_batches]
+        if isinstance(self._model, FSDPModule):
+            # Without a backward pass nothing else would do it.
+            self._model.reshard()
+        return found
 
 
 def load_reference(
-    config: RunConfig, policy: PolicyModel, device: torch.device, has_servers: bool
+    config: RunConfig, policy: PolicyModel, device: torch.device, has_servers: bool, ranks: Ranks | None = None
 ) -> ReferenceModel | None:
     """The reference model that the configuration asks for; None if the trainer needs none of its own.
 
     It is the model of `model_path`, also after a resume, with the policy's attention; matrices are kept in the policy's
-    compute dtype. With adapters it is the policy without them, unless biases are trained too. `has_servers`: the world
-    has servers of the reference model.
+    compute dtype. With adapters it is the policy without them, unless biases are trained too. Several `ranks` whose
+    backend shards the weights get a part of the reference each; all compute the same number of micro-batches.
+    `has_servers`: the world has servers of the reference model.
     """
     if not config.uses_local_reference(has_servers):
         return None
@@ -397,7 +403,10 @@ def load_reference(
         return ReferenceModel(policy, device)
     served_length = config.vllm_config.number("max-model-len")
     trust_remote_code = config.finetune.trust_remote_code
-    language_model = load_language_model(config.model_path, policy.attention, trust_remote_code, served_length)
+    ranks = ranks or Ranks(device=device)
+    in_parts = ranks.world_size > 1 and shards_weights(config)
+    with loaded_in_parts(ranks) if in_parts else nullcontext():
+        language_model = load_language_model(config.model_path, policy.attention, trust_remote_code, served_length)
     language_model.requires_grad_(False)
     keep_products_exact(language_model, policy.compute_dtype)
     if config.backend.type != "deepspeed":
@@ -415,9 +424,12 @@ def load_reference(
         tf32=policy.tf32,
     )
     model.has_linear_head = policy.has_linear_head
+    if in_parts:
+        shard_frozen(model.to(device), ranks, rl.reference_offload and device.type != "cpu")
     place = ", offloaded to the CPU" if rl.reference_offload else ""
-    logger.info("reference model: a frozen copy of %s%s", config.model_path, place)
-    return ReferenceModel(model, device, rl.reference_offload)
+    copy = "a part of a frozen copy" if in_parts else "a frozen copy"
+    logger.info("reference model: %s of %s%s", copy, config.model_path, place)
+    return ReferenceModel(model, device, rl.reference_offload and not in_parts)
 
 
 @contextmanager

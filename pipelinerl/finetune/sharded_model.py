@@ -3,7 +3,8 @@
 While a model is loaded, each parameter is read, converted as its family needs it, cut along its first dimension, and
 all but this rank's rows are dropped before the next one is read. Such a part is a `DTensor`. A model in parts cannot
 compute: `whole_for_trial` gathers one layer after the other for `model_check.py`. Then the backends take over:
-FSDP2 takes the rows as they are, ZeRO-3 gathers and cuts one parameter after the other.
+FSDP2 takes the rows as they are, ZeRO-3 gathers and cuts one parameter after the other. A frozen model beside the
+policy, the reference of KL, is left to FSDP2 with both.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -112,6 +114,48 @@ def replace_parameters(
         new = made(name, getattr(*at[0]))
         for owner, leaf in at if new is not None else ():
             setattr(owner, leaf, new)
+
+
+def shard_parts(policy: PolicyModel, ranks: Ranks, shard: Callable[[], object]) -> None:
+    """Have `shard` make an FSDP2 model of a policy in parts, without a whole parameter: it sees parameters without
+    values, and the parts take their places afterwards."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    parts: dict[str, torch.Tensor] = {}
+
+    def set_aside(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        cut = part_of(parameter, mesh, ranks)
+        part: Any = parameter if cut is None else cut
+        parts[name] = part.detach().to_local()
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    def put_back(name: str, parameter: Any) -> torch.nn.Parameter:
+        own, shape, stride = parts.pop(name), parameter.shape, parameter.stride()
+        placed = parameter.device_mesh, parameter.placements
+        value = DTensor.from_local(own, *placed, run_check=False, shape=shape, stride=stride)
+        return torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    replace_parameters(policy, set_aside)
+    shard()
+    replace_parameters(policy, put_back)
+
+
+def shard_frozen(policy: PolicyModel, ranks: Ranks, offload: bool) -> None:
+    """Make an FSDP2 model of a frozen policy in parts: a layer is whole while it runs, the rest in the forward pass.
+
+    Args:
+        offload: its parts stay in the memory of the CPU, and a layer's travel when it runs.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    kept = CPUOffloadPolicy() if offload else OffloadPolicy()
+
+    def shard() -> None:
+        for module in (*decoder_layers(policy), policy):
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=kept)
+
+    if offload:
+        replace_parameters(policy, lambda _, part: torch.nn.Parameter(part.detach().cpu(), requires_grad=False))
+    shard_parts(policy, ranks, shard)
 
 
 @contextmanager

@@ -161,8 +161,10 @@ def _held(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
     parts, host = _states(setup)
     if setup.reference != "none":
         (parts if setup.reference == "device" else host)[REFERENCE] = (
-            2 if setup.products == "bf16" else 4
-        ) * setup.shape.parameters
+            (2 if setup.products == "bf16" else 4)
+            * setup.shape.parameters
+            / (setup.ranks if setup.sharding in ("fsdp", "zero3") else 1)
+        )
     if not setup.on_cpu:
         parts[WORK] = _WORK_SPACE
     return parts, host

@@ -7,12 +7,9 @@ tied head stays tied. Forward, backward, step, save and every pass over the weig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +20,7 @@ from pipelinerl.finetune.backends.base import Backend, NamedParameter, Rename, m
 from pipelinerl.finetune.lora import ValueOf, has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, decoder_layers
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.sharded_model import has_parts, part_of, replace_parameters
+from pipelinerl.finetune.sharded_model import has_parts, shard_parts
 from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
@@ -62,7 +59,7 @@ class FSDPBackend(Backend):
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
                     torch.distributed.broadcast(parameter.data, src=0)
         if has_parts(policy):
-            _shard_parts(accelerator, policy, ranks)
+            shard_parts(policy, ranks, lambda: fsdp2_prepare_model(accelerator, policy))
         super().__init__(policy, config.finetune, ranks, accelerator)
 
     def _parameters_to_round(self) -> list[torch.nn.Parameter]:
@@ -87,29 +84,6 @@ class FSDPBackend(Backend):
             return [(name, whole(value_of(name, parameter).detach().to(dtype))) for name, parameter in part]
 
         return self._gathered_source(rename, dtype, gather, form)
-
-
-def _shard_parts(accelerator: Accelerator, policy: PolicyModel, ranks: Ranks) -> None:
-    """Shard a policy that is in parts already, without a whole parameter: without values first, then with the parts."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    parts: dict[str, torch.Tensor] = {}
-
-    def set_aside(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        cut = part_of(parameter, mesh, ranks)
-        part: Any = parameter if cut is None else cut
-        parts[name] = part.detach().to_local()
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-
-    def put_back(name: str, parameter: Any) -> torch.nn.Parameter:
-        own, shape, stride = parts.pop(name), parameter.shape, parameter.stride()
-        placed = parameter.device_mesh, parameter.placements
-        value = DTensor.from_local(own, *placed, run_check=False, shape=shape, stride=stride)
-        return torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
-
-    replace_parameters(policy, set_aside)
-    fsdp2_prepare_model(accelerator, policy)
-    replace_parameters(policy, put_back)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def test_parts_have_the_values_of_the_files_and_train_as_the_whole_model(tmp_pat
         buffers = read_tensors(tmp_path / ("plain" + lora) / f"buffers_{number}_0.safetensors")
         for rank in range(2):
             found = json.loads((tmp_path / backend / f"loaded_{number}_{rank}.json").read_text())
-            # The second loss shows that the same parameters decay.
+            # The second step shows that the same parameters decay.
             assert found["steps"] == [pytest.approx(step, rel=1e-4) for step in expected], family
             own = read_tensors(tmp_path / backend / f"buffers_{number}_{rank}.safetensors")
             assert own.keys() == buffers.keys(), family
@@ -78,9 +79,35 @@ def test_an_adapter_to_start_from_is_merged_as_peft_does_and_trained_as_by_the_w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "shares"), [("fsdp", 1), ("zero3", 3)])
+@pytest.mark.parametrize(("kind", "backends"), [("kl", ["fsdp", "zero3"]), ("kl16", ["fsdp"])])
+def test_a_reference_in_parts_computes_what_a_whole_one_does(tmp_path: Path, kind: str, backends: list[str]) -> None:
+    """Also with matrices in 16 bits beside vectors in fp32."""
+    families = ["gemma3_text", "qwen3", "qwen3_moe"]
+    folders = [tmp_path / f"model_{number}" for number in range(len(families))]
+    for folder, family in zip(folders, families, strict=True):
+        random_model(family, **MODELS[family]).save_pretrained(folder)
+    for backend in ("plain", *backends):
+        (tmp_path / backend).mkdir()
+        words, ranks = [f"{backend}_{kind}", ",".join(map(str, folders)), str(tmp_path / backend)], range(2)
+        run_ranks(SCRIPT, words, tmp_path / backend, 1 if backend == "plain" else 2)
+    for number, rank, backend in itertools.product(range(len(families)), ranks, backends):
+        expected = read_tensors(tmp_path / "plain" / f"reference_{number}_0.safetensors")
+        for name, found in read_tensors(tmp_path / backend / f"reference_{number}_{rank}.safetensors").items():
+            assert found.min() < -1
+            torch.testing.assert_close(found, expected[name], atol=1e-6, rtol=0, msg=f"{backend} {families[number]}")
+        plain, steps = (
+            json.loads((tmp_path / each).read_text())["steps"]
+            for each in (f"plain/loaded_{number}_0.json", f"{backend}/loaded_{number}_{rank}.json")
+        )
+        assert plain[0][2] == 0.0 < plain[1][2]
+        assert kind == "kl16" or steps == [pytest.approx(step, rel=1e-4, abs=1e-9) for step in plain], backend
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "shares"), [("fsdp", 2), ("zero3", 4)])
 def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend: str, shares: int) -> None:
-    """A model of 0.5 B parameters, whose files are in bf16. Its largest matrix alone has the size of nine layers.
+    """A model of 0.5 B parameters, whose files are in bf16, beside a reference model. Its largest matrix alone has the
+    size of nine layers.
 
     `shares`: what is held before the first step, in parts of the model. DeepSpeed makes masters and gradients of ZeRO-3
     at once, and gathers every matrix to attach a hook to it; gloo has it twice meanwhile.
@@ -104,12 +131,12 @@ def test_no_rank_loads_more_than_its_part_and_two_layers(tmp_path: Path, backend
     whole, layer, largest = (4 * sum(p.numel() for p in part.parameters()) / 2**20 for part in parts)
     model.save_pretrained(tmp_path / "large")
     del model, parts
-    run_ranks(SCRIPT, [backend, str(tmp_path / "large"), str(tmp_path)], tmp_path)
+    run_ranks(SCRIPT, [f"{backend}_kl", str(tmp_path / "large"), str(tmp_path)], tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"loaded_0_{rank}.json").read_text())
-        taken = found["loading"] - found["empty"]
-        # Room for what is no weight: code that is loaded meanwhile, activations of a trial.
-        assert whole / 2 < taken < whole / 2 + 2 * layer + 64, found
+        for taken in (found["loading"] - found["empty"], found["reference"] - found["loaded"]):
+            # Room for what is no weight: code that is loaded meanwhile, activations of a trial.
+            assert whole / 2 < taken < whole / 2 + 2 * layer + 64, found
         held = shares * whole / 2
         assert held < found["ready"] - found["empty"] < held + 100, found
         assert found["sharding"] - found["empty"] < held + (2 * largest if backend == "zero3" else 0) + 128, found

@@ -14,6 +14,7 @@ from pipelinerl.world.forecast import (
     GRADIENTS,
     LOGITS,
     OPTIMIZER,
+    REFERENCE,
     RESTS,
     SERVED,
     STEP,
@@ -59,6 +60,9 @@ def test_zero_3_on_eight_cards_fits_7_b() -> None:
     setup = TrainerSetup(shape("7"), ranks=8, sharding="zero3")
     memory = trainer_memory(setup)
     assert memory.parts[OPTIMIZER] == P_7B
+    with_reference = trainer_memory(replace(setup, reference="device"))
+    assert with_reference.parts[REFERENCE] == 2 * P_7B / 8
+    assert trainer_memory(replace(setup, reference="device", sharding="zero2")).parts[REFERENCE] == 2 * P_7B
     assert memory.total < CARD_80 / 2
 
 
