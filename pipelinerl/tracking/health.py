@@ -139,13 +139,20 @@ def _length_blow_up(curves: Curves) -> str | None:
 
 
 def _truncation(curves: Curves) -> str | None:
-    now = curves.now("preprocessor/cut_fraction")
-    return None if now is None or now < 0.3 else f"{now:.0%} of the rollouts are cut off at a limit of tokens"
+    now, begin = curves.now("preprocessor/cut_fraction"), curves.begin("preprocessor/cut_fraction")
+    # The first steps differ much, as short answers come first, and a model may learn to end its answers.
+    if now is None or now < 0.3 or (now < 0.5 and (begin is None or now < 0.9 * begin)):
+        return None
+    return f"{now:.0%} of the rollouts are cut off at a limit of tokens"
 
 
 def _reward_saturation(curves: Curves) -> str | None:
     equal, success = curves.now("finetune/zero_advantage_fraction"), curves.now(*SUCCESS)
     if equal is None or success is None or not 0.8 < equal < 1 or 0.1 < success < 0.9:
+        return None
+    before = curves.begin(*SUCCESS)
+    # Many runs begin like that and learn, slowly at first.
+    if success <= 0.1 and (before is None or success > 1.3 * before):
         return None
     kind = "easy" if success >= 0.9 else "hard"
     return f"{equal:.0%} of the samples have equal rewards in their group and success is {success:.2f}: too {kind}"
