@@ -308,10 +308,9 @@ class _FusedHead(torch.autograd.Function):
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             with _products(fp32_head):
-                logits = _logits(hidden[part], weight, bias, fp32_head)
-            log_norm[part], logprobs[part], entropy[part] = _statistics(
-                logits, targets[part], temperature, with_entropy
-            )
+                log_norm[part], logprobs[part], entropy[part] = _statistics(
+                    _logits(hidden[part], weight, bias, fp32_head), targets[part], temperature, with_entropy
+                )
         ctx.save_for_backward(hidden, weight, bias, targets, log_norm, entropy)
         ctx.settings = (temperature, chunk_tokens, with_entropy, fp32_head)
         return logprobs, entropy
@@ -349,6 +348,7 @@ class _FusedHead(torch.autograd.Function):
                     grad_hidden[part] = _matmul(slope, weight).to(hidden.dtype)
                 if grad_weight is not None:
                     _add_product(grad_weight, slope, hidden[part])
+            del slope  # before the next logits
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
