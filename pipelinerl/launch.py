@@ -13,45 +13,47 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
-
-import msgspec
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, Member, compose
-from pipelinerl.config.load import load_config, save_config
+from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
-from pipelinerl.role import LOG_FORMAT, TOKEN_KEY
-from pipelinerl.run.join import gathered_nodes, join, say
+from pipelinerl.role import LOG_FORMAT, SECRET_KEYS, TOKEN_KEY
 from pipelinerl.run.model_folder import read_shape
-from pipelinerl.run.nodes import Hello, NodeLink, Peers, Plan, node_secret
-from pipelinerl.run.preflight import Start, check_dry_run, check_node, check_start
+from pipelinerl.run.node import OpenNodes, this_machine
+from pipelinerl.run.preflight import Start, check_dry_run, check_start
 from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
 from pipelinerl.run.restart import can_resume
-from pipelinerl.run.session import supervise, supervise_jobs
+from pipelinerl.run.session import supervise
 from pipelinerl.run.show import print_plan
 from pipelinerl.run.start import RunSession, build_commands, enter
-from pipelinerl.rundir.layout import RunDir, read_identity
-from pipelinerl.streams.hub import StreamHub
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.open_run import bounded_by_record
-from pipelinerl.version import __version__
 from pipelinerl.world import (
-    DEFAULT_MASTER_PORT,
     Cluster,
+    ClusterMember,
+    ClusterNode,
     FreePorts,
-    WorldMap,
     build_world_map,
-    busy_ports,
+    described_cluster,
+    is_slurm_step,
     nvml_gpu_lister,
     nvml_gpu_memory,
     usable_cores,
 )
 
 logger = logging.getLogger(__name__)
+_MODE_KEY = "RAY_AUTH_MODE"
+_MIN_TOKEN_CHARACTERS = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,13 +72,15 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
             return 0
         # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
         sys.path += [str(folder) for folder in composed.search_dirs]
-        cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
+        member = ClusterMember.from_env(os.environ)
+        machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
         config = composed.config.of_stage()
         if config.dry_run:
-            return show_plan(composed, config, cluster)
-        if cluster.rank > 0:
-            return follow(config, cluster, composed.search_dirs)
-        return launch(composed, config, cluster)
+            return show_plan(composed, config, described_cluster(config.world, machine, member))
+        if member.rank > 0:
+            return load_bring_up(member).serve_node(config, member, machine)
+        with found_nodes(config, member, machine) as find:
+            return launch(composed, config, find)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
@@ -101,15 +105,97 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     return 0
 
 
-def launch(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
+class Place(NamedTuple):
+    """Where a run is to be. `busy_ports` are what its nodes cannot bind, by rank; `open` makes them ready to start
+    jobs; `end` tells them how the run ended."""
+
+    cluster: Cluster
+    busy_ports: Mapping[int, list[int]]
+    open: OpenNodes
+    has_agents: bool
+    end: Callable[[Outcome], None]
+
+
+#: Waits for the nodes of a run. What they say becomes events.
+FindNodes = Callable[[SimpleQueue[Event]], AbstractContextManager[Place]]
+
+
+@contextmanager
+def found_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> Iterator[FindNodes]:
+    """How this launcher finds the nodes of its runs: it is this machine alone, or a Ray cluster, which it brings up if
+    the same command was started on several nodes."""
+    if config.world.cluster == "auto" and member.world_size == 1:
+        sizes = [node.gpus for node in config.world.nodes or []]
+        if sizes and sizes != [len(machine.gpus)]:
+            raise ConfigError(
+                "world.nodes",
+                f"nodes with {', '.join(map(str, sizes))} GPUs",
+                f"null, or this machine alone with its {len(machine.gpus)} GPUs, without a cluster",
+                "Use world.cluster=ray, start the same command on all nodes (docs/nodes.md), or dry_run=true.",
+            )
+        cluster = Cluster((machine,), 0, member.master_port)
+        yield lambda events: nullcontext(Place(cluster, {}, this_machine, False, lambda outcome: None))
+        return
+    bring_up = load_bring_up(member)
+    signals: SimpleQueue[Any] = SimpleQueue()
+    with ExitStack() as stack:
+        with signals_as_events(signals):
+            address = own = None
+            if member.world_size > 1 and config.world.cluster == "auto":
+                here = stack.enter_context(bring_up.ray_here(config, member, machine, signals))
+                address, own = here.head, here.address
+            stack.enter_context(bring_up.ray_connection(address, own))
+        yield partial(_joined, bring_up.joined_nodes, config, member)
+
+
+@contextmanager
+def _joined(join: Any, config: RunConfig, member: ClusterMember, events: SimpleQueue[Event]) -> Iterator[Place]:
+    signals: SimpleQueue[Any] = SimpleQueue()
+    with ExitStack() as stack:
+        with signals_as_events(signals):
+            found = stack.enter_context(join(config, member, signals, events))
+        yield Place(found.cluster, found.busy_ports, found.open, True, found.end)
+
+
+def load_bring_up(member: ClusterMember) -> ModuleType:
+    """The code for several nodes. Raises ConfigError without Ray, or without the token of a cluster of our own."""
+    if member.world_size > 1:
+        require_token(os.environ)
+        os.environ.setdefault(_MODE_KEY, "token")  # Ray reads its variables when it is imported
+    # Ray ends a driver that has not reached the head for so many seconds. We name what is gone, and end ourselves.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
+    try:
+        return import_module("pipelinerl.run.bring_up")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        expected = "the package ray, for a run over several nodes"
+        raise ConfigError("world.cluster", None, expected, "Install it: pip install 'pipelinerl[ray]'.") from error
+
+
+def require_token(environ: Mapping[str, str]) -> None:
+    """Refuse to bring a Ray cluster up that asks nobody for a token, unless the user says so."""
+    token = environ.get(SECRET_KEYS[0], "")
+    is_off = environ.get(_MODE_KEY, "token") != "token"
+    if is_off or environ.get(SECRET_KEYS[1]) or len(token) >= _MIN_TOKEN_CHARACTERS:
+        return
+    next_step = f"Make one with `openssl rand -hex 32` and export {SECRET_KEYS[0]} on all nodes."
+    if is_slurm_step(environ):  # whoever wrote their own script may not have meant one run over all nodes
+        next_step += " `srun` started several nodes: see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each."
+    raise ConfigError(
+        SECRET_KEYS[0],
+        f"{len(token)} characters" if token else None,
+        f"at least {_MIN_TOKEN_CHARACTERS} characters, the same on every node (WORLD_SIZE is above 1)",
+        next_step,
+    )
+
+
+def launch(composed: ComposedConfig, config: RunConfig, find: FindNodes) -> int:
     """Start the run and, as often as `supervise.max_restarts` allows, resume it when a process of it died."""
     restarts: list[str] = []
     while True:
-        outcome = launch_once(composed, config, cluster, restarts)
-        if not can_resume(outcome) or len(restarts) >= config.supervise.max_restarts:
-            return outcome.exit_code
-        if outcome.signum is not None:
-            say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
+        outcome, is_over = launch_once(composed, config, find, restarts)
+        if is_over:
             return outcome.exit_code
         restarts.append(str(outcome.reason).partition("\n")[0])
         text = f"the run is resumed (restart {len(restarts)} of {config.supervise.max_restarts})"
@@ -141,15 +227,40 @@ def launch_members(members: Sequence[Member]) -> int:
     return 128 + signals[0] if signals else EXIT_RUN_FAILED if any(codes) else 0
 
 
-def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, restarts: Sequence[str]) -> Outcome:
+def launch_once(
+    composed: ComposedConfig, config: RunConfig, find: FindNodes, restarts: Sequence[str]
+) -> tuple[Outcome, bool]:
     """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked.
 
-    `restarts`: why this launcher had to start the run again so far.
+    Args:
+        restarts: why this launcher had to start the run again so far.
+
+    Returns:
+        How it ended, and whether it stays so.
     """
-    lines = check_start(Start(config, cluster, os.environ, composed.search_dirs))
-    config = bounded_by_record(config)
     events: SimpleQueue[Event] = SimpleQueue()
-    with gathered_nodes(config, cluster) as nodes, FreePorts(config, cluster.rank, nodes.busy_ports) as ports:
+    with find(events) as place:
+        try:
+            outcome = _supervised(composed, config, place, events, restarts)
+        except UserError as error:
+            place.end(Outcome("failed", str(error), EXIT_USER_ERROR))
+            raise
+        is_over = not can_resume(outcome) or len(restarts) >= config.supervise.max_restarts
+        if not is_over and outcome.signum is not None:
+            say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
+            is_over = True
+        if is_over:
+            place.end(outcome)
+        return outcome, is_over
+
+
+def _supervised(
+    composed: ComposedConfig, config: RunConfig, place: Place, events: SimpleQueue[Event], restarts: Sequence[str]
+) -> Outcome:
+    cluster = place.cluster
+    lines = check_start(Start(config, cluster, os.environ, composed.search_dirs, has_agents=place.has_agents))
+    config = bounded_by_record(config)
+    with FreePorts(config, cluster.rank, place.busy_ports) as ports:
         world = build_world_map(config, cluster, ports, read_shape(config.model_path))
         with signals_as_events(events) as signals, enter(config) as entered:
             lines += [f"changed since the last start: {change}" for change in entered.changes]
@@ -165,67 +276,15 @@ def launch_once(composed: ComposedConfig, config: RunConfig, cluster: Cluster, r
             commands = build_commands(world, run_dir, os.environ, composed.search_dirs)
             # A token of the user's own lets servers join that somebody else starts (`pool add`).
             token = os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24)
-            peers = nodes.send_plan(Plan(str(run_dir.root), identity.run_id, identity.incarnation, token), events)
             session = RunSession(config, world, run_dir, identity, commands, os.environ, token, events, tuple(restarts))
-            outcome = supervise(session, peers, entered.moved_to)
-            peers.end(outcome)
+            outcome = supervise(session, place.open, entered.moved_to)
     return replace(outcome, signum=signals[0]) if signals else outcome
 
 
-def follow(config: RunConfig, cluster: Cluster, search_dirs: Sequence[Path]) -> int:
-    """On a node above 0: join node 0 and run this node's part of its plan; the exit code is the run's.
-
-    `config` is as composed here; all but what is needed to find node 0 comes from node 0.
-    """
-    busy = busy_ports(config, cluster.master_port or DEFAULT_MASTER_PORT)
-    hello = Hello(cluster.rank, cluster.world_size, __version__, list(cluster.gpus), busy)
-    place, timeout_s = (cluster.hosts[0], config.world.node_port), config.supervise.nodes_timeout_s
-    signals: SimpleQueue[Any] = SimpleQueue()
-    with signals_as_events(signals):
-        connection, plan = join(place, node_secret(os.environ), hello, timeout_s, signals)
-    events: SimpleQueue[Event] = SimpleQueue()
-    with signals_as_events(events):
-        peers = Peers(cluster.rank, [NodeLink(connection, 0, cluster.hosts[0], events, config.supervise)])
-        outcome = Outcome("failed", "its launcher failed", EXIT_RUN_FAILED)
-        try:
-            session = _join_session(plan, cluster, search_dirs, events)
-            hub = StreamHub(session.config.streams, session.run_dir, session.identity.run_id, os.environ)
-            outcome = supervise_jobs(session, hub, peers)
-        except PipelineRLError as error:
-            code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
-            outcome = Outcome("failed", str(error), code)
-            raise
-        finally:
-            peers.end(outcome)
-    say(f"node {cluster.rank}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
-    return outcome.exit_code
-
-
-def _join_session(plan: Plan, cluster: Cluster, search_dirs: Sequence[Path], events: SimpleQueue[Event]) -> RunSession:
-    """The session that node 0 planned, as this node sees it.
-
-    Raises:
-        ConfigError: this node does not see the run directory of node 0: its streams would be written where nobody reads
-            them. UserError: a check of this node fails.
-    """
-    run_dir = RunDir(Path(plan.run_dir))
-    identity = read_identity(run_dir.identity_file) if run_dir.identity_file.exists() else None
-    if identity is None or (identity.run_id, identity.incarnation) != (plan.run_id, plan.incarnation):
-        found = "nothing there" if identity is None else f"run {identity.run_id}, start {identity.incarnation}"
-        raise ConfigError(
-            "output_dir",
-            f"{run_dir.root} ({found})",
-            f"run {plan.run_id}, start {plan.incarnation}, which node 0 wrote there",
-            "Put output_dir on a file system that all nodes share, under the same path.",
-        )
-    config = load_config(run_dir.config_file)
-    world = msgspec.structs.replace(WorldMap.from_json(run_dir.world_file.read_bytes()), rank=cluster.rank)
-    check_node(Start(config, cluster, os.environ))
-    log = run_dir.root / f"launch_node_{cluster.rank}.log"
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=log)
-    commands = build_commands(world, run_dir, os.environ, search_dirs)
-    say(f"node {cluster.rank}: starting {len(commands)} processes of run {plan.run_id} in {run_dir.root}")
-    return RunSession(config, world, run_dir, identity, commands, os.environ, plan.token, events)
+def say(*lines: str) -> None:
+    """Tell the user at the terminal."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

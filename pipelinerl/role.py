@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 JOB_KEY = "PIPELINERL_JOB"
 TOKEN_KEY = "PIPELINERL_SERVER_TOKEN"
 DEATH_FD_KEY = "PIPELINERL_DEATH_FD"
-#: Shared by the launchers of a run over several nodes. No job sees it.
-NODE_SECRET_KEY = "PIPELINERL_NODE_SECRET"
+#: Open the Ray cluster of a run over several nodes. No job sees them.
+SECRET_KEYS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LINGER_S = 10.0
 _DEATH_GRACE_S = 5.0

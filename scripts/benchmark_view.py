@@ -58,7 +58,7 @@ class MadeRun:
         config = RunConfig.model_validate({"output_dir": str(folder), "model_path": str(model)})
         write_identity(self.files.identity_file, RunIdentity(run_id="big", incarnation=0))
         save_config(config, self.files.config_file)
-        self.files.world_file.write_text(WorldMap([], "cpu", 1, 0, "127.0.0.1", 1).to_json())
+        self.files.world_file.write_text(WorldMap([], "cpu", 1, "127.0.0.1", 1).to_json())
         hub = StreamHub(config.streams, self.files, "big")
 
         def writer(topic: str, instance: str, kind: Any) -> Any:

@@ -97,6 +97,13 @@ GPU_LISTS = {
 GpuNumber = Annotated[int, Field(ge=0)]
 
 
+class NodeSize(Section):
+    """A machine of a cluster."""
+
+    gpus: int = Field(ge=0, description="GPUs to use on it")
+    cores: int | None = Field(default=None, ge=1, description="CPU cores, for a plan; null: as many as here")
+
+
 class WorldConfig(FlatSection):
     """How the cluster is split. Fractions share the GPUs; the `num_*` keys, if set, say the counts outright (and are
     the way to split a machine without GPUs)."""
@@ -142,8 +149,19 @@ class WorldConfig(FlatSection):
         default=7777, ge=1024, le=65535, description="first port of environment servers"
     )
     llm_start_port: int = Field(default=8080, ge=1024, le=65535, description="first port of vLLM servers")
+    cluster: Literal["auto", "ray"] = Field(
+        default="auto",
+        description="ray: the Ray cluster of RAY_ADDRESS; auto: this machine, or all on which the same command was "
+        "started (WORLD_SIZE above 1), as a Ray cluster of their own",
+    )
+    nodes: list[NodeSize] | None = Field(
+        default=None,
+        min_length=1,
+        description="machines of the cluster, as [{gpus: 8}, {gpus: 4}]: a dry run plans for them, a run waits for "
+        "them; null: all that are there",
+    )
     node_port: int = Field(
-        default=29400, ge=1024, le=65535, description="port of node 0's launcher for other nodes (WORLD_SIZE above 1)"
+        default=29400, ge=1024, le=65535, description="port of the Ray cluster that the nodes bring up"
     )
 
     @property
@@ -230,7 +248,7 @@ class SuperviseConfig(Section):
         "differ; 0: after the first update of a start and the last",
     )
     nodes_timeout_s: float = Field(
-        default=900, gt=0, description="how long node 0 waits for the other nodes, and they for its plan"
+        default=900, gt=0, description="how long node 0 waits for the other nodes, and they for it"
     )
     max_restarts: int = Field(
         default=0, ge=0, description="automatic resumes after the trainer, actor or preprocessor died"

@@ -106,14 +106,14 @@ def memory_of_machine() -> float:
 
 
 def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
-    """What the run would use on this machine; None: its cards are named but not here."""
+    """What the run would use on machines like this one; None: its cards are named but not here."""
     memory = memory_of_machine()
-    if config.world.device == "cpu" or not cluster.gpus:
+    if config.world.device == "cpu" or not cluster.num_gpus:
         return Hardware(cpu_machine(memory, cluster.cores), memory)
     if cluster.gpu_bytes is None:
         return None
-    first, cards = cluster.gpus[0], nvml_cards()
-    names = [card.name for index, card in enumerate(cards) if first == str(index) or card.uuid.startswith(first)]
+    first = next(machine.gpus[0] for machine in cluster.nodes if machine.gpus)
+    names = [card.name for index, card in enumerate(nvml_cards()) if first == str(index) or card.uuid.startswith(first)]
     return Hardware(card_machine(names[0] if names else "GPU", cluster.gpu_bytes), memory)
 
 

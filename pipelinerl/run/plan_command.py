@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.commands import typed
+from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 from pipelinerl.run.fit import (
@@ -31,7 +32,18 @@ from pipelinerl.run.fit import (
 from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.preflight import Start, check_disk
 from pipelinerl.streams.open_run import find_run
-from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister, nvml_gpu_memory, usable_cores
+from pipelinerl.world import (
+    LOOPBACK,
+    Cluster,
+    ClusterMember,
+    ClusterNode,
+    FreePorts,
+    build_world_map,
+    described_cluster,
+    nvml_gpu_lister,
+    nvml_gpu_memory,
+    usable_cores,
+)
 from pipelinerl.world.forecast import GIB, trainer_memory
 from pipelinerl.world.rates import CARDS, card_kind, card_machine, cpu_machine
 
@@ -66,10 +78,11 @@ def main(argv: list[str]) -> int:
             "a model whose sizes are known: a folder with config.json, one in the hub's cache, or a name like X-7B",
             "Download its config.json first.",
         )
-    cluster = _cluster(args)
-    hardware = _hardware(args, hardware_here(config, cluster), bool(cluster.gpus) and config.world.device != "cpu")
-    if cluster.gpus:
-        cluster = replace(cluster, gpu_bytes=int(hardware.machine.memory_bytes))
+    cluster = _cluster(args, config)
+    hardware = _hardware(args, hardware_here(config, cluster), cluster.num_gpus > 0 and config.world.device != "cpu")
+    if cluster.num_gpus:
+        size = int(hardware.machine.memory_bytes)
+        cluster = replace(cluster, nodes=tuple(replace(machine, gpu_bytes=size) for machine in cluster.nodes))
     with FreePorts(config, cluster.rank, reserve=False) as ports:
         world = build_world_map(config, cluster, ports, shape)
     forecast = forecast_run(config, world, hardware, shape, _tokens(args))
@@ -115,17 +128,19 @@ def _tokens(args: argparse.Namespace) -> tuple[float, float] | None:
     return args.prompt_tokens or args.output_tokens / 2, args.output_tokens
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    """The cluster of the environment, with what the flags say instead."""
+def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
+    """The cluster of the configuration or the environment, with what the flags say instead."""
     named = args.gpus is not None or args.card is not None or args.gpu_memory_gib is not None
     cores = args.cores or usable_cores()
-    here = None if named and args.nodes else Cluster.from_env(os.environ, nvml_gpu_lister, cores, nvml_gpu_memory)
+    here = None
+    if not (named and args.nodes):
+        machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, cores, nvml_gpu_memory)
+        here = described_cluster(config.world, machine, ClusterMember.from_env(os.environ))
     if here is not None and not named and args.nodes is None:
         return here
-    nodes = args.nodes or (here.world_size if here else 1)
-    count = args.gpus if args.gpus is not None else 1 if named else len(here.gpus if here else ())
-    hosts = tuple(f"node-{node}" for node in range(nodes)) if nodes > 1 else ("127.0.0.1",)
-    return Cluster(nodes, 0, hosts[0], None, hosts, tuple(map(str, range(count))), cores)
+    count = args.gpus if args.gpus is not None else 1 if named else here.most_gpus if here else 0
+    machine = ClusterNode(LOOPBACK, tuple(map(str, range(count))), cores)
+    return Cluster.alike(machine, ClusterMember(args.nodes or (here.world_size if here else 1)))
 
 
 def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -> Hardware:
@@ -192,7 +207,8 @@ def _compare(args: argparse.Namespace) -> None:
     run = find_run(args.run)
     config, world = run.config, run.world
     seen = recorded_steps(run.run_dir.metrics_file)
-    cluster = Cluster.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
+    machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
+    cluster = Cluster.alike(machine, ClusterMember.from_env(os.environ))
     here = hardware_here(config, cluster)
     hardware = _hardware(args, here, world.device == "cuda")
     samples = seen.get("finetune/samples") or 1.0

@@ -28,7 +28,7 @@ from pipelinerl.domains.data_sets import preview
 from pipelinerl.domains.shapes import SHAPES
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
-from pipelinerl.role import NODE_SECRET_KEY
+from pipelinerl.role import SECRET_KEYS
 from pipelinerl.run.fit import faults_of, forecast_run, hardware_here, lines_of
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import (
@@ -60,13 +60,15 @@ REMARK = "remark of the check: "
 
 @dataclass(frozen=True)
 class Start:
-    """What is about to be started. `search_dirs` are folders with the user's own modules."""
+    """What is about to be started. `search_dirs` are folders with the user's own modules; `has_agents`: the nodes of a
+    cluster check themselves."""
 
     config: RunConfig
     cluster: Cluster
     environ: Mapping[str, str]
     search_dirs: Sequence[Path] = ()
     is_dry_run: bool = False
+    has_agents: bool = False
 
     @property
     def has_servers(self) -> bool:
@@ -77,13 +79,15 @@ class Check(NamedTuple):
     """One check: raises `UserError`, or returns lines to show.
 
     `dry_run`: whether a dry run makes it too, and then refuses as a start would, or only reports it.
-    `every_node`: whether the nodes above 0 make it too, with the config that node 0 saved.
+    `every_node`: whether the nodes of a cluster make it too, with the config that the launcher saved; `of_machine`:
+    whether they alone do, because the launcher's machine may be another one.
     """
 
     run: Callable[[Start], list[str]]
     dry_run: Literal["skip", "refuse", "report"] = "skip"
     at_start: bool = True
     every_node: bool = False
+    of_machine: bool = False
 
 
 def check_start(start: Start) -> list[str]:
@@ -95,13 +99,16 @@ def check_start(start: Start) -> list[str]:
     Raises:
         UserError: the first fault.
     """
-    return [line for check in CHECKS if check.at_start for line in check.run(start)]
+    is_here = not start.has_agents
+    return [
+        line for check in CHECKS if check.at_start and (is_here or not check.of_machine) for line in check.run(start)
+    ]
 
 
 def check_node(start: Start) -> None:
-    """The checks of a node above 0. Raises UserError."""
+    """The checks of a node of a cluster. Raises UserError."""
     for check in CHECKS:
-        if check.every_node:
+        if check.every_node or check.of_machine:
             check.run(start)
 
 
@@ -143,18 +150,6 @@ def check_output_dir(start: Start) -> list[str]:
     return []
 
 
-def check_supported(start: Start) -> list[str]:
-    """Refuse what can be planned but not run."""
-    config, several = start.config, start.cluster.world_size > 1
-    restarts, nodes = config.supervise.max_restarts, "with several nodes (WORLD_SIZE)"
-    if several and config.debug.mode:
-        raise ConfigError("debug.mode", config.debug.mode, f"'' {nodes}", "Run the stage on one node.")
-    if several and restarts:
-        next_step = "Start the command again on all nodes: the run continues."
-        raise ConfigError("supervise.max_restarts", restarts, f"0 {nodes}", next_step)
-    return []
-
-
 def check_vllm(start: Start) -> list[str]:
     """Refuse to start servers where vLLM is not installed. It is looked for, not imported."""
     spec = importlib.util.find_spec("vllm") if start.has_servers else None
@@ -170,7 +165,7 @@ def check_vllm(start: Start) -> list[str]:
 
 def check_device(start: Start) -> list[str]:
     """Refuse GPUs that are named in the environment but do not exist."""
-    gpus = start.cluster.gpus
+    gpus = start.cluster.nodes[start.cluster.rank].gpus
     if start.config.world.device == "cpu" or not gpus:
         return []
     found = len(nvml_gpu_lister())
@@ -224,7 +219,9 @@ def check_disk(start: Start) -> list[str]:
     # One more is written before the oldest is removed.
     states = min(saves, (tuned.keep_last_checkpoints or saves) + more + 1)
     models = (saves if tuned.keep_intermediate_checkpoints else min(saves, more + 2)) + 3 * bool(tuned.keep_best)
-    is_16_bit = tuned.dtype == "bf16" or (tuned.dtype == "auto" and start.cluster.gpus and config.world.device != "cpu")
+    is_16_bit = tuned.dtype == "bf16" or (
+        tuned.dtype == "auto" and start.cluster.num_gpus and config.world.device != "cpu"
+    )
     state = 0 if tuned.lora.enabled else parameters * _BYTES_PER_PARAMETER
     model = parameters * (2 if is_16_bit else 4)
     context = min(tuned.seq_length, config.vllm_config.number("max-model-len") or tuned.seq_length)
@@ -276,7 +273,7 @@ def check_server_files(start: Start) -> list[str]:
         raise ConfigError(SOCKET_FOLDER_KEY, folder, expected, f"Set {SOCKET_FOLDER_KEY} to one.")
     option = start.config.vllm_config.option("distributed-executor-backend")[1]
     sizes = [start.config.vllm_config.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "pipeline")]
-    on_cpu = start.config.world.device == "cpu" or not start.cluster.gpus
+    on_cpu = start.config.world.device == "cpu" or not start.cluster.num_gpus
     if not SHARED_MEMORY.is_dir() or not (on_cpu or math.prod(sizes) > 1 or option == "mp"):
         return []  # a server on one GPU is one process
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < _QUEUE_BYTES:
@@ -289,7 +286,7 @@ def check_server_files(start: Start) -> list[str]:
 def check_adapter_servers(start: Start) -> list[str]:
     """Refuse servers that cannot serve the adapter that the trainer sends."""
     if start.config.has_stage("actor_llm"):
-        check_adapter(start.config, start.config.world.device != "cpu" and bool(start.cluster.gpus))
+        check_adapter(start.config, start.config.world.device != "cpu" and start.cluster.num_gpus > 0)
     return []
 
 
@@ -369,7 +366,8 @@ def check_domain(start: Start) -> list[str]:
         paths = [*map(str, start.search_dirs), start.environ.get("PYTHONPATH", "")]
         env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        env.pop(NODE_SECRET_KEY, None)  # not for the user's code
+        for key in SECRET_KEYS:  # not for the user's code
+            env.pop(key, None)
         argv = [sys.executable, "-m", "pipelinerl.analysis.check_domain", "--run-config", str(file)]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         try:
@@ -464,16 +462,15 @@ def _bound_names(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
 CHECKS = (
     Check(check_task),
     Check(check_output_dir, dry_run="report"),
-    Check(check_supported, every_node=True),
-    Check(check_vllm, every_node=True),
-    Check(check_device, every_node=True),
+    Check(check_vllm, of_machine=True),
+    Check(check_device, of_machine=True),
     Check(check_streams, every_node=True),
     Check(check_model_path, dry_run="report", every_node=True),
     Check(check_fit, dry_run="report"),
     Check(check_disk, dry_run="report"),
     Check(check_servers, dry_run="refuse", every_node=True),
     Check(check_environment, dry_run="report"),
-    Check(check_server_files, dry_run="report", every_node=True),
+    Check(check_server_files, dry_run="report", of_machine=True),
     Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),
     Check(check_module_names, dry_run="report"),

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -30,20 +31,21 @@ from pipelinerl.role import JOB_KEY
 from pipelinerl.run.last_error import LogPart, crash_note, last_error
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_S = 3.0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended. `job` is the one to blame, if one is; `signum` the first signal that the launcher got, also one
-    that came after a failure, which stays the reason."""
+    that came after a failure, which stays the reason. `has_lost_node`: a node of the cluster is gone."""
 
     status: Literal["completed", "failed", "interrupted"]
     reason: str | None
     exit_code: int
     job: str | None = None
     signum: int | None = None
+    has_lost_node: bool = False
 
 
 class ChildExited(msgspec.Struct, frozen=True):
@@ -71,21 +73,14 @@ class StreamFailed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class NodeEnded(msgspec.Struct, frozen=True):
-    """The run is over on another node, and has to be on this one."""
-
-    status: Literal["completed", "failed", "interrupted"]
-    reason: str | None
-    exit_code: int
-
-
-class NodeSaved(msgspec.Struct, frozen=True):
-    """No trainer of another node is left to save, or the run is over there."""
+class NodeLost(msgspec.Struct, frozen=True):
+    """A node of the cluster is gone with all its jobs; `reason` completes `node 1 (host) ...`."""
 
     rank: int
+    reason: str
 
 
-Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeEnded | NodeSaved
+Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeLost
 
 
 @contextmanager
@@ -115,19 +110,27 @@ def signals_as_events(events: SimpleQueue[Event]) -> Iterator[list[int]]:
 class Child:
     """A running child. `pid` is also the id of its process group and session; `stdout` and `stderr` are its part of the
     job's logs (an earlier process of the same job wrote the part before). `started_at`: on the monotonic clock.
-    `is_signalled`: the launcher signalled it."""
+    `is_signalled`: the launcher signalled it. `send` signals the process, or with True its group; it may be one of
+    another machine."""
 
     name: str
     pid: int
     stdout: LogPart
     stderr: LogPart
     started_at: float
+    send: Callable[[int, bool], None]
     returncode: int | None = None
     is_signalled: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_alive(self) -> bool:
         return self.returncode is None
+
+    def end(self, returncode: int) -> None:
+        """Note that the process is gone."""
+        self.returncode = returncode
+        self.ended.set()
 
     def last_words(self) -> str:
         """` Last error: ...`; empty if a signal from elsewhere gave it no chance to say why it ends."""
@@ -150,8 +153,13 @@ class Child:
 
     def _send(self, signum: int, to_group: bool = False) -> None:
         self.is_signalled = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signum) if to_group else os.kill(self.pid, signum)
+        self.send(signum, to_group)
+
+
+def signal_process(pid: int, signum: int, to_group: bool) -> None:
+    """Signal a process of this machine or its group, if it still lives."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signum) if to_group else os.kill(pid, signum)
 
 
 def spawn(
@@ -161,9 +169,10 @@ def spawn(
     folder: Path,
     events: SimpleQueue[Event],
     inherited_fds: Sequence[int] = (),
+    dies_with_us: bool = False,
 ) -> Child:
     """Start `argv` in a session of its own, with stdout and stderr appended to files in `folder`; its end becomes a
-    `ChildExited` in `events`.
+    `ChildExited` in `events`. `dies_with_us`: the kernel kills it when this thread ends.
 
     Raises:
         OSError: the program cannot be started.
@@ -180,12 +189,14 @@ def spawn(
             stderr=err,
             start_new_session=True,
             pass_fds=tuple(inherited_fds),
+            preexec_fn=_die_with_parent if dies_with_us else None,
         )
-    child = Child(name, process.pid, stdout, stderr, time.monotonic())
+    child = Child(name, process.pid, stdout, stderr, time.monotonic(), partial(signal_process, process.pid))
 
     def wait() -> None:
-        child.returncode = process.wait()
-        events.put(ChildExited(name, child.returncode))
+        returncode = process.wait()
+        child.end(returncode)
+        events.put(ChildExited(name, returncode))
 
     threading.Thread(target=wait, name=f"wait-{name}", daemon=True).start()
     return child
@@ -206,9 +217,16 @@ def describe_exit(returncode: int) -> str:
 def become_subreaper() -> bool:
     """Have orphaned descendants re-parented to this process, so that they are found (Linux). False where the system
     cannot do it."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> bool:
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        return bool(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+        return bool(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0)
     except (OSError, AttributeError):
         return False
 

@@ -41,7 +41,8 @@ def can_resume(outcome: Outcome) -> bool:
     """Whether a run that ended so may be continued without anybody changing anything: a user error would only be made
     again, and a server was restarted as often as it may be."""
     kind = (outcome.job or "").rpartition("_")[0]
-    return outcome.status == "failed" and outcome.exit_code == EXIT_RUN_FAILED and kind in RESUMED_KINDS
+    is_resumed = outcome.has_lost_node or kind in RESUMED_KINDS
+    return outcome.status == "failed" and outcome.exit_code == EXIT_RUN_FAILED and is_resumed
 
 
 class ExitVerdict(NamedTuple):
@@ -59,16 +60,14 @@ class ExitPolicy:
     end by themselves; `ServerKeeper` says whether they are restarted. Every other end fails the run.
 
     Args:
-        jobs: of this node.
+        jobs: of the run.
         trainer: messages of the trainer; None: there is none, and the other stages know when they are done.
         incarnation: of this start.
-        ends_run: whether the run is over when all jobs ended. Servers of a node above 0 may still be needed by others.
     """
 
     jobs: Sequence[Job]
     trainer: StreamReader[TrainerMessage] | None
     incarnation: int = 0
-    ends_run: bool = True
     _done: set[str] = field(default_factory=set)
     _is_trained: bool = False
 
@@ -83,14 +82,14 @@ class ExitPolicy:
 
     @property
     def phase(self) -> Phase:
-        """`evaluating`: training is complete, and the actor still makes the last evaluation. On a node without an actor
-        always `training`."""
+        """`evaluating`: training is complete, and the actor still makes the last evaluation. Without an actor always
+        `training`."""
         actors, ranks = ({job.name for job in self.jobs if job.kind == kind} for kind in ("actor", "finetune"))
         if not actors:
             return "training"
         if actors <= self._done:
             return "over"
-        # Others than ranks end after training only; the ranks may be on another node.
+        # Others than ranks end after training only.
         is_trained = bool(self._done - ranks) or (bool(ranks) and ranks <= self._done)
         return "evaluating" if is_trained else "training"
 
@@ -107,7 +106,7 @@ class ExitPolicy:
         if not is_other_rank and not self._training_is_complete():
             return ExitVerdict("failed", "ended (exit code 0) before training was complete")
         self._done.add(job.name)
-        return ExitVerdict("finished" if self.ends_run and not self.unfinished else "continue")
+        return ExitVerdict("continue" if self.unfinished else "finished")
 
     def _training_is_complete(self) -> bool:
         while self.trainer is not None and not self._is_trained:
@@ -146,7 +145,7 @@ class RestartBudget:
 
 @dataclass
 class Server:
-    """One server. `is_ours`: this launcher started its process. `joined`: it came in mid run. `due`: when it is to be
+    """One server. `is_ours`: the launcher started its process. `joined`: it came in mid run. `due`: when it is to be
     started (ours) or tried (others) again. Times are seconds of the monotonic clock."""
 
     name: str
@@ -169,12 +168,10 @@ class ServerKeeper:
     """State of all servers of one start of a run. Servers of the pool `actor` are announced in the stream `pool`: the
     run uses one only while it is up and has the weights.
 
-    Node 0 knows all of that pool and restarts its own in place; the others know their own, and restart none.
-
     Args:
-        session: of the run, as this node sees it.
+        session: of the run.
         now: seconds of the monotonic clock, as in all methods.
-        changes: the stream `pool`; None on nodes above 0.
+        changes: the stream `pool`; None: nobody is told.
 
     Attributes:
         phase: of the run. After training nobody can give a server its weights, so none is restarted.
@@ -182,17 +179,14 @@ class ServerKeeper:
 
     def __init__(self, session: RunSession, now: float, changes: StreamWriter[PoolChange] | None) -> None:
         self._session = session
-        self._is_leader = session.world.rank == 0
         self._changes = changes
         self._unserved_since: float | None = None
         self.phase: Phase = "training"
         self.servers: dict[str, Server] = {}
         for job in session.world.jobs:
-            is_policy, is_ours = job.kind == POLICY_KIND, job.node_rank == session.world.rank
-            if job.kind in SERVER_KINDS and (is_ours or (is_policy and self._is_leader)):
-                self.servers[job.name] = Server(
-                    job.name, job.url or "", is_ours, is_policy, self._budget(), now, job.weight_group_port
-                )
+            if job.kind in SERVER_KINDS:
+                url, port, is_policy = job.url or "", job.weight_group_port, job.kind == POLICY_KIND
+                self.servers[job.name] = Server(job.name, url, True, is_policy, self._budget(), now, port)
         self._write_state()
 
     @property
@@ -252,8 +246,14 @@ class ServerKeeper:
         server.trouble = trouble
         if not self._retry(server, trouble, now):
             logger.error("%s %s%s: it leaves", name, trouble, _cap_text(server))
-            server.state = "removed"
-            self._announce(server, "removed", trouble)
+            self.leave(name, trouble)
+        self._write_state()
+
+    def leave(self, name: str, trouble: str) -> None:
+        """The server is gone for good."""
+        server = self.servers[name]
+        server.state, server.due, server.trouble = "removed", None, trouble
+        self._announce(server, "removed", trouble)
         self._write_state()
 
     def add(self, url: str, now: float) -> Server:
@@ -277,9 +277,7 @@ class ServerKeeper:
         if found.is_ours:
             # Its process ends, so what runs there cannot finish.
             self._down(found, "it was removed", now)
-        found.state, found.due, found.trouble = "removed", None, "it was removed"
-        self._announce(found, "removed", found.trouble)
-        self._write_state()
+        self.leave(found.name, "it was removed")
         return found
 
     def take_due(self, now: float) -> list[Server]:
@@ -348,8 +346,9 @@ class ServerKeeper:
 
     def _budget(self) -> RestartBudget:
         config = self._session.config.supervise
-        cap = config.max_server_restarts if self._is_leader else 0
-        return RestartBudget(cap, config.server_restart_backoff_s, config.server_restart_window_s)
+        return RestartBudget(
+            config.max_server_restarts, config.server_restart_backoff_s, config.server_restart_window_s
+        )
 
     def _retry(self, server: Server, reason: str, now: float) -> bool:
         """Plan another start or try; False if it had as many as it may."""
@@ -390,15 +389,12 @@ class ServerKeeper:
 
     def _write_state(self) -> None:
         """Where the command `pool` reads it."""
-        if self._is_leader:
-            states = [
-                ServerState(
-                    each.name, each.url, each.state, each.generation + 1, each.joined, each.version, each.trouble
-                )
-                for each in self.servers.values()
-                if each.is_policy
-            ]
-            write_state(self._session.run_dir, states)
+        states = [
+            ServerState(each.name, each.url, each.state, each.generation + 1, each.joined, each.version, each.trouble)
+            for each in self.servers.values()
+            if each.is_policy
+        ]
+        write_state(self._session.run_dir, states)
 
 
 def _cap_text(server: Server) -> str:

@@ -1,5 +1,4 @@
-"""One supervised run on node 0, from the entered directory to `summary.json`, which is written whatever happens; and
-the jobs of one node, for node 0 and the others alike."""
+"""One supervised run, from the entered directory to `summary.json`, which is written whatever happens."""
 
 from __future__ import annotations
 
@@ -13,16 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import EXIT_RUN_FAILED
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, UserError
 from pipelinerl.finetune.best_model import best_model_of
 from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
-from pipelinerl.run.mps import shared_by_mps
-from pipelinerl.run.nodes import Peers
+from pipelinerl.run.node import OpenNodes, this_machine
 from pipelinerl.run.pool_command import forget_requests
-from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed, become_subreaper
+from pipelinerl.run.processes import Outcome, PoolAnswered, StreamFailed
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper
 from pipelinerl.run.show import evaluation_report, print_evaluation, print_result
-from pipelinerl.run.start import RunSession, server_sockets
+from pipelinerl.run.start import RunSession
 from pipelinerl.run.watch import Supervisor
 from pipelinerl.rundir.layout import newest_training_state
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER, TRAINER_TOPIC, Entry
@@ -35,12 +33,12 @@ from pipelinerl.tracking.wandb_sink import first_line
 logger = logging.getLogger(__name__)
 
 
-def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -> Outcome:
+def supervise(session: RunSession, open_nodes: OpenNodes = this_machine, moved_to: Path | None = None) -> Outcome:
     """Start and supervise all processes, then write the summary and say how it went.
 
     Args:
-        session: as node 0 sees it.
-        peers: the other nodes.
+        session: what to run.
+        open_nodes: makes the nodes of the run ready to start its jobs.
         moved_to: where the run is that was in the directory before.
     """
     _greet(session, moved_to)
@@ -56,7 +54,9 @@ def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -
             write_json(run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
             raise
         try:
-            outcome = supervise_jobs(session, hub, peers)
+            outcome = supervise_jobs(session, hub, open_nodes)
+        except UserError as error:  # a node of the cluster cannot be used
+            outcome = Outcome("failed", str(error), EXIT_USER_ERROR)
         except Exception as error:
             logger.exception("the launcher failed")
             collector.stop()  # the terminal is free again
@@ -75,31 +75,18 @@ def supervise(session: RunSession, peers: Peers, moved_to: Path | None = None) -
     return outcome
 
 
-def supervise_jobs(session: RunSession, hub: StreamHub, peers: Peers) -> Outcome:
-    """Start the jobs of one node and block until the run is over and all of them are gone.
-
-    Node 0 alone restarts servers in place, announces them in the stream `pool`, and answers the command `pool`.
-    """
-    is_leader = session.world.rank == 0
-    if not become_subreaper():
-        logger.warning("this system cannot re-parent orphans: processes that leave their group may survive the run")
+def supervise_jobs(session: RunSession, hub: StreamHub, open_nodes: OpenNodes = this_machine) -> Outcome:
+    """Start the jobs and block until the run is over and all of them are gone."""
     with ExitStack() as stack:
-        jobs = [command.job for command in session.commands]
-        environ = stack.enter_context(server_sockets(session.environ))
-        environ = stack.enter_context(shared_by_mps(session.config, jobs, environ))
-        session = replace(session, environ=environ)
-        death_read, death_write = os.pipe()
-        stack.callback(os.close, death_read)
-        stack.callback(os.close, death_write)
-        changes = None
-        if is_leader:
-            forget_requests(session.run_dir)
-            changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
-            stack.callback(changes.close)
-            stack.callback(_stop, _follow_answers(session, hub))
+        nodes = stack.enter_context(open_nodes(session))
+        forget_requests(session.run_dir)
+        changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
+        stack.callback(changes.close)
+        stack.callback(_stop, _follow_answers(session, hub))
         trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if session.config.has_stage("finetune") else None
-        policy = ExitPolicy(jobs, trainer, session.identity.incarnation, ends_run=is_leader)
-        return Supervisor(session, policy, ServerKeeper(session, time.monotonic(), changes), peers, death_read).run()
+        jobs = [command.job for command in session.commands]
+        policy = ExitPolicy(jobs, trainer, session.identity.incarnation)
+        return Supervisor(session, policy, ServerKeeper(session, time.monotonic(), changes), nodes).run()
 
 
 def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:

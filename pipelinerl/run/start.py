@@ -26,7 +26,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.records import StepDone, TrainerMessage
-from pipelinerl.role import DEATH_FD_KEY, JOB_KEY, NODE_SECRET_KEY, TOKEN_KEY
+from pipelinerl.role import DEATH_FD_KEY, JOB_KEY, SECRET_KEYS, TOKEN_KEY
 from pipelinerl.run.processes import Event
 from pipelinerl.rundir.durable import FileLock, ScratchFolder, is_locked
 from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity, write_identity
@@ -348,7 +348,7 @@ class Command:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One start of a run, as one node sees it. `token` opens the servers' routes and lives in memory only. `restarts`
+    """One start of a run. `token` opens the servers' routes and lives in memory only. `restarts`
     says why the launcher has started the run again by itself, once for each time."""
 
     config: RunConfig
@@ -365,7 +365,7 @@ class RunSession:
 def build_commands(
     world: WorldMap, run_dir: RunDir, environ: Mapping[str, str], search_dirs: Sequence[Path] = ()
 ) -> list[Command]:
-    """The commands of this node's jobs.
+    """The commands of all jobs.
 
     Args:
         world: the plan.
@@ -373,7 +373,7 @@ def build_commands(
         environ: the launcher's environment; lists such as NO_PROXY are extended, not replaced.
         search_dirs: folders with the user's own modules (for the jobs that import them).
     """
-    return [build_command(job, world, run_dir, environ, search_dirs) for job in world.local_jobs]
+    return [build_command(job, world, run_dir, environ, search_dirs) for job in world.jobs]
 
 
 def build_command(
@@ -413,7 +413,7 @@ def trainer_variables(environ: Mapping[str, str]) -> list[str]:
 def child_environment(command: Command, environ: Mapping[str, str], token: str, death_fd: int) -> dict[str, str]:
     """The whole environment of the child, with the secrets that it needs. Secrets are nowhere else: not in argv, not in
     `command.sh`."""
-    dropped = {*_RANK_KEYS, NODE_SECRET_KEY, *trainer_variables(environ)}
+    dropped = {*_RANK_KEYS, *SECRET_KEYS, *trainer_variables(environ)}
     inherited = {key: value for key, value in environ.items() if key not in dropped}
     return inherited | dict(command.env) | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
 

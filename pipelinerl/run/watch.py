@@ -1,8 +1,8 @@
-"""The supervisor: starts the jobs of this node, waits for the first thing that matters, and ends every process.
+"""The supervisor: starts the jobs on their nodes, waits for the first thing that matters, and ends every process.
 
-It waits on one queue: ends of children (a thread per child), signals, what the trainer says about servers, what other
-nodes say. Between events it reads the heartbeats. A server that ended or got stuck is restarted in place, as
-`ServerKeeper` decides. Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
+It waits on one queue: ends of children (a thread per child), signals, what the trainer says about servers, nodes of a
+cluster that are gone. Between events it reads the heartbeats. A server that ended or got stuck is restarted in place,
+as `ServerKeeper` decides. Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import logging
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty
 
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.run.last_error import LogPart, last_error, stack_note, user_error
-from pipelinerl.run.nodes import Peers
+from pipelinerl.run.node import Node
 from pipelinerl.run.pool_command import PoolReply, PoolRequest, take_requests
 from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S
 from pipelinerl.run.processes import (
@@ -25,21 +25,15 @@ from pipelinerl.run.processes import (
     ChildExited,
     Event,
     Interrupted,
-    NodeEnded,
-    NodeSaved,
+    NodeLost,
     Outcome,
     PoolAnswered,
     StreamFailed,
-    cpu_seconds,
     describe_exit,
-    end_all,
-    end_rest_of_job,
-    spawn,
-    wait_gone,
 )
-from pipelinerl.run.restart import ExitPolicy, ExitVerdict, ServerKeeper
-from pipelinerl.run.start import Command, RunSession, child_environment
-from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
+from pipelinerl.run.restart import POLICY_KIND, ExitPolicy, ExitVerdict, ServerKeeper
+from pipelinerl.run.start import Command, RunSession
+from pipelinerl.rundir.heartbeat import HeartbeatState
 from pipelinerl.world import SERVER_KINDS
 
 logger = logging.getLogger(__name__)
@@ -134,32 +128,30 @@ def long_waits(children: Iterable[Child], signs: Mapping[str, Sign], now: float)
 
 
 class Supervisor:
-    """Supervises the jobs of one node; `run` is called once.
+    """Supervises the jobs of a run; `run` is called once.
 
     Args:
         session: what to run.
         policy: judges the ends of jobs.
         keeper: of the servers.
-        peers: the launchers of the other nodes. They hear how the run ended before its processes are ended.
-        death_fd: read end of the launcher's death pipe.
+        nodes: where the jobs run, by rank.
     """
 
     def __init__(
-        self, session: RunSession, policy: ExitPolicy, keeper: ServerKeeper, peers: Peers, death_fd: int
+        self, session: RunSession, policy: ExitPolicy, keeper: ServerKeeper, nodes: Mapping[int, Node]
     ) -> None:
         self._session = session
         self._config = session.config.supervise
         self._policy = policy
         self._keeper = keeper
-        self._peers = peers
-        self._death_fd = death_fd
+        self._nodes = nodes
         self._jobs = {command.job.name: command.job for command in session.commands}
         self._children: dict[str, Child] = {}
         self._signs: dict[str, Sign] = {}
         #: When a server that was removed is killed, should it not have ended by then; when the run must have finished.
         self._kill_at: dict[str, float] = {}
         self._finish_by: float | None = None
-        self._is_signalled = False
+        self._lost: list[NodeLost] = []
         self._last_tick = 0.0
 
     def run(self) -> Outcome:
@@ -167,17 +159,28 @@ class Supervisor:
         grace_s = MAX_GRACE_AFTER_FAILURE_S
         try:
             outcome = self._start() or self._watch()
-            self._peers.tell_outcome(outcome)
             if outcome.status == "completed":
                 grace_s = MAX_GRACE_S
             elif outcome.status == "interrupted":
                 grace_s = self._let_trainers_save()
         finally:
-            pids = [child.pid for child in self._children.values()]
-            left = end_all(pids, min(self._config.shutdown_grace_s, grace_s))
-        if left:
-            logger.error("processes that outlived SIGKILL: %s", left)
+            self._end_all(min(self._config.shutdown_grace_s, grace_s))
         return outcome
+
+    def _end_all(self, grace_s: float) -> None:
+        """End what is left of the jobs, on all nodes at the same time."""
+        lost = {node.rank for node in self._lost}
+        living = {rank: node for rank, node in self._nodes.items() if rank not in lost}
+        with ThreadPoolExecutor(max_workers=max(1, len(living))) as pool:
+            ends = {rank: pool.submit(node.end_all, grace_s) for rank, node in living.items()}
+        for rank, end in ends.items():
+            if end.exception() is not None:
+                logger.error("the jobs of node %d could not be ended: %s", rank, end.exception())
+            elif left := end.result():
+                logger.error("processes that outlived SIGKILL on node %d: %s", rank, left)
+
+    def _node_of(self, name: str) -> Node:
+        return self._nodes[self._jobs[name].node_rank]
 
     def _start(self) -> Outcome | None:
         for command in self._session.commands:
@@ -191,17 +194,13 @@ class Supervisor:
         return None
 
     def _spawn(self, command: Command) -> Outcome | None:
-        name, session = command.job.name, self._session
-        folder = session.run_dir.job(name)
-        env = child_environment(command, session.environ, session.token, self._death_fd)
-        with suppress(OSError):  # that of an earlier process
-            session.run_dir.heartbeat_file(name).unlink(missing_ok=True)
+        name = command.job.name
         try:
-            child = spawn(name, command.argv, env, folder, session.events, (self._death_fd,))
+            child = self._node_of(name).start(command)
         except OSError as error:
             return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
         self._children[name], self._signs[name] = child, Sign(child.pid, child.started_at)
-        logger.info("started %s (pid %d), logs in %s", name, child.pid, folder)
+        logger.info("started %s (pid %d), logs in %s", name, child.pid, self._session.run_dir.job(name))
         return None
 
     def _watch(self) -> Outcome:
@@ -233,12 +232,11 @@ class Supervisor:
     def _handle(self, event: Event | None) -> Outcome | None:
         """The outcome of the run if this event decides it."""
         if isinstance(event, Interrupted):
-            self._is_signalled = True
             waits = long_waits(self._children.values(), self._signs, time.monotonic())
             reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
             return Outcome("interrupted", reason, 128 + event.signum)
-        if isinstance(event, NodeEnded):
-            return Outcome(event.status, event.reason, event.exit_code)
+        if isinstance(event, NodeLost):
+            return self._lose_node(event)
         if isinstance(event, StreamFailed):
             return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
         if isinstance(event, PoolAnswered):
@@ -250,6 +248,34 @@ class Supervisor:
         if isinstance(event, ChildExited):
             return self._judge_exit(event)
         return None
+
+    def _lose_node(self, lost: NodeLost) -> Outcome | None:
+        """Servers of the policy that were on it leave the run; whatever else was there ends it."""
+        text = self._note_lost(lost)
+        there = [
+            name for name, child in self._children.items() if self._is_on(name, lost.rank) and child.returncode != 0
+        ]
+        needed = [name for name in there if self._jobs[name].kind != POLICY_KIND]
+        if needed:
+            reason = f"{text}; {', '.join(there)} ran there"
+            return Outcome("failed", reason, EXIT_RUN_FAILED, needed[0], has_lost_node=True)
+        logger.error("%s; the run goes on without %s", text, ", ".join(there) or "it")
+        for name in there:
+            self._kill_at.pop(name, None)
+            self._keeper.leave(name, text)
+        return None
+
+    def _note_lost(self, lost: NodeLost) -> str:
+        """Which node is gone, and why."""
+        self._lost.append(lost)
+        host = next((job.host for job in self._jobs.values() if job.node_rank == lost.rank), "no jobs")
+        for name, child in self._children.items():
+            if self._is_on(name, lost.rank) and child.is_alive:
+                child.end(-signal.SIGKILL)
+        return f"node {lost.rank} ({host}) {lost.reason}"
+
+    def _is_on(self, name: str, rank: int) -> bool:
+        return self._jobs[name].node_rank == rank
 
     def _judge_exit(self, event: ChildExited) -> Outcome | None:
         job = self._jobs[event.name]
@@ -266,7 +292,7 @@ class Supervisor:
         name, child = event.name, self._children[event.name]
         if self._keeper.is_removed(name):
             self._kill_at.pop(name, None)
-            end_rest_of_job(child.pid, name)  # its helpers hold its device
+            self._node_of(name).end_rest(child)  # its helpers hold its device
             return None
         if self._keeper.can_lose(name):
             # Nobody is left to give a new one the weights. The other servers can finish what is left; `find_unserved`
@@ -277,7 +303,7 @@ class Supervisor:
             return None
         # The others hear of it first; what is left of the server must be gone before it is started again.
         why_not = self._keeper.on_exit(name, event.returncode, time.monotonic())
-        end_rest_of_job(child.pid, name)
+        self._node_of(name).end_rest(child)
         if why_not is None:
             logger.warning("%s ended.%s Its log: %s", name, child.last_words(), child.stderr.file)
             return None
@@ -285,8 +311,7 @@ class Supervisor:
 
     def _tend_servers(self) -> Outcome | None:
         """Requests of the command `pool`, servers that are due or late, evaluation without a server."""
-        if self._session.world.rank == 0:  # of several launchers, the command talks to the first
-            take_requests(self._session.run_dir, self._answer_request)
+        take_requests(self._session.run_dir, self._answer_request)
         now, keeper = time.monotonic(), self._keeper
         for name in [name for name, at in self._kill_at.items() if at <= now]:
             del self._kill_at[name]
@@ -306,7 +331,9 @@ class Supervisor:
                 return outcome
             keeper.started(server.name, time.monotonic())
         if keeper.is_empty:
-            return Outcome("failed", "no server is left in the pool", EXIT_RUN_FAILED)
+            gone = [f"node {node.rank} {node.reason}" for node in self._lost]
+            reason = "; ".join(["no server is left in the pool", *gone])
+            return Outcome("failed", reason, EXIT_RUN_FAILED, has_lost_node=bool(gone))
         return None
 
     def _answer_request(self, request: PoolRequest) -> PoolReply:
@@ -342,7 +369,10 @@ class Supervisor:
             if not child.is_alive or self._keeper.is_ending(name):
                 continue
             sign = self._signs[name]
-            sign.see(read_heartbeat(self._session.run_dir.heartbeat_file(name)), cpu_seconds(child.pid), now)
+            if not self._node_of(name).answers:  # it comes back, or is lost
+                sign.forgive(now)
+                continue
+            sign.see(*self._node_of(name).look(child), now)
             if (reason := sign.why_stuck(self._config, now)) is None:
                 continue
             if self._keeper.survives_end_of(name, now):
@@ -351,7 +381,7 @@ class Supervisor:
             error = last_error(child.stdout, child.stderr)
             dump = LogPart(child.stderr.file, child.stderr.file.stat().st_size)
             child.dump_stacks()
-            wait_gone([child.pid], _STACK_DUMP_S)
+            child.ended.wait(_STACK_DUMP_S)
             message = f"{name} {reason}. Last error: {error}\n{stack_note(dump)}"
             return Outcome("failed", f"{message}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, name)
         return None
@@ -359,7 +389,7 @@ class Supervisor:
     def _blame(self, first: ChildExited, verdict: ExitVerdict) -> Outcome:
         """Name the job that failed. One death causes others: those that follow at once are considered, too."""
         ends: list[tuple[ChildExited, ExitVerdict]] = [(first, verdict)]
-        node = self._collect_ends(ends)
+        lost = self._collect_ends(ends)
         event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
         child = self._children[event.name]
         if verdict.kind == "user_error" and (message := user_error(child.stderr)) is not None:
@@ -369,22 +399,24 @@ class Supervisor:
         if others:
             reason += f"\nAlso ended: {', '.join(others)}"
         reason += f"\nIts log: {child.stderr.file}"
-        if node is not None:
-            reason = f"{node.reason}\nOn this node: {reason}"
-        return Outcome("failed", reason, EXIT_RUN_FAILED, event.name)
+        if lost is not None:
+            reason = f"{self._note_lost(lost)}\nThen: {reason}"
+        return Outcome("failed", reason, EXIT_RUN_FAILED, event.name, has_lost_node=lost is not None)
 
-    def _collect_ends(self, ends: list[tuple[ChildExited, ExitVerdict]]) -> NodeEnded | None:
-        """Add the bad ends of the next moment to `ends`; the failure of another node if that may be the cause."""
+    def _collect_ends(self, ends: list[tuple[ChildExited, ExitVerdict]]) -> NodeLost | None:
+        """Add the bad ends of the next moment to `ends`; the node that is gone if that may be the cause."""
         started = time.monotonic()
-        is_leader = self._session.world.world_size > 1 and self._session.world.rank == 0
         while True:
             is_clear = any(self._blame_order(end) < _UNCLEAR for end in ends)
-            collect_s = NODES_COLLECT_S if is_leader and not is_clear else COLLECT_S
+            collect_s = COLLECT_S
+            if len(self._nodes) > 1 and not is_clear:
+                is_silent = not all(node.answers for node in self._nodes.values())
+                collect_s = self._config.heartbeat_timeout_s if is_silent else NODES_COLLECT_S
             left_s = started + collect_s - time.monotonic()
             event = self._next_event(left_s) if left_s > 0 else None
             if left_s <= 0 or isinstance(event, Interrupted):  # who asks for the end does not wait for a better reason
                 return None
-            if isinstance(event, NodeEnded) and event.status == "failed" and not is_clear:
+            if isinstance(event, NodeLost) and not is_clear:
                 return event
             if isinstance(event, ChildExited):
                 verdict = self._policy.on_exit(self._jobs[event.name], event.returncode)
@@ -401,33 +433,24 @@ class Supervisor:
         return _UNCLEAR if self._jobs[event.name].kind in SERVER_KINDS else _UNCLEAR + 1
 
     def _let_trainers_save(self) -> float:
-        """After a signal: ask this node's trainers to save, and block until the trainers of all nodes ended, the time
-        is over, or a second signal came. All servers still live: a trainer in the middle of a step has to give its
-        weights to them, and they may be on nodes without trainers.
+        """After a signal: ask the trainers to save, and block until they ended, the time is over, or a second signal
+        came. All servers still live: a trainer in the middle of a step has to give its weights to them.
 
         Returns the grace period of the other processes, so that all of it stays near `shutdown_grace_s`.
         """
         deadline = time.monotonic() + self._config.shutdown_grace_s
         saving = [child for child in self._children.values() if child.is_alive and self._is_trainer(child.name)]
-        awaited = self._peers.ranks
         for child in saving:
             child.terminate()
-        if not saving:
-            self._peers.tell_saved()
-        while (saving or awaited) and (left_s := deadline - time.monotonic()) > 0:
+        while saving and (left_s := deadline - time.monotonic()) > 0:
             event = self._next_event(left_s)
             if isinstance(event, ChildExited) and self._is_trainer(event.name):
                 saving = [child for child in saving if child.name != event.name]
-                if not saving:
-                    self._peers.tell_saved()
-            elif isinstance(event, NodeSaved):
-                awaited.discard(event.rank)
+            elif isinstance(event, NodeLost):
+                self._note_lost(event)
+                saving = [child for child in saving if child.is_alive]
             elif isinstance(event, Interrupted):
-                # If this launcher only heard of a signal, its own may still come: a scheduler signals every node, not
-                # all at the same moment.
-                if self._is_signalled:
-                    return MIN_GRACE_S
-                self._is_signalled = True
+                return MIN_GRACE_S
         for child in saving:
             # The stacks say what it hangs in, a collective for instance.
             logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)

@@ -76,7 +76,7 @@ class Collector:
             sys.stdout,
             self._title,
             config,
-            lambda state: quiet_line(state, config, read_beats(run_dir, world.local_jobs), time.monotonic() - started),
+            lambda state: quiet_line(state, config, read_beats(run_dir, world.jobs), time.monotonic() - started),
         )
         self._tables = _tables_of(hub, world, run_dir, config)
         self._replaced_workers: dict[str, int] = {}

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from pipelinerl.world.cluster import (
     DEFAULT_MASTER_PORT,
+    LOOPBACK,
     Cluster,
+    ClusterMember,
+    ClusterNode,
+    described_cluster,
     is_slurm_step,
     nvml_cards,
     nvml_gpu_lister,
@@ -16,20 +20,25 @@ from pipelinerl.world.cluster import (
 )
 from pipelinerl.world.jobs import SERVER_KINDS, Job, WorldMap
 from pipelinerl.world.plan import build_world_map
-from pipelinerl.world.ports import FreePorts, busy_ports
+from pipelinerl.world.ports import FreePorts, can_bind, scanned_ports
 
 __all__ = [
     "DEFAULT_MASTER_PORT",
+    "LOOPBACK",
     "SERVER_KINDS",
     "Cluster",
+    "ClusterMember",
+    "ClusterNode",
     "FreePorts",
     "Job",
     "WorldMap",
     "build_world_map",
-    "busy_ports",
+    "can_bind",
+    "described_cluster",
     "is_slurm_step",
     "nvml_cards",
     "nvml_gpu_lister",
     "nvml_gpu_memory",
+    "scanned_ports",
     "usable_cores",
 ]

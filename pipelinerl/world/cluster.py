@@ -10,17 +10,17 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipelinerl.config.resources import WorldConfig
 from pipelinerl.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
-NODE_HOSTS_KEY = "PIPELINERL_NODE_HOSTS"
 _HOSTS = "SLURM_STEP_NODELIST"
-_OWN_RANK = "set WORLD_SIZE, RANK and PIPELINERL_NODE_HOSTS yourself, or WORLD_SIZE=1 for a run on each node"
+_OWN_RANK = "set WORLD_SIZE, RANK and MASTER_ADDR yourself, or WORLD_SIZE=1 for a run on each node"
 # Commas and plain characters outside of brackets, and what is in brackets.
 _ENTRY = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -31,15 +31,40 @@ GpuMemory = Callable[[Sequence[str]], int | None]
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The nodes of a run, all alike. `gpus` and `cores` are those of one node; `hosts[rank]` is a node's address;
-    `gpu_bytes` is the memory of its smallest GPU, if that is known."""
+class ClusterMember:
+    """The place of this machine among those on which the same command was started. `master_addr` is the name or address
+    of node 0, `master_port` the port where trainer ranks meet, if the user chose it."""
 
-    world_size: int
-    rank: int
-    master_addr: str
-    master_port: int | None
-    hosts: tuple[str, ...]
+    world_size: int = 1
+    rank: int = 0
+    master_addr: str = LOOPBACK
+    master_port: int | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> ClusterMember:
+        """Read WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, or the first three from SLURM.
+
+        Raises:
+            ConfigError: a variable is not usable; the message names it.
+        """
+        environ = _with_slurm_step(environ)
+        world_size = _integer(environ, "WORLD_SIZE", 1, lowest=1)
+        rank = _integer(environ, "RANK", 0, lowest=0)
+        if rank >= world_size:
+            raise ConfigError("RANK", rank, f"0 to {world_size - 1} (WORLD_SIZE={world_size})", "Set RANK per node.")
+        master = environ.get("MASTER_ADDR", "").strip().strip("[]") if world_size > 1 else LOOPBACK
+        if not master:
+            expected = f"the name or address of node 0 (WORLD_SIZE={world_size})"
+            raise ConfigError("MASTER_ADDR", None, expected, "Export it on all nodes.")
+        return cls(world_size, rank, master, _integer(environ, "MASTER_PORT", 0, lowest=0) or None)
+
+
+@dataclass(frozen=True)
+class ClusterNode:
+    """One node of a run. `gpus` are device ids as `CUDA_VISIBLE_DEVICES` writes them there; `gpu_bytes` is the memory
+    of its smallest GPU, if that is known."""
+
+    host: str
     gpus: tuple[str, ...]
     cores: int
     gpu_bytes: int | None = None
@@ -51,36 +76,96 @@ class Cluster:
         gpu_lister: GpuLister,
         cores: int = 1,
         gpu_memory: GpuMemory = lambda gpus: None,
-    ) -> Cluster:
-        """Read WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT and CUDA_VISIBLE_DEVICES, or the first three from SLURM.
+        host: str = LOOPBACK,
+    ) -> ClusterNode:
+        """This machine.
 
         Args:
-            environ: the environment of the launcher.
+            environ: the environment of the launcher, for CUDA_VISIBLE_DEVICES.
             gpu_lister: returns the UUIDs of this node's GPUs in the order of their indices; called only if needed.
             cores: CPU cores that this node may use.
             gpu_memory: returns the memory of the smallest of some GPUs, given their ids; None: not known.
+            host: at which address others reach it.
 
         Raises:
-            ConfigError: a variable is not usable; the message names it.
+            ConfigError: CUDA_VISIBLE_DEVICES is not usable.
         """
-        environ = _with_slurm_step(environ)
-        world_size = _integer(environ, "WORLD_SIZE", 1, lowest=1)
-        rank = _integer(environ, "RANK", 0, lowest=0)
-        if rank >= world_size:
-            raise ConfigError("RANK", rank, f"0 to {world_size - 1} (WORLD_SIZE={world_size})", "Set RANK per node.")
-        master_port = _integer(environ, "MASTER_PORT", 0, lowest=0) or None
-        hosts = _hosts(environ, world_size)
         gpus = _visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), gpu_lister)
-        return cls(
-            world_size=world_size,
-            rank=rank,
-            master_addr=hosts[0],
-            master_port=master_port,
-            hosts=hosts,
-            gpus=gpus,
-            cores=max(1, cores),
-            gpu_bytes=gpu_memory(gpus) if gpus else None,
-        )
+        return cls(host, gpus, max(1, cores), gpu_memory(gpus) if gpus else None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a run, by rank. `rank` is the node of the launcher (-1: none of them), `master_port` where trainer
+    ranks meet, if the user chose it."""
+
+    nodes: tuple[ClusterNode, ...]
+    rank: int = 0
+    master_port: int | None = None
+
+    @classmethod
+    def alike(cls, machine: ClusterNode, member: ClusterMember) -> Cluster:
+        """A cluster whose other nodes are like this one, as far as is known before they have joined."""
+        if member.world_size == 1:
+            return cls((machine,), 0, member.master_port)
+        machines = (replace(machine, host=f"node-{rank}") for rank in range(member.world_size))
+        return cls(tuple(machines), member.rank, member.master_port)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(machine.host for machine in self.nodes)
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(machine.gpus) for machine in self.nodes)
+
+    @property
+    def most_gpus(self) -> int:
+        """GPUs of the node that has most of them."""
+        return max(len(machine.gpus) for machine in self.nodes)
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of the smallest GPU; None if one is not known."""
+        sizes = [machine.gpu_bytes for machine in self.nodes if machine.gpus]
+        known = [size for size in sizes if size is not None]
+        return min(known) if known and len(known) == len(sizes) else None
+
+    @property
+    def cores(self) -> int:
+        """CPU cores of the smallest node with GPUs, or of the smallest one."""
+        return min(machine.cores for machine in self.nodes if machine.gpus or not self.num_gpus)
+
+    def describe(self) -> str:
+        """`2 node(s) x 8 GPU(s)`, or the GPUs of each if they differ."""
+        counts = [len(machine.gpus) for machine in self.nodes]
+        if len(set(counts)) == 1:
+            return f"{self.world_size} node(s) x {counts[0]} GPU(s)"
+        return f"{self.world_size} nodes with {', '.join(map(str, counts))} GPUs"
+
+
+def described_cluster(world: WorldConfig, machine: ClusterNode, member: ClusterMember) -> Cluster:
+    """The cluster as far as is known before its nodes have joined: those of `world.nodes`, else all like this machine.
+
+    Raises:
+        ConfigError: nothing says how many nodes the Ray cluster has.
+    """
+    if world.nodes is None:
+        if world.cluster == "ray":
+            expected = "the nodes, as [{gpus: 8}, {gpus: 4}], for a plan without the Ray cluster"
+            raise ConfigError("world.nodes", None, expected, "Describe them.")
+        return Cluster.alike(machine, member)
+    nodes = [
+        ClusterNode(f"node-{rank}", tuple(map(str, range(node.gpus))), node.cores or machine.cores, machine.gpu_bytes)
+        for rank, node in enumerate(world.nodes)
+    ]
+    if len(nodes) == 1:
+        nodes = [replace(nodes[0], host=LOOPBACK)]
+    return Cluster(tuple(nodes), 0, member.master_port)
 
 
 def _visible_gpus(visible: str | None, gpu_lister: GpuLister) -> tuple[str, ...]:
@@ -186,28 +271,6 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _hosts(environ: Mapping[str, str], world_size: int) -> tuple[str, ...]:
-    """Addresses of the nodes: loopback for one node, else PIPELINERL_NODE_HOSTS, else `name-0` counted up."""
-    if world_size == 1:
-        return (LOOPBACK,)
-    listed = [host.strip().strip("[]") for host in environ.get(NODE_HOSTS_KEY, "").split(",") if host.strip()]
-    if listed:
-        if len(listed) != world_size:
-            raise ConfigError(NODE_HOSTS_KEY, ",".join(listed), f"{world_size} hosts (WORLD_SIZE)", "List every node.")
-        return tuple(listed)
-    master = environ.get("MASTER_ADDR", "").strip().strip("[]")
-    first, dot, domain = master.partition(".")
-    numbered = re.fullmatch(r"(.*[A-Za-z][^.]*-)0", first)
-    if numbered:
-        return tuple(f"{numbered.group(1)}{rank}{dot}{domain}" for rank in range(world_size))
-    raise ConfigError(
-        "MASTER_ADDR",
-        master or None,
-        f"the address of node 0 as `NAME-0`, because WORLD_SIZE={world_size} needs the addresses of all nodes",
-        f"Set {NODE_HOSTS_KEY} to the {world_size} addresses, separated by commas, in the order of RANK.",
-    )
-
-
 def _integer(environ: Mapping[str, str], key: str, default: int, lowest: int) -> int:
     text = environ.get(key, "").strip()
     if not text:
@@ -218,9 +281,9 @@ def _integer(environ: Mapping[str, str], key: str, default: int, lowest: int) ->
 
 
 def _with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ`, with WORLD_SIZE, RANK and the nodes' addresses if this is one task of each node of a SLURM step.
+    """`environ`, with WORLD_SIZE, RANK and MASTER_ADDR if this is one task of each node of a SLURM step.
 
-    What is set already stays: with WORLD_SIZE or RANK nothing is added, PIPELINERL_NODE_HOSTS replaces SLURM's names.
+    What is set already stays: with WORLD_SIZE or RANK nothing is added, MASTER_ADDR replaces SLURM's name of node 0.
 
     Raises:
         ConfigError: the step has several nodes and not one task on each, or a variable is missing.
@@ -236,12 +299,12 @@ def _with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
             f"{nodes}, one task for each node: the launcher starts the processes of its node itself",
             f"Start it by `srun --ntasks-per-node=1`, or {_OWN_RANK}.",
         )
-    hosts = environ.get(NODE_HOSTS_KEY, "").strip() or ",".join(hosts_of(environ.get(_HOSTS, "")))
+    master = environ.get("MASTER_ADDR", "").strip() or hosts_of(environ.get(_HOSTS, ""))[0]
     rank = environ.get("SLURM_NODEID", "").strip()
     if not rank:  # no node may take itself for the first one
         expected = f"the number of this node in the step, 0 to {nodes - 1}"
         raise ConfigError("SLURM_NODEID", None, expected, f"Pass SLURM's variables on, or {_OWN_RANK}.")
-    return {**environ, "WORLD_SIZE": str(nodes), "RANK": rank, NODE_HOSTS_KEY: hosts}
+    return {**environ, "WORLD_SIZE": str(nodes), "RANK": rank, "MASTER_ADDR": master}
 
 
 def is_slurm_step(environ: Mapping[str, str]) -> bool:

@@ -44,7 +44,6 @@ class WorldMap(msgspec.Struct, frozen=True):
     jobs: list[Job]
     device: Literal["cpu", "cuda"]
     world_size: int
-    rank: int
     master_addr: str
     master_port: int
     notes: list[str] = []
@@ -67,11 +66,6 @@ class WorldMap(msgspec.Struct, frozen=True):
         first_rank = self.jobs_of("finetune")[:1]
         shared = {gpu for rank in first_rank if rank.node_rank == server.node_rank for gpu in rank.gpus}
         return GPU_TRANSPORT if shared.isdisjoint(server.gpus) else SAME_GPU_TRANSPORT
-
-    @property
-    def local_jobs(self) -> list[Job]:
-        """The jobs that the launcher on this node starts."""
-        return [job for job in self.jobs if job.node_rank == self.rank]
 
     @property
     def num_finetune_ranks(self) -> int:

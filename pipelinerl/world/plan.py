@@ -73,7 +73,6 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model
         jobs=jobs,
         device=split.device,
         world_size=cluster.world_size,
-        rank=cluster.rank,
         master_addr=cluster.hosts[master_node],
         master_port=cluster.master_port or ports.take(master_node, DEFAULT_MASTER_PORT, "MASTER_PORT"),
         notes=[*_notes(config, split, jobs), *doubts],
@@ -97,13 +96,13 @@ def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None
     """Decide the counts; ConfigError with the numbers if the split is impossible."""
     world = config.world
     tensor, pipeline = _parallel_sizes(config.vllm_config.vllm_kwargs)
-    has_gpus = bool(cluster.gpus)
+    has_gpus = cluster.num_gpus > 0
     listed = world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus
     if not has_gpus and (world.device == "cuda" or (listed and world.device == "auto")):
         raise ConfigError(
             "world.device",
             world.device,
-            "GPUs on this node, where the configuration asks for them; found 0",
+            "GPUs, where the configuration asks for them; found 0",
             "Check CUDA_VISIBLE_DEVICES and the driver, or use world.device=cpu (without lists of GPUs also auto).",
         )
     if world.device == "cpu" or not has_gpus:
@@ -127,7 +126,7 @@ def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None
             return world.servers_per_gpu
         if per_llm > 1 or world.num_actor_llms is not None:
             return 1
-        on_node = [min(count, len(cluster.gpus)) for count in (gpus, ranks)]
+        on_node = [min(count, cluster.most_gpus) for count in (gpus, ranks)]
         needs = needs_of(config, cluster, model, ranks)
         return servers_on_gpu(needs, free_cores(config, cluster, *on_node), shared)
 
@@ -146,7 +145,7 @@ def _shares_the_only_gpu(world: WorldConfig, cluster: Cluster) -> bool:
     wants_both = wants_servers and (world.finetune_fraction > 0 or world.num_finetune_ranks is not None)
     has_reference = world.preprocessor_fraction > 0 or bool(world.num_preprocessor_llms)
     is_free = world.device == "auto" and (world.num_finetune_ranks or 1) == 1
-    return cluster.world_size * len(cluster.gpus) == 1 and wants_both and is_free and not has_reference
+    return cluster.num_gpus == 1 and wants_both and is_free and not has_reference
 
 
 def _parallel_sizes(vllm_kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -188,7 +187,7 @@ def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> _Split:
 
 def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
     """Servers and trainer ranks share every GPU: one trainer rank a GPU, as many whole servers as fit."""
-    total = cluster.world_size * len(cluster.gpus)
+    total = cluster.num_gpus
     fitting = _capacity(cluster, per_llm)
     if not fitting:
         raise _too_few_gpus(world, cluster, per_llm, f"{per_llm} for the actor servers")
@@ -199,7 +198,7 @@ def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu
 
 def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
     """Every GPU has one owner. Servers get their proportional share in whole servers; the trainer gets the rest."""
-    total = cluster.world_size * len(cluster.gpus)
+    total = cluster.num_gpus
     whole = world.actor_fraction + world.preprocessor_fraction + world.finetune_fraction
     if whole <= 0:
         raise ConfigError("world.actor_fraction", 0, "a sum of fractions above 0", "Set the three world.*_fraction.")
@@ -239,9 +238,7 @@ def _listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> _Split:
     """
     world = config.world
     if cluster.world_size > 1:
-        raise ConfigError(
-            "world.actor_gpus", world.actor_gpus, "null with several nodes (WORLD_SIZE)", "Use the world.num_* keys."
-        )
+        raise ConfigError("world.actor_gpus", world.actor_gpus, "null with several nodes", "Use the world.num_* keys.")
     for key in ("actor_gpus", "preprocessor_gpus"):
         servers: list[list[int]] = getattr(world, key) or []
         for gpus in servers:
@@ -261,7 +258,7 @@ def _listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> _Split:
 
 
 def _check_exist(key: str, gpus: list[int], cluster: Cluster) -> None:
-    found = len(cluster.gpus)
+    found = cluster.num_gpus
     if any(gpu >= found for gpu in gpus):
         raise ConfigError(
             f"world.{key}",
@@ -285,24 +282,24 @@ def _check_room(config: RunConfig) -> None:
 
 def _capacity(cluster: Cluster, per_llm: int) -> int:
     """How many whole servers fit; one server never spans two nodes."""
-    return cluster.world_size * (len(cluster.gpus) // per_llm)
+    return sum(len(machine.gpus) // per_llm for machine in cluster.nodes)
 
 
 def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str) -> ConfigError:
-    nodes, gpus = cluster.world_size, len(cluster.gpus)
+    most = cluster.most_gpus
     fractions = (world.actor_fraction, world.preprocessor_fraction, world.finetune_fraction)
     shares = ":".join(f"{fraction:g}" for fraction in fractions)
     got = f"actor:preprocessor:finetune = {shares}, {per_llm} GPU(s) per server"
-    if per_llm > gpus:
-        advice = f"Lower the tensor or pipeline parallel size to {gpus} or less: a server cannot span two nodes."
-    elif nodes * gpus == 1:
+    if per_llm > most:
+        advice = f"Lower the tensor or pipeline parallel size to {most} or less: a server cannot span two nodes."
+    elif cluster.num_gpus == 1:
         advice = (
             "Use world=auto (one trainer rank, no reference servers) to let servers and trainer share the GPU, "
             "world.placement=colocated to let them alternate, or world.device=cpu."
         )
     else:
         advice = "Change the fractions, lower the parallel sizes, or use world.placement=colocated."
-    return ConfigError("world", got, f"a split that fits {nodes} node(s) x {gpus} GPU(s); it needs {needs}", advice)
+    return ConfigError("world", got, f"a split that fits {cluster.describe()}; it needs {needs}", advice)
 
 
 class _Placer:
@@ -332,17 +329,19 @@ class _Placer:
 
     def _all_gpus(self) -> list[list[str]]:
         """GPUs of every node, in the order of the node's list."""
-        return [list(self._cluster.gpus) for _ in range(self._cluster.world_size)]
+        return [list(machine.gpus) for machine in self._cluster.nodes]
 
     def _servers(self, kind: str, count: int, places: int, free: list[list[str]]) -> list[Job]:
         """`count` servers on `places` places, the first ones on different GPUs, so that few rollouts keep all busy."""
         taken = list[tuple[int, list[str]]]()
         if (listed := self._listed(f"{kind.removesuffix('_llm')}_gpus")) is not None:
-            taken = [(0, [self._cluster.gpus[number] for number in numbers]) for numbers in listed]
+            taken = [(0, [self._all_gpus()[0][number] for number in numbers]) for numbers in listed]
         elif self._split.device == "cuda":
             taken = [self._take(kind, count, free) for _ in range(places)]
         else:
-            taken = [(idx % self._cluster.world_size, []) for idx in range(count)]
+            # From the last node on: the first ones have the trainer.
+            nodes = self._cluster.world_size
+            taken = [(nodes - 1 - idx % nodes, []) for idx in range(count)]
         jobs = []
         for idx in range(count):
             node, gpus = taken[idx % len(taken)]
@@ -358,8 +357,7 @@ class _Placer:
             raise ConfigError(
                 f"world.num_{kind}s",
                 count,
-                f"whole servers of {size} GPU(s) that fit {self._cluster.world_size} node(s) x "
-                f"{len(self._cluster.gpus)} GPU(s)",
+                f"whole servers of {size} GPU(s) that fit {self._cluster.describe()}",
                 "Lower the number of servers; a server cannot span two nodes.",
             )
         gpus, free[node] = free[node][:size], free[node][size:]
@@ -381,7 +379,7 @@ class _Placer:
         if self._split.device == "cpu":
             return [self._job("finetune", i, i * nodes // count, []) for i in range(count)]
         if listed := self._listed("finetune_gpus"):
-            return [self._job("finetune", i, 0, [self._cluster.gpus[number]]) for i, number in enumerate(listed)]
+            return [self._job("finetune", i, 0, [self._all_gpus()[0][number]]) for i, number in enumerate(listed)]
         slots = [(node, gpu) for node, left in enumerate(free) for gpu in left][:count]
         if len(slots) < count:
             raise ConfigError(
@@ -411,7 +409,7 @@ class _Placer:
         """Share the cores of each node among its servers and trainer ranks; other jobs take one each."""
         heavy = Counter(job.node_rank for job in jobs if job.kind in _HEAVY_KINDS)
         return [
-            msgspec.structs.replace(job, cores=max(1, self._cluster.cores // heavy[job.node_rank]))
+            msgspec.structs.replace(job, cores=max(1, self._cluster.nodes[job.node_rank].cores // heavy[job.node_rank]))
             if job.kind in _HEAVY_KINDS
             else job
             for job in jobs

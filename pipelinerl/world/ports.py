@@ -36,11 +36,10 @@ def can_bind(port: int) -> bool:
     return True
 
 
-def busy_ports(config: RunConfig, master_port: int) -> list[int]:
-    """What a node tells the one that plans: ports of the scanned ranges that cannot be bound on this machine."""
+def scanned_ports(config: RunConfig, master_port: int) -> list[int]:
+    """Ports that a plan may hand out. Other nodes say which of these they cannot bind."""
     starts = [master_port, *(getattr(config.world, key) for key in _PORT_KEYS)]
-    scanned = {port for start in starts for port in range(start, min(start + _SCAN, 65536))}
-    return [port for port in sorted(scanned) if not can_bind(port)]
+    return sorted({port for start in starts for port in range(start, min(start + _SCAN, 65536))})
 
 
 class FreePorts:

@@ -94,7 +94,7 @@ class ActorRun:
         save_config(self.config, self.files.config_file)
         write_identity(self.files.identity_file, RunIdentity(run_id=RUN_ID, incarnation=incarnation))
         jobs = [_job("actor_llm", index, url) for index, url in enumerate(server_urls)] + [_job("actor", 0, None)]
-        world = WorldMap(jobs, "cpu", 1, 0, "127.0.0.1", 1)
+        world = WorldMap(jobs, "cpu", 1, "127.0.0.1", 1)
         self.files.world_file.write_text(world.to_json(), encoding="utf-8")
         self.hub = StreamHub(self.config.streams, self.files, RUN_ID)
         self.process: subprocess.Popen[bytes] | None = None

@@ -32,7 +32,7 @@ class RecordedRun:
         self.config = RunConfig.model_validate({"output_dir": str(self.root), "model_path": str(self.model), **keys})
         write_identity(self.files.identity_file, RunIdentity(run_id=RUN_ID, incarnation=0))
         save_config(self.config, self.files.config_file)
-        self.files.world_file.write_text(WorldMap([], "cpu", 1, 0, "127.0.0.1", 1).to_json())
+        self.files.world_file.write_text(WorldMap([], "cpu", 1, "127.0.0.1", 1).to_json())
         self.environ = dict(environ or {})
 
     def streams(self) -> StreamHub:

@@ -28,7 +28,6 @@ from fakes.random_model import model_logprobs, random_model
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.session import supervise
 from pipelinerl.run.start import RunSession, build_command, enter
@@ -154,7 +153,7 @@ def main(config_json: str, url: str, group_port: str, token: str, task_dir: str)
     torch.set_num_threads(1)
     config = RunConfig.model_validate(json.loads(config_json))
     jobs = [_job("actor_llm", url, int(group_port)), _job("actor"), _job("preprocessor"), _job("finetune")]
-    world = WorldMap(jobs, "cpu", 1, 0, "127.0.0.1", 29500)
+    world = WorldMap(jobs, "cpu", 1, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
     with signals_as_events(events), enter(config) as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)
@@ -163,7 +162,7 @@ def main(config_json: str, url: str, group_port: str, token: str, task_dir: str)
         files = RunDir(entered.run_dir.root)
         commands = [build_command(job, world, files, os.environ, [Path(task_dir)]) for job in jobs[1:]]
         session = RunSession(config, world, files, entered.identity, commands, os.environ, token, events)
-        return supervise(session, Peers()).exit_code
+        return supervise(session).exit_code
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.role import JOB_KEY
-from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Event, signals_as_events
 from pipelinerl.run.session import supervise
 from pipelinerl.run.start import Command, RunSession, enter
@@ -38,14 +37,14 @@ def main(root: str, jobs: dict[str, str], supervise_section: dict[str, Any], bac
         job = Job(kind, name, int(idx), int(idx), 0, "127.0.0.1", [], None, None, None, 1)
         argv = (source[1:],) if source.startswith("!") else (sys.executable, "-c", source, root, name)
         commands.append(Command(job, argv, {JOB_KEY: name, "PYTHONFAULTHANDLER": "1"}))
-    world = WorldMap([command.job for command in commands], "cpu", 1, 0, "127.0.0.1", 29500)
+    world = WorldMap([command.job for command in commands], "cpu", 1, "127.0.0.1", 29500)
     events: SimpleQueue[Event] = SimpleQueue()
     with signals_as_events(events), enter(config) as entered:
         logging.basicConfig(level=logging.INFO, filename=entered.run_dir.launch_log)
         session = RunSession(
             config, world, entered.run_dir, entered.identity, commands, os.environ, "token-of-test", events
         )
-        return supervise(session, Peers()).exit_code
+        return supervise(session).exit_code
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_USER_ERROR, DomainError, UserError
 from pipelinerl.run import preflight
 from pipelinerl.run.preflight import Start, check_domain
-from pipelinerl.world import Cluster
+from pipelinerl.world import Cluster, ClusterNode
 
 ASKED = """
     call = await llm_async_generate(llm, Prompt(messages=[{"role": "user", "content": "?"}]), session)
@@ -59,7 +59,7 @@ def check(
         test_dataset_names=list(test),
         actor={"rollout_policy": "checked_task.generate_rollout"},  # type: ignore[arg-type]
     )
-    return check_domain(Start(run, Cluster(1, 0, "h", None, ("h",), (), 1), {**os.environ, **environ}, [folder]))
+    return check_domain(Start(run, Cluster((ClusterNode("h", (), 1),)), {**os.environ, **environ}, [folder]))
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def test_a_check_that_the_users_code_ends_is_no_success(tmp_path: Path, line: st
 
 
 def test_o5_the_users_code_does_not_see_the_secret_of_the_launchers(tmp_path: Path) -> None:
-    body = "raise ValueError(f\"seen: {os.environ.get('PIPELINERL_NODE_SECRET')}\")"
+    body = "raise ValueError(f\"seen: {os.environ.get('RAY_AUTH_TOKEN')}\")"
     with pytest.raises(UserError, match="seen: None"):
-        check(tmp_path, body, PIPELINERL_NODE_SECRET="0123456789abcdef")
+        check(tmp_path, body, RAY_AUTH_TOKEN="0123456789abcdef")
 
 
 ONE = "return [{'a': 1}]"

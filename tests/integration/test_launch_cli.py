@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes.model_folder import save_model_folder
+from fakes.ports import free_port
 
 from pipelinerl.launch import main
 
@@ -207,22 +208,22 @@ def test_a_dry_run_never_loads_torch_or_vllm(tmp_path: Path) -> None:
 
 def test_a_signal_while_a_node_waits_for_the_first_one_is_its_exit_code(model: Path, tmp_path: Path) -> None:
     """A scheduler's SIGTERM is 143, which scripts tell from Ctrl-C."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        words = ["--config-name", "quickstart", f"model_path={model}", f"world.node_port={silent.getsockname()[1]}"]
-        nodes = {"WORLD_SIZE": "2", "RANK": "1", "PIPELINERL_NODE_HOSTS": "127.0.0.1,127.0.0.2"}
-        node = subprocess.Popen(
-            [sys.executable, "-m", "pipelinerl.launch", *words, "output_dir=out"],
-            cwd=tmp_path,
-            env={**os.environ, **nodes, "OMP_NUM_THREADS": "1", "PIPELINERL_NODE_SECRET": "0123456789abcdef"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert node.stderr is not None and "node 0" in node.stderr.readline()
-            node.terminate()
-            said = node.communicate(timeout=60)[1]
-            assert "interrupted" in said and "Traceback" not in said
-            assert node.returncode == 128 + signal.SIGTERM
-        finally:
-            node.kill()
-            node.wait()
+    pytest.importorskip("ray")
+    words = ["--config-name", "quickstart", f"model_path={model}", f"world.node_port={free_port()}"]
+    place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "RAY_AUTH_TOKEN": "0123456789abcdef"}
+    node = subprocess.Popen(
+        [sys.executable, "-m", "pipelinerl.launch", *words, "output_dir=out"],
+        cwd=tmp_path,
+        env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert node.stderr is not None and "node 0" in node.stderr.readline()
+        node.terminate()
+        said = node.communicate(timeout=60)[1]
+        assert "interrupted" in said and "Traceback" not in said
+        assert node.returncode == 128 + signal.SIGTERM
+    finally:
+        node.kill()
+        node.wait()

@@ -106,7 +106,7 @@ def test_a_record_against_its_forecast(tmp_path: Path, model: Path, capsys: pyte
         Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", gpus, None, None, None, 1)
         for kind, gpus in (("actor_llm", ["0"]), ("actor", []), ("finetune", ["1"]))
     ]
-    files.world_file.write_text(WorldMap(jobs, "cuda", 1, 0, "127.0.0.1", 1).to_json())
+    files.world_file.write_text(WorldMap(jobs, "cuda", 1, "127.0.0.1", 1).to_json())
     step = {"finetune/step_s": 20.0, "finetune/wait_data_s": 10.0, "finetune/train_s": 9.0, "finetune/samples": 64}
     step |= {"finetune/tokens": 64 * 500, "finetune/output_tokens": 64 * 300, "finetune/gpu_memory_peak_gib": 25.0}
     step |= {"finetune/gpu_memory_reserved_peak_gib": 27.0}

@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
 for word; do
-  [[ $word != *"$PIPELINERL_NODE_SECRET"* ]] || exit 99
+  [[ $word != *"$RAY_AUTH_TOKEN"* ]] || exit 99
   echo "srun: $word"
 done
 exit "$SRUN_CODE"

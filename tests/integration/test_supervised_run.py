@@ -603,12 +603,6 @@ def test_o5_secrets_are_not_in_the_run_directory(start: Starter) -> None:
         assert not file.is_file() or b"token-of-test" not in file.read_bytes()
 
 
-def test_servers_of_a_node_whose_ranks_are_done_live_until_node_0_ends_the_run(tmp_path: Path) -> None:
-    driver = DRIVER.with_name("node_run.py")
-    ended = subprocess.run([sys.executable, str(driver), str(tmp_path)], capture_output=True, text=True, timeout=300)
-    assert ended.stdout == "completed True\n", ended.stderr
-
-
 def test_vllm_creates_its_sockets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The contract with vLLM: the key's name."""
     network_utils = pytest.importorskip("vllm.utils.network_utils")

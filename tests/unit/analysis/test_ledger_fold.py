@@ -165,7 +165,7 @@ def test_d5_a_corrupt_record_is_a_fault_with_file_and_offset_and_a_torn_tail_is_
     shard = next((tmp_path / "streams" / "trainer").rglob("*.jsonl"))
     whole = shard.read_bytes()
     identity = RunIdentity(run_id="run-a", incarnation=0)
-    run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, 0, "127.0.0.1", 1))
+    run = StartedRun(files, identity, config, WorldMap([], "cpu", 1, "127.0.0.1", 1))
     shard.write_bytes(whole + whole[: len(whole) // 2])
     assert audit_run(run).is_clean
     shard.write_bytes(whole + b"{\x00\n" + whole)

@@ -128,7 +128,7 @@ def trained_run(folder: Path, *starts: dict[str, float]) -> RecordedRun:
         save_config(config, run.files.config_of_start(number))
     build_model(run.tokenizer, seed=1).save_pretrained(run.model)
     job = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
-    run.files.world_file.write_text(WorldMap([job], "cpu", 1, 0, "127.0.0.1", 1).to_json())
+    run.files.world_file.write_text(WorldMap([job], "cpu", 1, "127.0.0.1", 1).to_json())
     batches = [recorded(1, GROUPS[::2], run.config.finetune), recorded(2, [GROUPS[1], GROUPS[3]], run.config.finetune)]
     last = len(starts) - 1
     messages = [

@@ -14,7 +14,7 @@ from pipelinerl.records import TrainingBatch
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import bounded_by_record, count_batches, recorded_streams
-from pipelinerl.world import Cluster, WorldMap, build_world_map
+from pipelinerl.world import Cluster, ClusterNode, WorldMap, build_world_map
 
 
 class Ports:
@@ -27,7 +27,7 @@ def config(mode: str, **sections: object) -> RunConfig:
 
 
 def planned(run_config: RunConfig, gpus: Sequence[str] = ()) -> list[str]:
-    cluster = Cluster(1, 0, "127.0.0.1", None, ("127.0.0.1",), tuple(gpus), 4)
+    cluster = Cluster((ClusterNode("127.0.0.1", tuple(gpus), 4),))
     return [job.name for job in build_world_map(run_config.of_stage(), cluster, Ports()).jobs]
 
 
@@ -70,7 +70,7 @@ def record_batches(root: Path, steps: int, backend: str = "files") -> Path:
     recorded = RunConfig.model_validate({"output_dir": str(root), "streams": {"backend": backend}})
     save_config(recorded, files.config_file)
     write_identity(files.identity_file, RunIdentity(run_id="other", incarnation=0))
-    files.world_file.write_text(WorldMap([], "cpu", 1, 0, "127.0.0.1", 1).to_json())
+    files.world_file.write_text(WorldMap([], "cpu", 1, "127.0.0.1", 1).to_json())
     if backend == "files":
         hub = StreamHub(recorded.streams, files, "other")
         writer = hub.writer("training_data", "preprocessor_0", TrainingBatch)

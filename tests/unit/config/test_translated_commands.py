@@ -14,7 +14,7 @@ import pytest
 
 from pipelinerl.config.compose import ComposedConfig, compose
 from pipelinerl.config.run import RunConfig
-from pipelinerl.world import Cluster, WorldMap, build_world_map
+from pipelinerl.world import Cluster, ClusterNode, WorldMap, build_world_map
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
 # Flag, or the words of the table for what is left at its default: our overrides.
@@ -126,7 +126,7 @@ def test_the_whole_command_is_what_the_table_gives(
 
 
 def plan(config: RunConfig) -> WorldMap:
-    cluster = Cluster.from_env({}, lambda: [str(gpu) for gpu in range(8)], 64)
+    cluster = Cluster((ClusterNode("h", tuple(map(str, range(8))), 64),))
     return build_world_map(config, cluster, CountingPorts())
 
 

@@ -51,7 +51,7 @@ def role_context(root: Path, model: Path, incarnation: int = 0, servers: int = 0
     run_dir = RunDir(root)
     return RoleContext(
         config=config,
-        world=WorldMap([job, *others], "cpu", 1, servers, "127.0.0.1", 1234),
+        world=WorldMap([job, *others], "cpu", 1, "127.0.0.1", 1234),
         job=job,
         run_dir=run_dir,
         run_id="run-a",

@@ -275,7 +275,7 @@ def context(device: str, port: int | None = 8081, kind: str = "actor_llm", **con
     gpus, rank_gpus = [["1"], ["1" if run.world.placement == "colocated" else "0"]] if device == "cuda" else [[], []]
     job = Job(kind, f"{kind}_1", 1, 0, 0, "127.0.0.1", gpus, port, None, None, 1)
     rank = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", rank_gpus, None, None, None, 1)
-    world = WorldMap([job, rank], device, 1, 0, "127.0.0.1", 1)  # type: ignore[arg-type]
+    world = WorldMap([job, rank], device, 1, "127.0.0.1", 1)  # type: ignore[arg-type]
     return SimpleNamespace(config=run, job=job, world=world)
 
 

@@ -22,7 +22,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     write_identity(files.identity_file, RunIdentity(run_id="run-1", incarnation=2))
     save_config(RunConfig(output_dir=str(files.root), attempts=5), files.config_file)
     job = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
-    files.world_file.write_text(WorldMap([job], "cpu", 1, 0, "127.0.0.1", 29500).to_json())
+    files.world_file.write_text(WorldMap([job], "cpu", 1, "127.0.0.1", 29500).to_json())
     return files
 
 

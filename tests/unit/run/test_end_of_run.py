@@ -15,7 +15,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.finetune.best_model import EvaluatedVersion, write_note
 from pipelinerl.run import session as session_module
-from pipelinerl.run.nodes import Peers
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.session import supervise
 from pipelinerl.run.start import RunSession
@@ -42,13 +41,13 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     def refuse(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(session_module, "supervise_jobs", lambda session, hub, peers: outcome)
+    monkeypatch.setattr(session_module, "supervise_jobs", lambda session, hub, nodes: outcome)
     for module in (session_module, collector_module):
         monkeypatch.setattr(module, "write_json", refuse)
-    world = WorldMap([], "cpu", 1, 0, "127.0.0.1", 29500)
+    world = WorldMap([], "cpu", 1, "127.0.0.1", 29500)
     identity = RunIdentity(run_id="run-test", incarnation=0)
     session = RunSession(config, world, run_dir, identity, [], {}, "token-of-test", SimpleQueue(), restarts)
-    assert supervise(session, Peers()) is outcome
+    assert supervise(session) is outcome
     assert "summary.json cannot be written" in caplog.text
 
 
@@ -58,9 +57,9 @@ def test_o1_a_stream_server_that_cannot_start_leaves_a_summary(tmp_path: Path, m
 
     monkeypatch.setattr(session_module, "backend_of", refuse)
     config = RunConfig.model_validate({"output_dir": str(tmp_path), "wandb": {"mode": "disabled"}})
-    world, identity = WorldMap([], "cpu", 1, 0, "127.0.0.1", 29500), RunIdentity(run_id="run-test", incarnation=0)
+    world, identity = WorldMap([], "cpu", 1, "127.0.0.1", 29500), RunIdentity(run_id="run-test", incarnation=0)
     session = RunSession(config, world, RunDir(tmp_path), identity, [], {}, "token-of-test", SimpleQueue())
     with pytest.raises(StreamError):
-        supervise(session, Peers())
+        supervise(session)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "failed" and "no free port" in summary["reason"]

@@ -23,37 +23,25 @@ from pipelinerl.run import preflight
 from pipelinerl.run.fit import Hardware, faults_of, forecast_run
 from pipelinerl.run.model_folder import count_parameters
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
-from pipelinerl.world import Cluster, FreePorts, build_world_map, usable_cores
+from pipelinerl.world import Cluster, ClusterNode, FreePorts, build_world_map, usable_cores
 from pipelinerl.world.model_shape import guess_shape
 from pipelinerl.world.rates import card_machine
 
 
 def start(changes: dict[str, Any], nodes: int = 1, gpus: tuple[str, ...] = (), **environ: str) -> Start:
     config = RunConfig.model_validate({"output_dir": "x", **changes})
-    return Start(config, Cluster(nodes, 0, "h", None, ("h",) * nodes, gpus, 1), environ)
+    return Start(config, Cluster((ClusterNode("h", gpus, 1),) * nodes), environ)
 
 
 def test_the_list_of_checks() -> None:
     """What is refused is the same everywhere; only who asks differs."""
     names = {check.run.__name__: check for check in preflight.CHECKS}
     assert len(names) == len(preflight.CHECKS)
-    for name in ("check_vllm", "check_device", "check_streams", "check_model_path", "check_servers"):
+    for name in ("check_streams", "check_model_path", "check_servers"):
         assert names[name].every_node
+    for name in ("check_vllm", "check_device", "check_server_files"):
+        assert names[name].of_machine
     assert names["check_domain"].dry_run == "skip" and list(names)[-1] == "check_domain"
-
-
-@pytest.mark.parametrize(
-    ("changes", "nodes", "key"),
-    [
-        ({}, 1, None),
-        ({"debug": {"mode": "actor"}}, 2, "debug.mode"),
-        ({"supervise": {"max_restarts": 1}}, 2, "supervise.max_restarts"),
-    ],
-)
-def test_what_can_be_planned_but_not_run(changes: dict[str, Any], nodes: int, key: str | None) -> None:
-    with pytest.raises(ConfigError) if key else nullcontext() as caught:
-        preflight.check_supported(start(changes, nodes))
-    assert (caught and caught.value.key) == key
 
 
 def test_data_sets_of_built_in_domains_are_looked_at_in_a_dry_run(tmp_path: Path) -> None:

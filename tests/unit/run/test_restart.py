@@ -61,13 +61,7 @@ def test_the_run_is_finished_when_all_but_the_servers_ended_well() -> None:
     ]
 
 
-def test_a_node_above_0_does_not_end_the_run() -> None:
-    policy = ExitPolicy([JOBS[0], JOBS[4]], None, ends_run=False)
-    assert policy.on_exit(JOBS[4], 0).kind == "continue" and policy.unfinished == []
-    assert policy.phase == "training", "the actor is another node's"
-
-
-def test_a_trainer_on_another_node_is_done_when_others_are() -> None:
+def test_without_ranks_training_is_done_when_others_are() -> None:
     policy = ExitPolicy(JOBS[:3], None)
     policy.on_exit(JOBS[2], 0)
     assert policy.phase == "evaluating"
@@ -124,7 +118,7 @@ class Kept:
         )
         self.said = Written()
         jobs = [job("actor_llm", 0), job("actor_llm", 1), job("verifier", 0)]
-        world = WorldMap(jobs, "cpu", 1, 0, "h", 1)
+        world = WorldMap(jobs, "cpu", 1, "h", 1)
         identity = RunIdentity(run_id="r", incarnation=4)
         session = RunSession(config, world, RunDir(root), identity, [], {}, "t", SimpleQueue())
         self.keeper = ServerKeeper(session, 0.0, cast(Any, self.said))

@@ -356,7 +356,7 @@ def job(kind: str, idx: int = 0, gpus: tuple[str, ...] = (), node: int = 0, loca
 
 
 def world(*jobs: Job) -> WorldMap:
-    return WorldMap(list(jobs), "cuda", 2, 0, "10.0.0.1", 29500)
+    return WorldMap(list(jobs), "cuda", 2, "10.0.0.1", 29500)
 
 
 def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() -> None:
@@ -402,7 +402,7 @@ def test_o4_a_proxy_is_bypassed_and_the_users_list_is_kept() -> None:
 def test_o5_secrets_are_in_the_environment_only() -> None:
     """X5: and variables of ranks, of launchers and of nodes are not inherited."""
     environ = {"WANDB_API_KEY": "wandb-secret", "PATH": "/bin", "RANK": "5", "MASTER_ADDR": "node-0"}
-    environ["PIPELINERL_NODE_SECRET"] = "node-secret-of-all"
+    environ["RAY_AUTH_TOKEN"] = "node-secret-of-all"
     environ |= {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = build_command(job("actor"), world(job("actor")), RUN, environ)
     env = child_environment(command, environ, token="server-secret", death_fd=7)

@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     save_config(config, files.config_file)
     names = ("actor", "preprocessor", "finetune")
     jobs = [Job(kind, f"{kind}_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1) for kind in names]
-    files.world_file.write_text(WorldMap(jobs, "cpu", 1, 0, "127.0.0.1", 1).to_json())
+    files.world_file.write_text(WorldMap(jobs, "cpu", 1, "127.0.0.1", 1).to_json())
     writer = StreamHub(config.streams, files, "run-a").writer("trainer", "finetune_0", TrainerMessage)
     for step in (1, 2, 3):
         writer.write(StepDone(step=step, time=100.0 + step, group_ids=[], num_samples=1, samples_processed=1))

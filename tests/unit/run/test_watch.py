@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,9 +14,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.run import watch
 from pipelinerl.run.last_error import LogPart
-from pipelinerl.run.nodes import Peers
-from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeEnded, NodeSaved
-from pipelinerl.run.restart import ExitPolicy, ServerKeeper
+from pipelinerl.run.node import Sighting
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost
+from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.run.watch import MIN_GRACE_S, Sign, Supervisor, long_waits
 from pipelinerl.rundir.heartbeat import HeartbeatState
@@ -85,7 +85,7 @@ class FakeChild(Child):
     """Notes what it is asked."""
 
     def __init__(self, name: str, pid: int = 2**22, started_at: float = 0.0) -> None:
-        super().__init__(name, pid, LogPart(Path("out")), LogPart(Path("err")), started_at)
+        super().__init__(name, pid, LogPart(Path("out")), LogPart(Path("err")), started_at, lambda *signal: None)
         self.asked: list[str] = []
 
     def terminate(self) -> None:
@@ -116,15 +116,34 @@ def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> Non
     assert "actor_0 had waited 39 s for samples" in long_waits(children[:1], signs, 1060.0)
 
 
-class Link:
-    """Stands in for the link to another node."""
+class FakeNode:
+    """A node on which jobs end as soon as they are started, `code` being how."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.said: list[str] = []
+    answers = True
 
-    def tell(self, message: Any) -> None:
-        self.said.append(type(message).__name__)
+    def __init__(self, log: Path | None = None, events: SimpleQueue[Event] | None = None) -> None:
+        self.log = log
+        self.events = events
+        self.ended = False
+
+    def start(self, command: Command) -> Child:
+        assert self.log is not None and self.events is not None
+        self.events.put(ChildExited(command.job.name, 1))
+        self.events.put(Interrupted(signal.SIGTERM))
+        child = FakeChild(command.job.name)
+        child.stderr = LogPart(self.log)
+        child.end(1)
+        return child
+
+    def look(self, child: Child) -> Sighting:
+        return Sighting(None, 0.0)
+
+    def end_rest(self, child: Child) -> None:
+        """Nothing is left."""
+
+    def end_all(self, grace_s: float) -> list[int]:
+        self.ended = True
+        return []
 
 
 @pytest.fixture(autouse=True)
@@ -133,32 +152,27 @@ def _files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class SavingRun:
-    """A supervisor that got a signal. Without trainers, those are on other nodes."""
+    """A supervisor that got a signal, with all jobs on node 0, or rank k on node `ranks_on[k]`."""
 
     def __init__(
-        self,
-        trainers: int = 1,
-        own_rank: int = 0,
-        peers: tuple[int, ...] = (),
-        grace_s: float = 60.0,
-        root: Path = Path("x"),
-        is_signalled: bool = True,
+        self, trainers: int = 1, grace_s: float = 60.0, root: Path = Path("x"), ranks_on: tuple[int, ...] = (0, 0, 0)
     ) -> None:
-        jobs = [Job("finetune", f"finetune_{i}", i, i, 0, "h", [], None, None, None, 1) for i in range(trainers)]
+        jobs = [
+            Job("finetune", f"finetune_{i}", i, i, ranks_on[i], "h", [], None, None, None, 1) for i in range(trainers)
+        ]
         jobs.append(Job("actor", "actor_0", 0, 0, 0, "h", [], None, None, None, 1))
         config = RunConfig.model_validate({"output_dir": "x", "supervise": {"shutdown_grace_s": grace_s}})
-        world = WorldMap(jobs, "cpu", 1 + len(peers), own_rank, "h", 1)
+        nodes = set(ranks_on)
+        world = WorldMap(jobs, "cpu", len(nodes), "h", 1)
         self.events: SimpleQueue[Event] = SimpleQueue()
         identity = RunIdentity(run_id="r", incarnation=0)
         commands = [Command(job, ("true",), {}) for job in jobs]
         session = RunSession(config, world, RunDir(root), identity, commands, {}, "t", self.events)
-        self.links = [Link(rank) for rank in peers]
-        keeper = ServerKeeper(session, 0.0, None)
-        others = Peers(own_rank, cast(Any, self.links))
-        self.supervisor = Supervisor(session, ExitPolicy(jobs, None), keeper, others, -1)
+        self.keeper = ServerKeeper(session, 0.0, None)
+        self.nodes = {rank: FakeNode(root / "stderr.log", self.events) for rank in nodes}
+        self.supervisor = Supervisor(session, ExitPolicy(jobs, None), self.keeper, self.nodes)
         self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
         self.supervisor._children = {child.name: child for child in self.trainers}
-        self.supervisor._is_signalled = is_signalled
         self.grace_s = grace_s
 
     def wait(self, *events: Event) -> tuple[float, bool]:
@@ -171,7 +185,6 @@ class SavingRun:
 
 
 SAVED = ChildExited("finetune_0", 143)
-STOP = NodeEnded("interrupted", "node 1: stopped by SIGTERM", 143)
 
 
 def test_one_node_waits_for_its_trainers_and_no_longer() -> None:
@@ -188,22 +201,24 @@ def test_a_trainer_that_does_not_end_says_where_it_is_when_the_time_is_over() ->
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    """The own signal after that of another node is not a second one: a scheduler signals all nodes."""
     assert SavingRun().wait(Interrupted(15)) == (MIN_GRACE_S, True)
-    assert SavingRun(is_signalled=False).wait(Interrupted(15), SAVED)[0] > MIN_GRACE_S
-    assert SavingRun(is_signalled=False).wait(Interrupted(15), Interrupted(15)) == (MIN_GRACE_S, True)
 
 
-@pytest.mark.parametrize("events", [(SAVED, NodeSaved(1), STOP, NodeSaved(2)), (NodeSaved(2), NodeSaved(1), SAVED)])
-def test_servers_live_until_the_trainers_of_all_nodes_are_gone(events: tuple[Event, ...]) -> None:
-    run = SavingRun(peers=(1, 2))
-    assert run.wait(*events)[1] and run.events.empty()
-    assert SavingRun(peers=(1,), grace_s=0.1).wait(SAVED)[0] == MIN_GRACE_S
+def test_nobody_waits_for_the_ranks_of_a_node_that_is_gone() -> None:
+    run = SavingRun(trainers=2, ranks_on=(0, 1))
+    assert run.wait(NodeLost(1, "is gone"), SAVED)[1]
+    assert [trainer.returncode for trainer in run.trainers] == [None, -9]
 
 
-def test_a_node_without_trainers_says_so_at_once_and_waits_for_the_others() -> None:
-    run = SavingRun(trainers=0, own_rank=1, peers=(0,))
-    assert run.wait(STOP, NodeSaved(0))[1] and run.links[0].said == ["Saved"]
+def test_a_node_that_is_gone_is_named_and_not_asked_to_end_its_jobs(tmp_path: Path) -> None:
+    run = SavingRun(trainers=2, ranks_on=(0, 1))
+    run.supervisor._last_tick = time.monotonic()
+    run.events.put(NodeLost(1, "is gone: its raylet died"))
+    outcome = run.supervisor._watch()
+    run.supervisor._end_all(0.0)
+    assert (outcome.status, outcome.job, outcome.has_lost_node) == ("failed", "finetune_1", True)
+    assert "node 1 (h) is gone: its raylet died; finetune_1 ran there" in str(outcome.reason)
+    assert can_resume(outcome) and [node.ended for node in run.nodes.values()] == [True, False]
 
 
 def test_x7_a_signal_ends_the_search_for_the_cause_of_a_failure(
@@ -211,16 +226,8 @@ def test_x7_a_signal_ends_the_search_for_the_cause_of_a_failure(
 ) -> None:
     """With several nodes the cause may take a while to be heard of: 60 s here."""
     monkeypatch.setattr(watch, "COLLECT_S", 60.0)
-    monkeypatch.setattr(watch, "end_all", lambda pids, grace_s: [])
     log = tmp_path / "stderr.log"
     log.write_text("Traceback (most recent call last):\n  File 'x', line 1, in y\nValueError: bad row 7\n")
-
-    def spawn(name: str, argv: Any, env: Any, folder: Path, events: SimpleQueue[Event], fds: Any) -> Child:
-        events.put(ChildExited(name, 1))
-        events.put(Interrupted(signal.SIGTERM))
-        return Child(name, 2**22, LogPart(tmp_path / "stdout.log"), LogPart(log), time.time(), returncode=1)
-
-    monkeypatch.setattr(watch, "spawn", spawn)
     started = time.monotonic()
     outcome = SavingRun(trainers=0, root=tmp_path).supervisor.run()
     assert (outcome.status, outcome.exit_code, outcome.job) == ("failed", 1, "actor_0")

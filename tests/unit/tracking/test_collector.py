@@ -40,7 +40,7 @@ def job(kind: str, idx: int = 0) -> Job:
 
 
 JOBS = [job("actor_llm"), job("actor"), job("preprocessor"), job("finetune", 0), job("finetune", 1)]
-WORLD = WorldMap(JOBS, "cpu", 1, 0, "127.0.0.1", 1)
+WORLD = WorldMap(JOBS, "cpu", 1, "127.0.0.1", 1)
 
 
 def evaluation(due: int, success: float, final: bool) -> EvaluationResult:

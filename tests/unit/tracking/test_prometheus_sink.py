@@ -27,7 +27,7 @@ def sink(tmp_path: Path) -> Iterator[PrometheusSink]:
     run_dir = RunDir(tmp_path)
     run_dir.world_file.parent.mkdir()
     server = Job("actor_llm", "actor_llm_0", 0, 0, 0, "127.0.0.1", [], 8123, "http://127.0.0.1:8123", None, 1)
-    run_dir.world_file.write_text(WorldMap([server], "cpu", 1, 0, "127.0.0.1", 1).to_json())
+    run_dir.world_file.write_text(WorldMap([server], "cpu", 1, "127.0.0.1", 1).to_json())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = RunConfig(output_dir=str(tmp_path), tracking={"prometheus_port": port})

@@ -149,7 +149,7 @@ def test_workers_that_user_code_held_are_said_once(tmp_path: Path) -> None:
     hub = StreamHub(CONFIG.streams, files, "r")
     config = RunConfig(output_dir=str(tmp_path), wandb={"mode": "disabled"})
     screen = io.StringIO()
-    world, display = WorldMap(JOBS, "cpu", 1, 0, "h", 1), PlainDisplay(screen, 1)
+    world, display = WorldMap(JOBS, "cpu", 1, "h", 1), PlainDisplay(screen, 1)
     collector = Collector(hub, world, files, config, display=display, incarnation=1)
     with contextlib.closing(hub.writer("metrics", "actor_0", MetricRecord)) as writer:
         for time, count in ((5.0, 7.0), (9e9, 0.0), (9e9, 1.0), (9e9, 1.0), (9e9, 3.0)):

@@ -166,7 +166,7 @@ def play(tmp_path: Path, tensorboard: dict[str, Any]) -> None:
     """One run with an evaluation, a weight update and a step, from its streams to its sinks."""
     job = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
     actor = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
-    world = WorldMap([actor, job], "cpu", 1, 0, "127.0.0.1", 1)
+    world = WorldMap([actor, job], "cpu", 1, "127.0.0.1", 1)
     settings = config(tensorboard={"enabled": True, **tensorboard})
     hub = StreamHub(settings.streams, RunDir(tmp_path), "r")
     collector = Collector(hub, world, RunDir(tmp_path), settings)

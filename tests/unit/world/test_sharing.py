@@ -13,7 +13,7 @@ from fakes.decoder_shape import decoder_shape
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.world import Cluster, FreePorts, WorldMap, build_world_map, nvml_cards, nvml_gpu_memory
+from pipelinerl.world import Cluster, ClusterNode, FreePorts, WorldMap, build_world_map, nvml_cards, nvml_gpu_memory
 from pipelinerl.world import cluster as cluster_module
 from pipelinerl.world.cluster import Card
 from pipelinerl.world.forecast import trainer_memory
@@ -74,7 +74,7 @@ def test_servers_on_a_gpu(
         {"output_dir": "x", "vllm_config": {"vllm_kwargs": kwargs}, "finetune": {"seq_length": 40960}}
     )
     memory = None if gpu_gib is None else gpu_gib * GIB
-    cluster = Cluster(1, 0, "h", None, ("h",), ("0",), cores, memory)
+    cluster = Cluster((ClusterNode("h", ("0",), cores, memory),))
     needs = needs_of(config, cluster, MODELS.get(model or ""), 1)
     assert (needs is None) == (model is None or gpu_gib is None)
     assert servers_on_gpu(needs, free_cores(config, cluster, 1, 1), with_rank) == servers
@@ -89,7 +89,7 @@ def shape_by(source: Any, name: str = "Qwen/Qwen2.5-7B") -> ModelShape:
 def one_gpu(shape: ModelShape, gpu_gib: int = 80, **changes: Any) -> WorldMap:
     vllm = {"vllm_kwargs": {"max_model_len": 10000}}
     config = RunConfig.model_validate({"output_dir": "x", "vllm_config": vllm} | changes)
-    cluster = Cluster(1, 0, "h", None, ("h",), ("0",), 16, gpu_gib * GIB)
+    cluster = Cluster((ClusterNode("h", ("0",), 16, gpu_gib * GIB),))
     with FreePorts(config, 0, reserve=False) as ports:
         return build_world_map(config, cluster, ports, shape)
 
@@ -144,8 +144,8 @@ def test_the_memory_of_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     found = {gpus: nvml_gpu_memory(gpus.split(",")) for gpus in ("0", "0,1", "GPU-1a3c", "GPU-1a2", "2", "0,MIG-1")}
     assert found == {"0": 80, "0,1": 40, "GPU-1a3c": 40, "GPU-1a2": 80, "2": None, "0,MIG-1": None}
     # Only of the visible ones.
-    cluster = Cluster.from_env({"CUDA_VISIBLE_DEVICES": "0"}, lambda: [], 4, nvml_gpu_memory)
-    assert (cluster.gpus, cluster.gpu_bytes) == (("0",), 80)
+    machine = ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": "0"}, lambda: [], 4, nvml_gpu_memory)
+    assert (machine.gpus, machine.gpu_bytes) == (("0",), 80)
 
 
 def test_a_card_that_does_not_tell_its_memory_is_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:

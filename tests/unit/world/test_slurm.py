@@ -1,12 +1,12 @@
-"""Which starts under SLURM are starts on several nodes, and at which addresses the nodes are."""
+"""Which starts under SLURM are starts on several nodes, and where the first one is."""
 
 from __future__ import annotations
 
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.run.nodes import node_secret
-from pipelinerl.world import Cluster
+from pipelinerl.launch import require_token
+from pipelinerl.world import ClusterMember
 from pipelinerl.world.cluster import hosts_of
 
 # What SLURM 22.05 sets in the script of `sbatch --nodes=2 --ntasks-per-node=1`, and in the task of `srun` on node 1.
@@ -41,21 +41,16 @@ INTERACTIVE_STEP = {
 }
 
 
-def cluster(environ: dict[str, str]) -> Cluster:
-    return Cluster.from_env(environ, lambda: [], 2)
-
-
 def test_a_task_of_a_step_over_two_nodes_is_a_node_of_a_run() -> None:
-    second = cluster(SECOND_TASK)
-    assert (second.world_size, second.rank, second.hosts) == (2, 1, ("gpu08", "gpu09"))
-    assert second.master_addr == "gpu08"
-    first = cluster({**SECOND_TASK, "SLURM_NODEID": "0", "MASTER_ADDR": "gpu08", "MASTER_PORT": "29501"})
-    assert (first.world_size, first.rank, first.hosts, first.master_port) == (2, 0, ("gpu08", "gpu09"), 29501)
+    assert ClusterMember.from_env(SECOND_TASK) == ClusterMember(2, 1, "gpu08")
+    assert ClusterMember.from_env({**SECOND_TASK, "SLURM_NODEID": "0", "MASTER_PORT": "29501"}) == ClusterMember(
+        2, 0, "gpu08", 29501
+    )
 
 
 def test_a_step_on_a_part_of_the_allocation_has_the_nodes_of_the_step() -> None:
     part = {**SECOND_TASK, "SLURM_JOB_NODELIST": "gpu[01-16]", "SLURM_JOB_NUM_NODES": "16", "SLURM_NNODES": "16"}
-    assert cluster(part).hosts == ("gpu08", "gpu09")
+    assert ClusterMember.from_env(part) == ClusterMember(2, 1, "gpu08")
 
 
 @pytest.mark.parametrize(
@@ -72,34 +67,31 @@ def test_a_step_on_a_part_of_the_allocation_has_the_nodes_of_the_step() -> None:
     ids=["no SLURM", "script of sbatch", "salloc", "salloc with a step", "terminal", "said so", "tasks of one node"],
 )
 def test_what_is_not_started_on_every_node_is_a_run_on_one(environ: dict[str, str]) -> None:
-    alone = cluster(environ)
-    assert (alone.world_size, alone.rank, alone.hosts) == (1, 0, ("127.0.0.1",))
+    assert ClusterMember.from_env(environ) == ClusterMember()
 
 
 def test_what_the_user_set_comes_first() -> None:
-    own = {"WORLD_SIZE": "3", "RANK": "2", "PIPELINERL_NODE_HOSTS": "a,b,c"}
-    assert cluster({**SECOND_TASK, **own}).hosts == ("a", "b", "c")
-    assert cluster({**SECOND_TASK, "PIPELINERL_NODE_HOSTS": "10.0.0.1,10.0.0.2"}).hosts == ("10.0.0.1", "10.0.0.2")
-    with pytest.raises(ConfigError, match="2 hosts"):
-        cluster({**SECOND_TASK, "PIPELINERL_NODE_HOSTS": "10.0.0.1"})
+    own = {"WORLD_SIZE": "3", "RANK": "2", "MASTER_ADDR": "[fd00::1]"}
+    assert ClusterMember.from_env({**SECOND_TASK, **own}) == ClusterMember(3, 2, "fd00::1")
+    assert ClusterMember.from_env({**SECOND_TASK, "MASTER_ADDR": "10.0.0.1"}) == ClusterMember(2, 1, "10.0.0.1")
 
 
 @pytest.mark.parametrize("tasks", ["16", "3", ""])
 def test_several_tasks_of_a_node_are_refused(tasks: str) -> None:
     with pytest.raises(ConfigError, match=r"--ntasks-per-node=1"):
-        cluster({**SECOND_TASK, "SLURM_STEP_NUM_TASKS": tasks})
+        ClusterMember.from_env({**SECOND_TASK, "SLURM_STEP_NUM_TASKS": tasks})
 
 
 def test_a_step_that_does_not_say_which_node_it_is_is_refused() -> None:
     with pytest.raises(ConfigError, match="SLURM_NODEID"):
-        cluster({key: value for key, value in SECOND_TASK.items() if key != "SLURM_NODEID"})
+        ClusterMember.from_env({key: value for key, value in SECOND_TASK.items() if key != "SLURM_NODEID"})
 
 
-def test_a_step_without_a_secret_is_told_of_the_script() -> None:
+def test_a_step_without_a_token_is_told_of_the_script() -> None:
     with pytest.raises(ConfigError, match=r"scripts/slurm\.sbatch"):
-        node_secret(SECOND_TASK)
+        require_token(SECOND_TASK)
     with pytest.raises(ConfigError) as caught:
-        node_secret({"WORLD_SIZE": "2"})
+        require_token({"WORLD_SIZE": "2"})
     assert "srun" not in str(caught.value)
 
 

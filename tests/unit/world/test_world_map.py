@@ -10,7 +10,7 @@ from fakes.decoder_shape import decoder_shape
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.world import Cluster, Job, WorldMap, build_world_map
+from pipelinerl.world import Cluster, ClusterMember, ClusterNode, Job, WorldMap, build_world_map, described_cluster
 from pipelinerl.world.model_shape import ModelShape
 
 GIB = 2**30
@@ -52,12 +52,13 @@ def plan(
             "environment": environment,
         }
     )
-    cluster = Cluster.from_env(
+    machine = ClusterNode.from_env(
         env or {},
         lambda: [f"GPU-{index}" for index in range(gpus)],
         cores,
         lambda gpus: None if gpu_gib is None else gpu_gib * GIB,
     )
+    cluster = described_cluster(config.world, machine, ClusterMember.from_env(env or {}))
     return build_world_map(config, cluster, CountingPorts(), model)
 
 
@@ -93,6 +94,16 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "explicit counts win": ({"gpus": 4, "num_actor_llms": 1, "num_finetune_ranks": 2}, "0 /  / 1 2"),
     "2 nodes of 4 GPUs": ({"gpus": 4, "env": TWO_NODES}, "0 1 2 3 /  / 1:0 1:1 1:2 1:3"),
+    "unlike nodes": ({"nodes": [{"gpus": 1}, {"gpus": 3}]}, "0 1:0 /  / 1:1 1:2"),
+    "unlike nodes, TP=2: a server goes where it fits": (
+        {"nodes": [{"gpus": 1}, {"gpus": 4}], "vllm_kwargs": {"tensor-parallel-size": 2}, "num_actor_llms": 1},
+        "1:0+1 /  / 0 1:2 1:3",
+    ),
+    "a node without GPUs has clients only": ({"nodes": [{"gpus": 0}, {"gpus": 2}]}, "1:0 /  / 1:1"),
+    "2 nodes without GPUs": (
+        {"nodes": [{"gpus": 0}, {"gpus": 0}], "num_actor_llms": 3, "num_finetune_ranks": 2},
+        "1:- - 1:- /  / - 1:-",
+    ),
     "2 nodes of 3 GPUs, TP=2: no server spans nodes": (
         {"gpus": 3, "env": TWO_NODES, "vllm_kwargs": {"tensor-parallel-size": 2}, "num_actor_llms": 2},
         "0+1 1:0+1 /  / 2 1:2",
@@ -235,16 +246,17 @@ def test_a_server_and_a_rank_in_full() -> None:
 
 
 def test_two_nodes_have_addresses_local_ranks_and_a_master_with_the_trainer() -> None:
-    world = plan(gpus=4, env={"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "run-7-0.pool.internal"})
-    assert world.job("actor_llm_0").url == "http://run-7-0.pool.internal:8080"
+    world = plan(gpus=4, env={"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1"})
+    assert world.job("actor_llm_0").url == "http://node-0:8080"
     assert [job.local_idx for job in world.jobs_of("finetune")] == [0, 1, 2, 3]
-    assert world.master_addr == "run-7-1.pool.internal"
-    assert [job.name for job in world.local_jobs] == ["finetune_0", "finetune_1", "finetune_2", "finetune_3"]
+    assert world.master_addr == "node-1"
+    assert [job.name for job in world.jobs if job.node_rank] == [f"finetune_{rank}" for rank in range(4)]
 
 
 def test_o4_ipv6_hosts_get_brackets() -> None:
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1", "PIPELINERL_NODE_HOSTS": "fd00::1,[fd00::2]"}
-    world = plan(gpus=1, env=env)
+    config = RunConfig.model_validate({"output_dir": "unused"})
+    cluster = Cluster((ClusterNode("fd00::1", ("0",), 2), ClusterNode("fd00::2", ("0",), 2)))
+    world = build_world_map(config, cluster, CountingPorts())
     assert world.job("actor_llm_0").url == "http://[fd00::1]:8080"
     assert world.job("finetune_0").host == "fd00::2"
 
@@ -295,7 +307,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     ),
     "lists on several nodes": (
         {"gpus": 4, "env": TWO_NODES, "actor_gpus": [[0]], "finetune_gpus": [1]},
-        *("world.actor_gpus", ("WORLD_SIZE",)),
+        *("world.actor_gpus", ("several nodes",)),
     ),
     "one GPU for two pools": ({"gpus": 1, "device": "cuda"}, "world", ("1 node(s) x 1 GPU", "world=auto")),
     "one GPU for three pools": (
@@ -345,13 +357,11 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "no device id": ({"env": {"CUDA_VISIBLE_DEVICES": "cuda:0"}}, "CUDA_VISIBLE_DEVICES", ("'cuda:0'",)),
     "rank beyond the world": ({"env": {"WORLD_SIZE": "2", "RANK": "2"}}, "RANK", ("0 to 1",)),
     "world size is no number": ({"env": {"WORLD_SIZE": "many"}}, "WORLD_SIZE", ("'many'",)),
-    "two nodes without addresses": (
-        {"env": {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}},
-        *("MASTER_ADDR", ("PIPELINERL_NODE_HOSTS",)),
-    ),
-    "too few addresses": (
-        {"env": {"WORLD_SIZE": "2", "PIPELINERL_NODE_HOSTS": "a"}},
-        *("PIPELINERL_NODE_HOSTS", ("2 hosts",)),
+    "two nodes without an address": ({"env": {"WORLD_SIZE": "2"}}, "MASTER_ADDR", ("WORLD_SIZE=2",)),
+    "a Ray cluster that nobody described": ({"cluster": "ray"}, "world.nodes", ("gpus",)),
+    "unlike nodes, each too small": (
+        {"nodes": [{"gpus": 3}, {"gpus": 2}], "vllm_kwargs": {"tensor-parallel-size": 4}},
+        *("world", ("3, 2 GPUs", "4 for 1")),
     ),
 }
 

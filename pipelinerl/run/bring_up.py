@@ -1,0 +1,182 @@
+"""The same command on every node: it brings a Ray cluster up between them, which ends with it.
+
+Node 0 has the head of the cluster and the launcher. The others wait for what the run comes to: their agents, which the
+launcher starts, leave them the outcome in a folder, where they leave the signals that they get.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, UserError
+from pipelinerl.run.agent import NODE_FOLDER_KEY, has_begun, read_outcome, write_signal
+from pipelinerl.run.last_error import last_error
+from pipelinerl.run.processes import (
+    Child,
+    ChildExited,
+    Event,
+    Interrupted,
+    become_subreaper,
+    end_all,
+    signals_as_events,
+    spawn,
+)
+from pipelinerl.run.ray_nodes import RANK_LABEL, joined_nodes, ray_connection
+from pipelinerl.rundir.durable import ScratchFolder
+from pipelinerl.world import ClusterMember, ClusterNode
+
+__all__ = ["joined_nodes", "ray_connection", "ray_here", "serve_node"]
+#: The address of this node, where it has several.
+NODE_ADDRESS_KEY = "PIPELINERL_NODE_ADDRESS"
+_RETRY_S, _CONNECT_S, _END_S, _HEAD_S = 0.5, 5.0, 1.0, 120.0
+#: Nothing of a run is in Ray's store of objects.
+_STORE_BYTES = 80_000_000
+# Ray's own sockets need a short path.
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+#: How long Ray's processes of a node outlive the head, in seconds.
+_HEADLESS_S = 15
+
+
+class RayHere(NamedTuple):
+    """Ray's processes of this node: where the head is, the address of this node, and the folder for word of agents."""
+
+    head: str
+    address: str
+    folder: Path
+    child: Child
+
+
+@contextmanager
+def ray_here(
+    config: RunConfig, member: ClusterMember, machine: ClusterNode, events: SimpleQueue[Event]
+) -> Iterator[RayHere]:
+    """Ray's processes of this node; they are gone in the end. A node above 0 waits for node 0 first.
+
+    Raises:
+        UserError: node 0 does not answer in `supervise.nodes_timeout_s`, or Ray does not start.
+        KeyboardInterrupt: a signal came.
+    """
+    port = config.world.node_port
+    head = _resolve(member.master_addr)
+    deadline = time.monotonic() + config.supervise.nodes_timeout_s
+    own = os.environ.get(NODE_ADDRESS_KEY) or (head if member.rank == 0 else None)
+    if member.rank > 0:
+        _say(f"node {member.rank}: waits for node 0 at {head}:{port}")
+        reached = _await_port(head, port, deadline, events, None)
+        own = own or reached
+    assert own is not None
+    become_subreaper()
+    parent = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), None)
+    if parent is None:
+        raise UserError(f"none of {', '.join(_SHORT_FOLDERS)} is writable: Ray needs a folder with a short path.")
+    with ScratchFolder("ray", parent) as folder:
+        argv = _start_command(member, machine, own, f"{head}:{port}", port, folder)
+        environ = {
+            **os.environ,
+            NODE_FOLDER_KEY: str(folder),
+            "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEADLESS_S),
+        }
+        child = spawn("ray", argv, environ, folder, events, dies_with_us=True)
+        try:
+            if member.rank == 0:
+                _await_port(own, port, min(deadline, time.monotonic() + _HEAD_S), events, child)
+            yield RayHere(f"{own if member.rank == 0 else head}:{port}", own, folder, child)
+        finally:
+            end_all([child.pid], _END_S)
+
+
+def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> int:
+    """On a node above 0: be part of the cluster until the run is over. Returns its exit code."""
+    events: SimpleQueue[Any] = SimpleQueue()
+    name, signum = f"node {member.rank}", None
+    with signals_as_events(events), ray_here(config, member, machine, events) as here:
+        _say(f"{name}: joins node 0 at {here.head} as {here.address}")
+        while True:
+            event: Event | None = None
+            with suppress(Empty):
+                event = events.get(timeout=config.supervise.heartbeat_interval_s)
+            if isinstance(event, Interrupted):
+                if signum is not None or not has_begun(here.folder):
+                    return 128 + event.signum
+                signum = event.signum
+                write_signal(here.folder, signum)
+                _say(f"{name}: the run is asked to stop")
+            if (outcome := read_outcome(here.folder)) is not None:
+                _say(f"{name}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
+                return outcome.exit_code
+            if isinstance(event, ChildExited):
+                _say(f"{name}: node 0 is gone, or Ray failed here: {_last_words(here.child)}")
+                return EXIT_RUN_FAILED if signum is None else 128 + signum
+
+
+def without_client_server(parameters: Any, head: bool) -> None:
+    """Hook of `ray start`, which has no option for this: no server for clients outside of the cluster."""
+    parameters.ray_client_server_port = None
+
+
+def _start_command(
+    member: ClusterMember, machine: ClusterNode, own: str, head: str, port: int, folder: Path
+) -> list[str]:
+    where = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *(where if member.rank == 0 else [f"--address={head}"]),
+        f"--node-ip-address={own}",
+        f"--num-gpus={len(machine.gpus)}",
+        f"--num-cpus={machine.cores}",
+        f"--object-store-memory={_STORE_BYTES}",
+        *("--include-log-monitor=false", "--min-worker-port=0", "--max-worker-port=0"),  # 0: any that is free
+        f"--labels={RANK_LABEL}={member.rank}",
+        f"--temp-dir={folder}",
+    ]
+
+
+def _await_port(host: str, port: int, deadline: float, events: SimpleQueue[Any], child: Child | None) -> str:
+    """Wait until the head listens; returns the address from which it is reached."""
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=_CONNECT_S) as probe:
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"node 0 does not answer at {host}:{port} ({error}). Start it with RANK=0, and check MASTER_ADDR, "
+                    "world.node_port and the network between the nodes."
+                ) from error
+        with suppress(Empty):
+            event = events.get(timeout=_RETRY_S)
+            if isinstance(event, Interrupted):
+                raise KeyboardInterrupt(event.signum)
+            if isinstance(event, ChildExited) and child is not None:
+                raise UserError(f"Ray does not start here: {_last_words(child)}")
+
+
+def _last_words(ray: Child) -> str:
+    """Why Ray ended, without the state that it prints."""
+    lines = [line for line in last_error(ray.stdout, ray.stderr).splitlines() if "[state-dump]" not in line]
+    return " | ".join(lines[-3:])
+
+
+def _resolve(name: str) -> str:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            "MASTER_ADDR", name, f"a name or address ({error.strerror or error})", "Correct it."
+        ) from error
+    return str(found[0][4][0])
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,356 @@
+"""The nodes of a Ray cluster as the launcher sees them. Ray says which nodes there are, reserves them, and starts and
+watches one agent (`agent.py`) on each. No data and no weights go through it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pipelinerl.config import RunConfig
+from pipelinerl.config.resources import SuperviseConfig
+from pipelinerl.errors import ConfigError, UserError
+from pipelinerl.run.agent import Facts, NodeAgent, Order, Report, Started
+from pipelinerl.run.node import Node, Sighting
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, Outcome
+from pipelinerl.run.start import Command, RunSession
+from pipelinerl.version import __version__
+from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, ClusterMember, scanned_ports
+
+logger = logging.getLogger(__name__)
+#: Label of a Ray node that `bring_up` started: its RANK.
+RANK_LABEL = "pipelinerl-rank"
+_CALL_S = 60.0
+_LEAVE_S = 5.0
+_RETRY_S = 0.5
+_CONCURRENT_CALLS = 8
+
+
+class RayNode:
+    """A node of the cluster, a `Node`: what its agent does and reports.
+
+    A thread asks for reports; ends of jobs, signals and the loss of the node become events.
+    """
+
+    def __init__(self, rank: int, host: str, agent: Any, events: SimpleQueue[Event], config: SuperviseConfig) -> None:
+        self.rank = rank
+        self.host = host
+        self.answers = True
+        self._agent = agent
+        self._events = events
+        self._config = config
+        self._lock = threading.Lock()
+        self._children: dict[int, Child] = {}
+        self._report = Report({}, {}, None)
+        self._closing = threading.Event()
+        threading.Thread(target=self._follow, name=f"node-{rank}", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        return f"node {self.rank} ({self.host})"
+
+    def call(self, method: str, *args: Any, timeout_s: float = _CALL_S) -> Any:
+        """What a method of the agent returns. Raises OSError if it fails or does not answer."""
+        try:
+            return ray.get(getattr(self._agent, method).remote(*args), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise OSError(f"{self.name} did not answer within {timeout_s:.0f} s") from error
+        except RayError as error:
+            raise OSError(f"{self.name}: {getattr(error, 'cause', None) or _cause(error)}") from error
+
+    def start(self, command: Command) -> Child:
+        started: Started = self.call("start", command)
+        child = Child(command.job.name, *started, time.monotonic(), partial(self._signal, started.pid))
+        with self._lock:
+            self._children[child.pid] = child
+        self._settle(self._report)  # it may have ended already
+        return child
+
+    def look(self, child: Child) -> Sighting:
+        return self._report.seen.get(child.pid, Sighting(None, 0.0))
+
+    def end_rest(self, child: Child) -> None:
+        with suppress(OSError):  # the node is gone, and the job with it
+            self.call("end_rest", child.pid)
+
+    def end_all(self, grace_s: float) -> list[int]:
+        left: list[int] = self.call("end_all", grace_s, timeout_s=grace_s + _LEAVE_S)
+        return left
+
+    def leave(self, outcome: Outcome | None) -> None:
+        """Let the node go. `outcome` is the run's, if it is over."""
+        self._closing.set()
+        if self.answers:
+            with suppress(OSError):
+                self.call("leave", outcome, timeout_s=_LEAVE_S)
+
+    def _signal(self, pid: int, signum: int, to_group: bool) -> None:
+        self._agent.signal.remote(pid, signum, to_group)
+
+    def _follow(self) -> None:
+        heard_at, signum = time.monotonic(), None
+        timeout_s, interval_s = self._config.heartbeat_timeout_s, self._config.heartbeat_interval_s
+        while not self._closing.is_set():
+            left_s = max(0.1, heard_at + timeout_s - time.monotonic())
+            try:
+                report: Report = ray.get(self._agent.report.remote(interval_s), timeout=left_s)
+            except ActorDiedError as error:
+                return self._lose(f"is gone: {_cause(error)}")
+            except RayError as error:  # a network that is cut for a moment comes back
+                self.answers = False
+                if time.monotonic() - heard_at >= timeout_s:
+                    return self._lose(f"has sent no sign of life for {timeout_s:.0f} s ({_cause(error)})")
+                self._closing.wait(_RETRY_S)
+                continue
+            heard_at, self.answers, self._report = time.monotonic(), True, report
+            self._settle(report)
+            if report.signum is not None and report.signum != signum:
+                signum = report.signum
+                self._events.put(Interrupted(signum))
+
+    def _settle(self, report: Report) -> None:
+        with self._lock:
+            ended = [(self._children.pop(pid), code) for pid, code in report.exits.items() if pid in self._children]
+        for child, code in ended:
+            child.end(code)
+            self._events.put(ChildExited(child.name, code))
+
+    def _lose(self, reason: str) -> None:
+        self.answers = False
+        if not self._closing.is_set():
+            self._events.put(NodeLost(self.rank, reason))
+
+
+def _cause(error: Exception) -> str:
+    """What Ray says of an error, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line.partition(" because ")[2].partition(". ")[0] for line in lines if " because " in line]
+    return (told or lines or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True)
+class RayNodes:
+    """The nodes of a run on Ray, reserved and with an agent each."""
+
+    nodes: Mapping[int, RayNode]
+    facts: Mapping[int, Facts]
+    cluster: Cluster
+
+    @property
+    def busy_ports(self) -> dict[int, list[int]]:
+        return {rank: facts.busy_ports for rank, facts in self.facts.items()}
+
+    @contextmanager
+    def open(self, session: RunSession) -> Iterator[Mapping[int, Node]]:
+        """Have every node check itself and make ready.
+
+        Raises:
+            UserError: one cannot be used, or does not answer.
+        """
+        environ = {key: value for key, value in session.environ.items() if not key.startswith("RAY_")}
+        orders = {
+            rank: Order(
+                str(session.run_dir.root),
+                session.identity,
+                rank,
+                len(self.nodes),
+                session.token,
+                environ,
+                os.getcwd(),
+                sys.executable,
+            )
+            for rank in self.nodes
+        }
+        with ThreadPoolExecutor(len(self.nodes)) as pool:
+            answers = {rank: pool.submit(node.call, "begin", orders[rank]) for rank, node in self.nodes.items()}
+        for rank, answer in answers.items():
+            trouble = answer.exception() or answer.result()
+            if trouble:
+                raise UserError(f"{self.nodes[rank].name}: {trouble}")
+        yield self.nodes
+
+    def end(self, outcome: Outcome) -> None:
+        """Let the nodes know that the run is over."""
+        for node in self.nodes.values():
+            node.leave(outcome)
+
+
+@contextmanager
+def ray_connection(address: str | None, own_address: str | None = None) -> Iterator[None]:
+    """The launcher as a driver of the Ray cluster at `address` (host:port); None: the one of RAY_ADDRESS, or the one
+    that runs on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    options: dict[str, Any] = {} if own_address is None else {"_node_ip_address": own_address}
+    try:
+        ray.init(address, namespace="pipelinerl", log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            "RAY_ADDRESS",
+            address,
+            f"a Ray cluster with a node on this machine, and its token in RAY_AUTH_TOKEN ({_cause(error)})",
+            "Start one (docs/nodes.md), or unset world.cluster for a run on this machine.",
+        ) from error
+    try:
+        yield
+    finally:
+        if not _within(_LEAVE_S, ray.shutdown):
+            atexit.unregister(ray.shutdown)  # Ray would wait again
+
+
+@contextmanager
+def joined_nodes(
+    config: RunConfig, member: ClusterMember, signals: SimpleQueue[Any], events: SimpleQueue[Event]
+) -> Iterator[RayNodes]:
+    """Wait for the nodes, reserve them, and start an agent on each.
+
+    Args:
+        config: of the run; `world.nodes` describes the nodes that it needs.
+        member: the place of this machine; how many nodes there have to be, if they brought the cluster up.
+        signals: where an `Interrupted` ends the wait.
+        events: what the nodes say goes there.
+
+    Raises:
+        UserError: not all came in `supervise.nodes_timeout_s`, or one cannot be used.
+        KeyboardInterrupt: the launcher got a signal, whose number is its argument.
+    """
+    deadline = time.monotonic() + config.supervise.nodes_timeout_s
+    # A cluster that is there may have any number of nodes.
+    num_nodes = member.world_size if config.world.cluster == "auto" else None
+    chosen = _await_nodes(config, num_nodes, signals, deadline)
+    group = placement_group([_bundle(node) for node in chosen], strategy="STRICT_SPREAD")
+    nodes: dict[int, RayNode] = {}
+    try:
+        _await_placement(group, signals, deadline)
+        for rank, node in enumerate(chosen):
+            nodes[rank] = RayNode(
+                rank, node["NodeManagerAddress"], _agent(group, rank, node, config), events, config.supervise
+            )
+        ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
+        facts: dict[int, Facts] = {rank: _facts(node, ports, deadline) for rank, node in nodes.items()}
+        own = ray.get_runtime_context().get_node_id()
+        place = next((rank for rank, node in enumerate(chosen) if node["NodeID"] == own), -1)
+        cluster = Cluster(tuple(each.machine for each in facts.values()), place, member.master_port)
+        yield RayNodes(nodes, facts, cluster)
+    finally:
+        for each in nodes.values():
+            each.leave(None)
+        _within(_LEAVE_S, partial(remove_placement_group, group))
+
+
+def _within(limit_s: float, do: Callable[[], object]) -> bool:
+    """Whether this was done in time: Ray waits for a head that is gone."""
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def _facts(node: RayNode, ports: list[int], deadline: float) -> Facts:
+    try:
+        facts: Facts = node.call("describe", ports, timeout_s=max(1.0, deadline - time.monotonic()))
+    except OSError as error:
+        raise UserError(f"no agent on {node.name}: {error}") from error
+    if facts.version != __version__:
+        raise UserError(f"{node.name} has pipelinerl {facts.version}, here it is {__version__}. Install the same.")
+    return facts
+
+
+def _await_nodes(
+    config: RunConfig, num_nodes: int | None, signals: SimpleQueue[Any], deadline: float
+) -> list[dict[str, Any]]:
+    told = ""
+    while True:
+        living = sorted((node for node in ray.nodes() if node["Alive"] and _count(node, "CPU")), key=_order)
+        wanted = config.world.nodes
+        if wanted is not None:
+            chosen = _matching(living, [each.gpus for each in wanted])
+            missing = "" if chosen else f"nodes with {', '.join(str(each.gpus) for each in wanted)} GPUs (world.nodes)"
+        else:
+            chosen, missing = living, ""
+            if num_nodes is not None and len(living) < num_nodes:
+                missing = f"{num_nodes} nodes"
+        if chosen and not missing:
+            return chosen
+        there = f"{len(living)} of {missing or 'a node with CPUs'}"
+        if there != told:
+            sys.stderr.write(f"waiting for nodes: {there} (at most {deadline - time.monotonic():.0f} s)\n")
+            told = there
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"the Ray cluster has not got {missing or 'a node with CPUs'} in time (supervise.nodes_timeout_s); it "
+                f"has {', '.join(node['NodeManagerAddress'] for node in living) or 'none'}."
+            )
+        _wait(signals, _RETRY_S)
+
+
+def _matching(living: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, Any]]:
+    """For each number of GPUs a node of its own that has so many; empty: there are not enough."""
+    free, found = list(living), dict[int, dict[str, Any]]()
+    for place in sorted(range(len(gpus)), key=lambda place: -gpus[place]):
+        fitting = [node for node in free if _count(node, "GPU") >= gpus[place]]
+        if not fitting:
+            return []
+        node = min(fitting, key=lambda node: _count(node, "GPU"))
+        free.remove(node)
+        resources = {**node["Resources"], "GPU": float(gpus[place])}
+        found[place] = {**node, "Resources": resources}
+    return [found[place] for place in range(len(gpus))]
+
+
+def _await_placement(group: PlacementGroup, signals: SimpleQueue[Any], deadline: float) -> None:
+    while not group.wait(timeout_seconds=1):
+        _wait(signals, 0.0)
+        if time.monotonic() > deadline:
+            raise UserError("the nodes of the Ray cluster are in use by others: `ray status` shows by whom.")
+
+
+def _wait(signals: SimpleQueue[Any], wait_s: float) -> None:
+    with suppress(Empty):
+        event = signals.get(timeout=wait_s)
+        if isinstance(event, Interrupted):
+            raise KeyboardInterrupt(event.signum)
+
+
+def _order(node: dict[str, Any]) -> tuple[int, bool, str]:
+    """By RANK where nodes have one, else the launcher's node first."""
+    rank = node["Labels"].get(RANK_LABEL, "0")
+    is_other = node["NodeID"] != ray.get_runtime_context().get_node_id()
+    return int(rank), is_other, node["NodeManagerAddress"]
+
+
+def _count(node: dict[str, Any], resource: str) -> int:
+    return int(node["Resources"].get(resource, 0))
+
+
+def _bundle(node: dict[str, Any]) -> dict[str, float]:
+    bundle = {"CPU": float(_count(node, "CPU")), f"node:{node['NodeManagerAddress']}": 0.001}
+    return bundle | ({"GPU": float(gpus)} if (gpus := _count(node, "GPU")) else {})
+
+
+def _agent(group: PlacementGroup, rank: int, node: dict[str, Any], config: RunConfig) -> Any:
+    cpus, gpus = _count(node, "CPU"), _count(node, "GPU")
+    options = {
+        "num_cpus": cpus,
+        "num_gpus": gpus,
+        "max_concurrency": _CONCURRENT_CALLS,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+    }
+    # Longer than the launcher's own patience: it names the node first.
+    silence_s = config.supervise.heartbeat_timeout_s + 2 * config.supervise.heartbeat_interval_s
+    return ray.remote(NodeAgent).options(**options).remote(node["NodeManagerAddress"], gpus, cpus, silence_s)

@@ -1,0 +1,211 @@
+"""Life and death of a run over two nodes on Ray: two launchers on two loopback addresses, whose jobs are small scripts.
+
+Whatever dies is named within 30 s, and nothing is left on either node, of the jobs or of Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fakes.ports import free_port
+
+from pipelinerl.tiny.build import build_tiny_model
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+DRIVER = Path(__file__).parents[1] / "fakes" / "ray_run.py"
+# Ray takes 127.0.0.1 for a name of the machine's own address.
+HOSTS = ("127.0.0.2", "127.0.0.3")
+NAMED_S, START_S = 30.0, 120.0
+SLEEP = """
+import os, sys, time
+from pathlib import Path
+from pipelinerl.role import end_with_launcher
+from pipelinerl.rundir.heartbeat import Heartbeat
+end_with_launcher()
+heartbeat = Heartbeat(Path(sys.argv[1]) / sys.argv[2] / "heartbeat.json", 1).start()
+with (Path(sys.argv[1]) / f"starts_{sys.argv[2]}").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+time.sleep(300)
+"""
+# Notes what it inherited, and ends well once its file is there.
+ENDS = """
+import json, os, sys, time
+from pathlib import Path
+root = Path(sys.argv[1])
+(root / f"environ_{sys.argv[2]}.json").write_text(json.dumps(dict(os.environ)))
+while not (root / "end").exists():
+    time.sleep(0.1)
+"""
+
+
+class TwoNodes:
+    """Two launchers in one run directory."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root = root
+        self.model = str(model)
+        self.port = str(free_port())
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        self._words: list[str] = []
+
+    def start(self, jobs: dict[str, str], tokens: tuple[str, str] = ("t" * 32, "t" * 32), **keys: Any) -> None:
+        self._words = [str(DRIVER), str(self.root), json.dumps(jobs), json.dumps(keys)]
+        for rank in (0, 1):
+            self.start_node(rank, tokens[rank])
+
+    def start_node(self, rank: int, token: str = "t" * 32) -> None:
+        place = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": HOSTS[0], "PIPELINERL_NODE_ADDRESS": HOSTS[rank]}
+        environ = {
+            **os.environ,
+            **place,
+            "NODE_PORT": self.port,
+            "MODEL_PATH": self.model,
+            "RAY_AUTH_TOKEN": token,
+            f"ON_{rank}": "yes",
+        }
+        with (self.root.parent / f"launcher_{rank}.log").open("a") as log:
+            self.launchers.append(subprocess.Popen([sys.executable, *self._words], env=environ, stdout=log, stderr=log))
+
+    def said(self, rank: int) -> str:
+        return (self.root.parent / f"launcher_{rank}.log").read_text()
+
+    def wait_for(self, file: str, lines: int = 1) -> list[int]:
+        """The process ids that a job noted at its starts."""
+        end = time.monotonic() + START_S
+        while not (path := self.root / file).exists() or len(path.read_text().splitlines()) < lines:
+            assert time.monotonic() < end and self.launchers[0].poll() is None, self.said(0) + self.said(1)
+            time.sleep(0.1)
+        return [int(line) for line in path.read_text().splitlines() if line.isdecimal()]
+
+    def below(self, rank: int, *words: str) -> psutil.Process:
+        """The process of a node with these words in its command line."""
+        processes = psutil.Process(self.launchers[rank].pid).children(recursive=True)
+        return next(each for each in processes if all(word in " ".join(each.cmdline()) for word in words))
+
+    def end(self, limit_s: float = NAMED_S) -> tuple[list[int], str]:
+        """(exit codes, reason), once nothing is left."""
+        codes = [launcher.wait(limit_s) for launcher in self.launchers]
+        end = time.monotonic() + NAMED_S
+        while left := self.left():
+            assert time.monotonic() < end, [" ".join(each.cmdline())[:200] for each in left]
+            time.sleep(0.2)
+        return codes, str(json.loads((self.root / "summary.json").read_text())["reason"])
+
+    def left(self) -> list[psutil.Process]:
+        """Processes of this run and of its Ray clusters."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status", "environ"]):
+            words, environ = process.info["cmdline"] or [], process.info["environ"] or {}
+            is_ours = str(self.root) in words or environ.get("NODE_PORT") == self.port
+            if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"), seed=3, warmup=None, progress=lambda line: None)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, model: Path) -> Iterator[TwoNodes]:
+    nodes = TwoNodes(tmp_path / "run", model)
+    yield nodes
+    for process in [*nodes.launchers, *nodes.left()]:
+        process.kill()
+
+
+def test_jobs_of_two_nodes_end_as_one_run(nodes: TwoNodes) -> None:
+    nodes.start({"1:actor_llm_0": SLEEP, "1:verifier_0": SLEEP, "0:actor_0": ENDS})
+    nodes.wait_for("starts_actor_llm_0")
+    nodes.wait_for("environ_actor_0.json")
+    (nodes.root / "end").touch()
+    codes, reason = nodes.end()
+    assert (codes, reason) == ([0, 0], "None") and "node 1: completed" in nodes.said(1)
+    environ = json.loads((nodes.root / "environ_actor_0.json").read_text())
+    assert (environ["ON_0"], environ["PIPELINERL_SERVER_TOKEN"]) == ("yes", "token-of-test")
+    assert not any(name.startswith("RAY_") for name in environ)
+    token = b"t" * 32
+    assert not any(token in file.read_bytes() for file in nodes.root.rglob("*") if file.is_file())
+
+
+def test_a_far_server_is_restarted_in_place(nodes: TwoNodes) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": ENDS}, server_restart_backoff_s=0.1)
+    first = nodes.wait_for("starts_verifier_0")[0]
+    os.kill(first, signal.SIGKILL)
+    _, second = nodes.wait_for("starts_verifier_0", lines=2)
+    assert nodes.below(1, "ray::NodeAgent").pid == psutil.Process(second).ppid()
+    (nodes.root / "end").touch()
+    assert nodes.end() == ([0, 0], "None")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_on_any_node_stops_the_run(nodes: TwoNodes, rank: int) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP})
+    nodes.wait_for("starts_verifier_0")
+    nodes.wait_for("starts_actor_0")
+    nodes.launchers[rank].terminate()
+    assert nodes.end() == ([143, 143], "stopped by SIGTERM")
+
+
+#: What is killed on which node, and what the reason has to say.
+VICTIMS = {
+    "a job": (1, ("import os", "verifier_0"), "verifier_0 ended"),
+    "the agent": (1, ("ray::NodeAgent",), "node 1 (127.0.0.3) is gone"),
+    "a raylet": (1, ("raylet/raylet",), "node 1 (127.0.0.3)"),
+    "a launcher": (1, (), "node 1 (127.0.0.3)"),
+    "the raylet of the head": (0, ("raylet/raylet",), "node 0 (127.0.0.2)"),
+    "the head": (0, ("gcs_server",), "node 0 (127.0.0.2)"),
+}
+
+
+@pytest.mark.parametrize(("rank", "words", "reason"), VICTIMS.values(), ids=VICTIMS)
+def test_what_is_killed_is_named(nodes: TwoNodes, rank: int, words: tuple[str, ...], reason: str) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP}, max_server_restarts=0)
+    nodes.wait_for("starts_verifier_0")
+    nodes.wait_for("starts_actor_0")
+    (nodes.below(rank, *words) if words else psutil.Process(nodes.launchers[rank].pid)).kill()
+    codes, said = nodes.end()
+    assert codes[0] == 1 and codes[1] in (1, -signal.SIGKILL)
+    assert reason in said
+
+
+def test_l9_nothing_outlives_the_launcher_of_node_0(nodes: TwoNodes) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP})
+    nodes.wait_for("starts_verifier_0")
+    nodes.wait_for("starts_actor_0")
+    nodes.launchers[0].kill()
+    assert nodes.launchers[1].wait(2 * NAMED_S) == 1
+    end = time.monotonic() + NAMED_S
+    while left := nodes.left():
+        assert time.monotonic() < end, [" ".join(each.cmdline())[:200] for each in left]
+        time.sleep(0.2)
+
+
+def test_a_run_is_resumed_when_a_node_comes_back(nodes: TwoNodes) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": ENDS}, max_restarts=1)
+    nodes.wait_for("starts_verifier_0")
+    nodes.launchers[1].kill()
+    nodes.start_node(1)
+    nodes.wait_for("starts_verifier_0", lines=2)
+    (nodes.root / "end").touch()
+    codes, _ = nodes.end()
+    assert (codes[0], codes[2]) == (0, 0)
+
+
+def test_o5_a_wrong_token_joins_nothing(nodes: TwoNodes) -> None:
+    nodes.start({"0:actor_0": ENDS}, tokens=("t" * 32, "u" * 32), nodes_timeout_s=20)
+    assert nodes.launchers[0].wait(120) == 2 and "1 of 2 nodes" in nodes.said(0)
+    nodes.launchers[1].wait(120)
+    assert nodes.launchers[1].returncode != 0 and nodes.left() == []
