@@ -20,8 +20,10 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -57,11 +59,14 @@ class SinkInputs:
         run_dir: the run's directory; `run_dir.root` is its path.
         since: start of this launcher, epoch seconds. After a resume the records of earlier starts, whose `time` is
             before it, come first.
+        told: of each metric, the newest step that earlier launchers handed to their sinks; None: there was none, or it
+            left no `metrics.jsonl`.
     """
 
     config: RunConfig
     run_dir: RunDir
     since: float
+    told: Mapping[str, int] | None = None
 
 
 class Sink(Protocol):
@@ -93,6 +98,8 @@ def load_sink(path: str, inputs: SinkInputs) -> Sink:
 def make_sinks(inputs: SinkInputs) -> list[SafeSink | BackgroundSink]:
     """`metrics.jsonl`, and what the configuration asks for. None of them can end a run."""
     config = inputs.config
+    # Before the file is written anew.
+    inputs = replace(inputs, told=told_steps(inputs.run_dir.metrics_file))
     asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS_OF_HISTORY) for path in config.tracking.sinks]
     if config.wandb.mode != "disabled":
         asked.append(("W&B", WANDB, QUEUE_RECORDS_OF_HISTORY))
@@ -107,31 +114,49 @@ def make_sinks(inputs: SinkInputs) -> list[SafeSink | BackgroundSink]:
 
 
 class OnwardValues:
-    """For trackers that have what earlier starts of the run recorded: what is new to them, and the best values.
+    """For trackers that have what earlier launchers told them: what is new to them, and the best values.
 
     After a resume the steps of a metric never go back: a step that is trained again has its first value there.
-
-    Args:
-        since: start of this launcher, as in `SinkInputs`.
     """
 
-    def __init__(self, since: float) -> None:
-        self._since = since
+    def __init__(self, inputs: SinkInputs) -> None:
+        self._since, self._told = inputs.since, inputs.told
         self._last_steps: dict[str, int] = {}
         #: Largest value so far of the metrics that `BEST` names, earlier starts included.
         self.best: dict[str, float] = {}
 
     def take(self, record: MetricRecord) -> dict[str, float]:
-        """The values of `record` to log; empty: none."""
+        """The values of `record` to log; empty: none.
+
+        The processes may have recorded something after their launcher was gone: nobody has that yet. What it told last
+        may have been lost with it, and is told again.
+        """
+        last = self._last_steps
         for name, value in record.values.items():
             if BEST.fullmatch(name):
                 self.best[name] = max(value, self.best.get(name, value))
-        if record.time < self._since:
-            for name in record.values:
-                self._last_steps[name] = max(record.step, self._last_steps.get(name, record.step))
+        if record.time >= self._since:
+            return {name: value for name, value in record.values.items() if record.step > last.get(name, -1)}
+        for name in record.values:
+            last[name] = max(record.step, last.get(name, record.step))
+        told = self._told
+        if told is None:
             return {}
-        last = self._last_steps
-        return {name: value for name, value in record.values.items() if record.step > last.get(name, -1)}
+        return {name: value for name, value in record.values.items() if record.step >= told.get(name, 0)}
+
+
+def told_steps(metrics_file: Path) -> dict[str, int] | None:
+    """The newest step of each metric in the `metrics.jsonl` of an earlier start; None: there is none."""
+    told: dict[str, int] = {}
+    try:
+        with metrics_file.open("rb") as lines:
+            for line in lines:
+                with suppress(msgspec.MsgspecError, KeyError, TypeError):  # the last one was cut off
+                    row = msgspec.json.decode(line, type=dict[str, Any])
+                    told.update((name, max(row["step"], told.get(name, -1))) for name in row if "/" in name)
+    except OSError:
+        return None
+    return told
 
 
 class JsonlSink:

@@ -27,7 +27,7 @@ class TrackioSink:
     def __init__(self, inputs: SinkInputs) -> None:
         project = inputs.config.tracking.trackio_project
         assert project is not None
-        self._onward = OnwardValues(inputs.since)
+        self._onward = OnwardValues(inputs)
         self._step = 0
         self._run = trackio.init(
             project=project,

@@ -45,7 +45,7 @@ class WandbSink:
 
     def __init__(self, inputs: SinkInputs) -> None:
         config = inputs.config
-        self._onward = OnwardValues(inputs.since)
+        self._onward = OnwardValues(inputs)
         self._best: dict[str, float] = {}
         try:
             self._run, self._wandb = _start(config, inputs.run_dir.root)

@@ -17,7 +17,16 @@ from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.rollout_table import RolloutTable
-from pipelinerl.tracking.sinks import QUEUE_RECORDS, BackgroundSink, JsonlSink, SafeSink, SinkInputs, make_sinks
+from pipelinerl.tracking.sinks import (
+    QUEUE_RECORDS,
+    BackgroundSink,
+    JsonlSink,
+    OnwardValues,
+    SafeSink,
+    SinkInputs,
+    make_sinks,
+    told_steps,
+)
 
 
 def record(n: int) -> MetricRecord:
@@ -102,6 +111,26 @@ def test_a_sink_of_the_user_gets_every_number(
     assert json.loads((tmp_path / "mine.json").read_text()) == [7, rows, {"status": "completed", "steps": 2}]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert len(caplog.records) == 2 and all(name in caplog.text for name in names[2:])
+
+
+def onward(root: Path, since: float, *records: MetricRecord) -> list[tuple[int, dict[str, float]]]:
+    inputs = SinkInputs(RunConfig(output_dir="x"), RunDir(root), since, told_steps(RunDir(root).metrics_file))
+    values = OnwardValues(inputs)
+    return [(each.step, taken) for each in records if (taken := values.take(each))]
+
+
+def test_a_tracker_gets_what_was_recorded_after_its_launcher_was_gone(tmp_path: Path) -> None:
+    """A launcher was killed after it told of step 2; its trainer took step 3 before it noticed, and saved step 1."""
+    first = [record(n) for n in (1, 2, 3)]
+    assert [step for step, _ in onward(tmp_path, 0.0, *first)] == [1, 2, 3]
+    sink = JsonlSink(SinkInputs(RunConfig(output_dir="x"), RunDir(tmp_path), 0.0))
+    for each in first[:2]:
+        sink.log(each)
+    with RunDir(tmp_path).metrics_file.open("ab") as file:
+        file.write(b'{"time": 3.0, "st')
+    again = [MetricRecord(source="a", step=n, time=10.0 + n, values={"a/x": 1.0}) for n in (2, 3, 4)]
+    expected = [(2, {"a/x": 0.5}), (3, {"a/x": 0.5}), (4, {"a/x": 1.0})]
+    assert onward(tmp_path, 10.0, *first, *again) == expected, "step 2 may have been lost on its way"
 
 
 def test_a_sink_of_the_user_gets_the_whole_history_of_a_resumed_run(
