@@ -58,7 +58,7 @@ _MIN_TOKEN_CHARACTERS = 16
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one launcher and return its exit code."""
-    return start(lambda: compose(sys.argv[1:] if argv is None else argv))
+    return start(lambda: compose(sys.argv[1:] if argv is None else argv, may_be_several=True))
 
 
 def start(compose_config: Callable[[], ComposedConfig]) -> int:

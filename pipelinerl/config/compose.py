@@ -85,8 +85,9 @@ class ComposedConfig:
     members: tuple[Member, ...] = ()
 
 
-def compose(argv: Sequence[str]) -> ComposedConfig:
-    """Compose and check the configuration that `argv` (without the program) describes.
+def compose(argv: Sequence[str], may_be_several: bool = False) -> ComposedConfig:
+    """Compose and check the configuration that `argv` (without the program) describes, or with `--multirun`, if there
+    may be several, those of its members.
 
     Raises:
         ConfigError: anything that the user has to change; every message has key, value, expectation and next step.
@@ -98,6 +99,8 @@ def compose(argv: Sequence[str]) -> ComposedConfig:
         search_dirs, name = list(dict.fromkeys([_folder(str(path.parent)), *search_dirs])), path.name
     if flags.help is not None:
         return ComposedConfig(help_text=help_text([*search_dirs, conf_dir()], flags.help), search_dirs=search_dirs)
+    if flags.multirun and not may_be_several:
+        raise ConfigError("--multirun", True, "one configuration", f"Several are for {typed('launch')} alone.")
     if flags.multirun:
         return ComposedConfig(members=_members(argv, overrides))
     composed = compose_plain(name, search_dirs, overrides)

@@ -86,7 +86,7 @@ def _compose(page: str, words: list[str]) -> None:
             (Path(folder) / f"{name}.yaml").write_text(own)
     words = [word for word in words if word not in ("...", "--cfg")]
     words = words if any(word.startswith("output_dir=") for word in words) else [*words, "output_dir=run"]
-    composed = compose(words)
+    composed = compose(words, may_be_several=True)
     assert composed.config is not None or composed.members
 
 

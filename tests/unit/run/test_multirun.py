@@ -6,18 +6,22 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipelinerl.analysis import check_domain
 from pipelinerl.config.compose import Member, compose
+from pipelinerl.errors import ConfigError
 from pipelinerl.launch import launch_members, main
+from pipelinerl.run import plan_command
 
 QUICKSTART = ("--config-name", "quickstart")
 
 
 def folders(*words: str) -> list[str]:
-    members = compose([*QUICKSTART, 'output_dir="/runs/a, b\'s"', *words]).members
+    members = compose([*QUICKSTART, 'output_dir="/runs/a, b\'s"', *words], may_be_several=True).members
     # The command line of each composes to its folder and values.
     for member in members:
         config = compose(member.argv).config
@@ -44,9 +48,31 @@ def test_each_combination_has_a_folder(words: list[str], expected: list[str]) ->
 
 
 def test_a_member_has_its_values() -> None:
-    members = compose([*QUICKSTART, "output_dir=x", "-m", "seed=1,2", "attempts=4,8"]).members
+    members = compose([*QUICKSTART, "output_dir=x", "-m", "seed=1,2", "attempts=4,8"], may_be_several=True).members
     configs = [compose(member.argv).config for member in members]
     assert [(each.seed, each.attempts) for each in configs if each] == [(1, 4), (1, 8), (2, 4), (2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("finetune.learning_rate=interval(0,1)", "finetune.learning_rate"),
+        ("output_dir=a,b", "output_dir"),
+        ("seed=1,x", "seed"),
+        ("seed=1", "--multirun"),
+    ],
+)
+def test_what_cannot_be_several_is_refused(word: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([*QUICKSTART, "-m", "output_dir=x", word], may_be_several=True)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("command", [plan_command.main, check_domain.main])
+def test_commands_about_one_run_take_no_several(command: Callable[[list[str]], int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        command([*QUICKSTART, "-m", "seed=1,2"])
+    assert caught.value.key == "--multirun"
 
 
 def test_a_member_that_cannot_run_is_refused_before_anything_starts(
