@@ -184,6 +184,7 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         on_card=max(users.values(), default=1),
         shared=any(place in ranks for place in users),
         turns=takes_turns,
+        mps=config.world.mps and world.device == "cuda",
         ahead=_ahead(config),
     )
 

@@ -58,8 +58,9 @@ def count_updates(run: WholeRun) -> int:
 
 def processes_of(run: WholeRun) -> list[str]:
     """The run's own, and those of MPS."""
-    daemons = [process.name() for process in psutil.process_iter() if process.name().startswith("nvidia-cuda-mps")]
-    return daemons + [" ".join(process.cmdline()) for process in run.living_processes()]
+    names = [process.info["name"] or "" for process in psutil.process_iter(["name"])]
+    jobs = [str(process.pid) for process in run.living_processes()]
+    return jobs + [name for name in names if name.startswith("nvidia-cuda-mps")]
 
 
 def test_a_killed_server_comes_back_beside_one_that_goes_on(started: tuple[WholeRun, subprocess.Popen[str]]) -> None:
