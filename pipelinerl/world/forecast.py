@@ -61,6 +61,7 @@ class TrainerSetup:
         pack_tokens: of one micro-batch.
         gathered_bytes: of a parameter that FSDP gathers.
         longest: tokens of the longest sample.
+        packed: samples share rows.
         sub_group: values that the optimizer of ZeRO-3 handles at once, and the rest of the last matrix.
     """
 
@@ -79,6 +80,7 @@ class TrainerSetup:
     parameters_on_host: bool = False
     gathered_bytes: int = 4
     longest: int = 2048
+    packed: bool = True
     sub_group: int = ZERO3_SUB_GROUP
     on_cpu: bool = False
 
@@ -96,9 +98,10 @@ class TrainerSetup:
         return round(self.lora_rank * shape.layers * sides * self.lora_matrices / 7)
 
     @property
-    def repeats_heads(self) -> bool:
-        """Whether attention gets keys and values repeated for every head, as its kernels for GPUs in bf16 do."""
-        return not self.on_cpu and self.products == "bf16"
+    def is_compiled(self) -> bool:
+        """Whether layers are compiled, as `finetune/compiled_layers.py` decides."""
+        is_dense = self.shape.active_matrices == self.shape.layer_matrices
+        return self.products == "bf16" and self.sharding == "plain" and is_dense and self.packed and not self.on_cpu
 
     @property
     def is_pure(self) -> bool:
@@ -276,6 +279,9 @@ def layer_bytes(setup: TrainerSetup) -> float:
     Norms keep their input and the normalized values in fp32. Under autocast each linear layer keeps a cast copy of its
     own; without it those with the same input share it. Attention keeps queries, keys, values, its result and one
     number a head. The gated layer keeps both branches, the activation and the product.
+
+    A compiled layer keeps its input in fp32, what each norm gives, the result of the matrix after attention, and of the
+    gated layer both branches and the product; the rest it computes again.
     """
     shape = setup.shape
     width = 2 if setup.products == "bf16" else 4
@@ -287,14 +293,15 @@ def layer_bytes(setup: TrainerSetup) -> float:
         norms = 2 * (4 + 4) * hidden + (3 + 2) * 2 * hidden
     else:
         norms = 2 * (4 + 4 + 4) * hidden
+    if setup.is_compiled:
+        norms = (4 + 3 * width) * hidden
     norms += 2 * 4  # the root of each one's mean square
-    # On GPUs keys and values are repeated for every head.
-    attention = width * (2 * wide + (2 * wide if setup.repeats_heads else kv_wide)) + 4 * shape.heads
+    attention = width * (2 * wide + kv_wide) + 4 * shape.heads
     weights = _attention_matrix(setup)
-    between = 4 * width * shape.intermediate
+    between = (3 if setup.is_compiled else 4) * width * shape.intermediate
     if setup.lora_rank:
         # Frozen norms do not keep their products; the matrix after attention gets a copy of its own.
-        norms -= 2 * 4 * hidden
+        norms -= 0 if setup.is_compiled else 2 * 4 * hidden
         attention += width * wide
         between += 7 * width * setup.lora_rank
     return norms + attention + weights + between
@@ -314,12 +321,11 @@ def _head_bytes(setup: TrainerSetup) -> float:
     chunk = min(setup.chunk_tokens, setup.pack_tokens) * shape.vocabulary
     is_16_bit = setup.products == "bf16"
     weight = 2 * shape.embedding if is_16_bit and not setup.is_pure and (shape.tied or not setup.lora_rank) else 0
-    several = 2 if setup.pack_tokens > setup.chunk_tokens else 1
-    # Logits of this chunk and the one before, and its gradient in 16 bits.
-    logits = (4 * several + (2 if is_16_bit else 0)) * chunk
+    # Logits of a chunk, and their gradient in 16 bits; without our kernels as much again for their exponentials.
+    logits = (4 + (2 if is_16_bit else 0) + (4 if setup.on_cpu else 0)) * chunk
     if setup.lora_rank:
         return weight + logits
-    product = (4 if is_16_bit else 0) * shape.embedding + (6 if is_16_bit else 4) * chunk
+    product = (4 * shape.embedding + 2 * chunk) if is_16_bit else 4 * chunk
     return weight + 4 * shape.embedding + max(logits, product)
 
 

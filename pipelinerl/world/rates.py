@@ -58,14 +58,16 @@ _CPU_CORE_FLOPS, _CPU_BANDWIDTH = 12e9, 15e9
 _HOST_BANDWIDTH, _LINK_BANDWIDTH = 20e9, 150e9
 
 # What was measured, and where (docs/benchmarks.md has the table of each).
-#: Trainer, 19 runs of 0.1 to 3.1 B on one H200, packs of 2,048 to 16,384 tokens: share of the peak that products reach;
-#: how often what a layer keeps of a token crosses the memory (norms, casts, activations), factors on it with
-#: checkpointing and with adapters; bytes for each value of the optimizer's step.
+#: Trainer, runs of 0.1 to 3.1 B on one H200, packs of 2,048 to 16,384 tokens: share of the peak that products reach;
+#: how often what a layer keeps of a token crosses the memory (norms, casts, activations), compiled or not, factors on
+#: it with checkpointing and with adapters; bytes for each value of the optimizer's step.
 _PRODUCT_SHARE, _CROSSINGS, _CHECKPOINTING_CROSSINGS, _ADAPTER_CROSSINGS = 0.65, 21, 1.15, 1.6
 _OPTIMIZER_BYTES = 135
 #: Seconds in which the host starts the kernels of one layer, forward and backward; added with checkpointing, with
 #: adapters, and with products in fp32 or TF32, whose attention has more kernels. Small models and short packs wait.
 _HOST_S_PER_LAYER, _HOST_CHECKPOINTING, _HOST_ADAPTER, _HOST_FP32 = 5.0e-3, 4.0e-3, 3.0e-3, 2.7e-3
+#: The first two of a compiled layer. With adapters it was not measured.
+_COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING = 2.6e-3, 2.4e-3
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
 #: Share of the peak in prompts and large decoding batches.
@@ -81,7 +83,7 @@ _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 _TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 _TRAINER_SLOWED_MPS, _SERVERS_SLOWED_MPS = 0.02, 0.0
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.
-_MEASURED_BILLIONS = (0.1, 3.5)
+_MEASURED_BILLIONS = (0.1, 1.6)
 _MEASURED_CARDS = ("h200",)
 
 
@@ -151,7 +153,10 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     kept = shape.layers * layer_bytes(setup) * _CROSSINGS
     kept *= (_CHECKPOINTING_CROSSINGS if setup.checkpointing else 1) * (_ADAPTER_CROSSINGS if is_lora else 1)
     device = flops * slower / (machine.flops * _PRODUCT_SHARE) + tokens * kept / machine.bandwidth
-    host = _HOST_S_PER_LAYER + (_HOST_CHECKPOINTING if setup.checkpointing else 0)
+    host, again = _HOST_S_PER_LAYER, _HOST_CHECKPOINTING
+    if setup.is_compiled:
+        host, again = _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING
+    host += again if setup.checkpointing else 0
     host += (2 if setup.checkpointing else 1) * (_HOST_ADAPTER if is_lora else 0)
     host += 0 if setup.products == "bf16" else _HOST_FP32
     states = setup.trained / (setup.ranks if setup.sharding != "plain" else 1)

@@ -86,17 +86,20 @@ def test_32_b_in_full_on_one_card(room: float) -> None:
 
 def test_activations_of_a_layer_by_hand() -> None:
     """0.5 B without checkpointing, bf16 products: bytes of a token in one layer, times 24, and the end of the model,
-    with the gradients that its backward pass begins with. Keys and values are repeated for all 14 heads."""
-    hidden, inner, wide = 896, 4864, 14 * 64
-    norms, casts = 2 * (4 + 4) * hidden + 2 * 4, (3 + 2) * 2 * hidden
-    attention, gated = 2 * 4 * wide + 4 * 14, 4 * 2 * inner
-    token = 24 * (norms + casts + attention + gated) + (2 * 4 + 2 * 2 + 14) * hidden
+    with the gradients that its backward pass begins with. Compiled, as samples share rows, and as they are in padded
+    rows."""
+    hidden, inner, wide, kv_wide = 896, 4864, 14 * 64, 2 * 2 * 64
+    attention, end = 2 * (2 * wide + kv_wide) + 4 * 14, (2 * 4 + 2 * 2 + 14) * hidden
     setup = TrainerSetup(shape("0.5"), pack_tokens=16384, checkpointing=False)
     parts = trainer_memory(setup).parts
-    assert parts[ACTIVATIONS] == 16384 * token
+    compiled = (4 + 2 + 2 + 2) * hidden + 2 * 4 + attention + 3 * 2 * inner
+    assert parts[ACTIVATIONS] == 16384 * (24 * compiled + end)
+    norms, casts = 2 * (4 + 4) * hidden + 2 * 4, (3 + 2) * 2 * hidden
+    plain = norms + casts + attention + 4 * 2 * inner
+    assert trainer_memory(replace(setup, packed=False)).parts[ACTIVATIONS] == 16384 * (24 * plain + end)
     assert parts[COPIES] == 2 * setup.shape.layer_matrices
     chunk, head = 1024 * 151936, 151936 * 896
-    assert parts[LOGITS] == (2 + 4) * head + 10 * chunk
+    assert parts[LOGITS] == (2 + 4) * head + max(6 * chunk, 4 * head + 2 * chunk)
     kept = trainer_memory(replace(setup, checkpointing=True))
     assert kept.parts[ACTIVATIONS] < parts[ACTIVATIONS] / 8
     assert trainer_memory(replace(setup, chunk_tokens=4096)).total > trainer_memory(setup).total
@@ -131,7 +134,7 @@ def test_times_follow_the_work() -> None:
     work = Work(samples=512, prompt_tokens=64, output_tokens=256, concurrency=256)
     twice = replace(work, samples=1024)
     assert train_seconds(setup, twice, card) == pytest.approx(2 * train_seconds(setup, work, card), rel=0.1)
-    assert train_seconds(replace(setup, checkpointing=True), work, card) > 1.2 * train_seconds(setup, work, card)
+    assert train_seconds(replace(setup, checkpointing=True), work, card) > 1.15 * train_seconds(setup, work, card)
     assert server_rate(server, work, card) > 3 * server_rate(server, replace(work, concurrency=16), card)
     slow = cpu_machine(16 * GIB, 2)
     assert train_seconds(setup, work, slow) > 50 * train_seconds(setup, work, card)

@@ -20,27 +20,20 @@ SHAPES = {
     "qwen-3b": ("qwen2", 2048, 11008, 36, 16, 2, 151936, True),
 }
 Products = Literal["bf16", "tf32", "fp32"]
-#: model, `seq_length`, largest pack, tokens of the step, checkpointing, LoRA (r=16), products, chunk of the head; then
-#: what was seen: peak of PyTorch's tensors in GiB, seconds of a step.
-STEPS: list[tuple[str, int, int, int, bool, bool, Products, int, float, float]] = [
-    ("qwen-0.5b", 16384, 16311, 64664, False, False, "bf16", 1024, 36.39, 0.906),
-    ("qwen-0.5b", 4096, 4052, 15908, False, False, "bf16", 1024, 17.2, 0.534),
-    ("qwen-0.5b", 12000, 11886, 47193, True, False, "bf16", 1024, 11.23, 0.916),
-    ("qwen-0.5b", 12000, 11886, 47193, True, False, "bf16", 4096, 15.58, 0.989),
-    ("qwen-0.5b", 8192, 8185, 32506, False, True, "bf16", 1024, 14.86, 0.753),
-    ("llama-135m", 16384, 16000, 63733, False, False, "bf16", 1024, 17.61, 0.57),
-    ("llama-135m", 16384, 16000, 63733, True, False, "bf16", 1024, 3.97, 1.037),
-    ("llama-135m", 2048, 2008, 7979, False, False, "bf16", 1024, 4.78, 0.64),
-    ("llama-135m", 4096, 3383, 16388, False, False, "tf32", 1024, 13.05, 1.163),
-    ("qwen-1.5b", 12000, 11886, 47193, True, False, "bf16", 1024, 29.71, 1.732),
-    ("qwen-1.5b", 8192, 8185, 32506, False, False, "bf16", 1024, 55.99, 1.02),
-    ("qwen-1.5b", 12000, 11886, 47193, True, True, "bf16", 1024, 7.61, 2.049),
-    ("llama-1.2b", 16384, 16151, 64274, True, False, "bf16", 1024, 28.96, 1.786),
-    ("llama-1.2b", 8192, 8157, 31929, False, False, "bf16", 1024, 44.68, 0.783),
-    ("llama-1.2b", 4096, 3745, 17248, True, False, "fp32", 1024, 33.56, 4.462),
-    ("qwen-3b", 12000, 11886, 47193, True, False, "bf16", 1024, 58.75, 3.047),
-    ("qwen-3b", 8192, 8185, 32506, False, False, "bf16", 1024, 99.59, 1.78),
-    ("qwen-3b", 12000, 11886, 47193, True, True, "bf16", 1024, 12.8, 3.419),
+#: model, `seq_length`, largest pack, tokens of the step, checkpointing, products, chunk of the head; then what was
+#: seen: peak of PyTorch's tensors in GiB, seconds of a step. Layers with bf16 products were compiled. None: the code
+#: has changed since, or the host had other work.
+STEPS: list[tuple[str, int, int, int, bool, Products, int, float | None, float | None]] = [
+    ("qwen-0.5b", 16384, 14704, 131615, False, "bf16", 4096, None, 1.189),
+    ("qwen-0.5b", 16384, 14704, 131615, True, "bf16", 4096, None, 1.424),
+    ("qwen-0.5b", 16384, 16311, 64664, False, "bf16", 1024, 26.2, 0.623),
+    ("qwen-0.5b", 4096, 4056, 66446, False, "bf16", 4096, 15.92, 0.928),
+    ("qwen-0.5b", 4096, 4052, 15908, False, "bf16", 1024, 14.46, 0.28),
+    ("llama-135m", 16384, 15816, 62747, False, "bf16", 1024, 11.13, None),
+    ("qwen-1.5b", 8192, 8185, 32506, False, "bf16", 1024, 45.27, 0.727),
+    ("llama-1.2b", 8192, 8157, 31929, False, "bf16", 1024, 37.62, 0.574),
+    ("llama-135m", 4096, 3383, 16388, False, "tf32", 1024, 13.05, 1.163),
+    ("llama-1.2b", 4096, 3745, 17248, True, "fp32", 1024, 33.56, 4.462),
 ]
 MEAN_TOKENS, PROMPT_SHARE = 1150, 0.25
 
@@ -58,25 +51,26 @@ def shape(name: str) -> ModelShape:
     return found
 
 
-@pytest.mark.parametrize("row", STEPS, ids=lambda row: "-".join(map(str, row[:8])))
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: "-".join(map(str, row[:7])))
 def test_memory_and_time_of_a_measured_step(
-    row: tuple[str, int, int, int, bool, bool, Products, int, float, float],
+    row: tuple[str, int, int, int, bool, Products, int, float | None, float | None],
 ) -> None:
     """Memory within 10 % and never below what was seen by more than 3 %; time within 20 %."""
-    name, _, pack, tokens, checkpointing, is_lora, products, chunk, peak_gib, seconds = row
+    name, _, pack, tokens, checkpointing, products, chunk, peak_gib, seconds = row
     setup = TrainerSetup(
         shape(name),
         products=products,
         pack_tokens=pack,
         checkpointing=checkpointing,
         chunk_tokens=chunk,
-        lora_rank=16 if is_lora else 0,
         longest=2048,
     )
-    assert 0.97 * peak_gib <= trainer_memory(setup).tensors / GIB <= 1.1 * peak_gib
+    if peak_gib is not None:
+        assert 0.97 * peak_gib <= trainer_memory(setup).tensors / GIB <= 1.1 * peak_gib
     samples = round(tokens / MEAN_TOKENS)
     work = Work(samples, MEAN_TOKENS * PROMPT_SHARE, MEAN_TOKENS * (1 - PROMPT_SHARE), 64)
-    assert train_seconds(setup, work, card_machine("NVIDIA H200")) == pytest.approx(seconds, rel=0.2)
+    if seconds is not None:
+        assert train_seconds(setup, work, card_machine("NVIDIA H200")) == pytest.approx(seconds, rel=0.2)
 
 
 @pytest.mark.parametrize(
