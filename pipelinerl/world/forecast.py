@@ -61,7 +61,7 @@ class TrainerSetup:
         pack_tokens: of one micro-batch.
         gathered_bytes: of a parameter that FSDP gathers.
         longest: tokens of the longest sample.
-        packed: samples share rows.
+        compiled: layers are compiled where they can be; see `is_compiled`.
         sub_group: values that the optimizer of ZeRO-3 handles at once, and the rest of the last matrix.
     """
 
@@ -80,7 +80,7 @@ class TrainerSetup:
     parameters_on_host: bool = False
     gathered_bytes: int = 4
     longest: int = 2048
-    packed: bool = True
+    compiled: bool = True
     sub_group: int = ZERO3_SUB_GROUP
     on_cpu: bool = False
 
@@ -101,7 +101,7 @@ class TrainerSetup:
     def is_compiled(self) -> bool:
         """Whether layers are compiled, as `finetune/compiled_layers.py` decides."""
         is_dense = self.shape.active_matrices == self.shape.layer_matrices
-        return self.products == "bf16" and self.sharding == "plain" and is_dense and self.packed and not self.on_cpu
+        return self.products == "bf16" and self.sharding == "plain" and is_dense and self.compiled and not self.on_cpu
 
     @property
     def is_pure(self) -> bool:

@@ -52,7 +52,7 @@ def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool
         parameters_on_host=parameters_on_host,
         gathered_bytes=2 if isinstance(backend, FSDPSettings) and backend.param_dtype == "bf16" else 4,
         longest=longest_sample(config),
-        packed=tuned.seq_packing,
+        compiled=tuned.seq_packing and tuned.attn_implementation == "auto",
         sub_group=sub_group,
         on_cpu=on_cpu,
     )

@@ -86,8 +86,7 @@ def test_32_b_in_full_on_one_card(room: float) -> None:
 
 def test_activations_of_a_layer_by_hand() -> None:
     """0.5 B without checkpointing, bf16 products: bytes of a token in one layer, times 24, and the end of the model,
-    with the gradients that its backward pass begins with. Compiled, as samples share rows, and as they are in padded
-    rows."""
+    with the gradients that its backward pass begins with. Compiled, and as they are in padded rows."""
     hidden, inner, wide, kv_wide = 896, 4864, 14 * 64, 2 * 2 * 64
     attention, end = 2 * (2 * wide + kv_wide) + 4 * 14, (2 * 4 + 2 * 2 + 14) * hidden
     setup = TrainerSetup(shape("0.5"), pack_tokens=16384, checkpointing=False)
@@ -96,7 +95,7 @@ def test_activations_of_a_layer_by_hand() -> None:
     assert parts[ACTIVATIONS] == 16384 * (24 * compiled + end)
     norms, casts = 2 * (4 + 4) * hidden + 2 * 4, (3 + 2) * 2 * hidden
     plain = norms + casts + attention + 4 * 2 * inner
-    assert trainer_memory(replace(setup, packed=False)).parts[ACTIVATIONS] == 16384 * (24 * plain + end)
+    assert trainer_memory(replace(setup, compiled=False)).parts[ACTIVATIONS] == 16384 * (24 * plain + end)
     assert parts[COPIES] == 2 * setup.shape.layer_matrices
     chunk, head = 1024 * 151936, 151936 * 896
     assert parts[LOGITS] == (2 + 4) * head + max(6 * chunk, 4 * head + 2 * chunk)
