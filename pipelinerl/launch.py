@@ -45,9 +45,9 @@ from pipelinerl.world import (
     FreePorts,
     build_world_map,
     described_cluster,
-    is_slurm_step,
     nvml_gpu_lister,
     nvml_gpu_memory,
+    slurm_hint,
     usable_cores,
 )
 
@@ -179,9 +179,7 @@ def require_token(environ: Mapping[str, str]) -> None:
     is_off = environ.get(_MODE_KEY, "token") != "token"
     if is_off or environ.get(SECRET_KEYS[1]) or len(token) >= _MIN_TOKEN_CHARACTERS:
         return
-    next_step = f"Make one with `openssl rand -hex 32` and export {SECRET_KEYS[0]} on all nodes."
-    if is_slurm_step(environ):  # whoever wrote their own script may not have meant one run over all nodes
-        next_step += " `srun` started several nodes: see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each."
+    next_step = f"Make one with `openssl rand -hex 32` and export {SECRET_KEYS[0]} on all nodes.{slurm_hint(environ)}"
     raise ConfigError(
         SECRET_KEYS[0],
         f"{len(token)} characters" if token else None,

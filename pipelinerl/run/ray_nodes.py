@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -69,13 +69,14 @@ class RayNode:
         """What a method of the agent returns. Raises OSError if it fails or does not answer."""
         try:
             return ray.get(getattr(self._agent, method).remote(*args), timeout=timeout_s)
-        except GetTimeoutError as error:
-            raise OSError(f"{self.name} did not answer within {timeout_s:.0f} s") from error
+        except RayTaskError as error:
+            raise OSError(f"{self.name}: {error.cause}") from error
         except RayError as error:
-            raise OSError(f"{self.name}: {getattr(error, 'cause', None) or _cause(error)}") from error
+            self.answers = False
+            raise OSError(f"{self.name} does not answer: {_cause(error)}") from error
 
     def start(self, command: Command) -> Child:
-        started: Started = self.call("start", command)
+        started: Started = self.call("start", command, timeout_s=self._config.heartbeat_timeout_s)
         child = Child(command.job.name, *started, time.monotonic(), partial(self._signal, started.pid))
         with self._lock:
             self._children[child.pid] = child
@@ -87,7 +88,7 @@ class RayNode:
 
     def end_rest(self, child: Child) -> None:
         with suppress(OSError):  # the node is gone, and the job with it
-            self.call("end_rest", child.pid)
+            self.call("end_rest", child.pid, timeout_s=self._config.heartbeat_timeout_s)
 
     def end_all(self, grace_s: float) -> list[int]:
         left: list[int] = self.call("end_all", grace_s, timeout_s=grace_s + _LEAVE_S)

@@ -25,6 +25,8 @@ POLICY_KIND = "actor_llm"
 #: Jobs whose death ends the run, which can then be resumed.
 RESUMED_KINDS = ("finetune", "actor", "preprocessor")
 MAX_BACKOFF_S = 60.0
+#: Until the next try to start a server on a node that does not answer.
+RETRY_S = 1.0
 #: After training: how long the actor's own end may take to be heard, and what the trainer said last of a server that
 #: started lately.
 END_S = 1.0
@@ -287,6 +289,10 @@ class ServerKeeper:
             server.due = None
         # After training a policy server would wait for weights that nobody sends.
         return [server for server in due if self.phase == "training" or not server.is_policy]
+
+    def postpone(self, name: str, now: float) -> None:
+        """A server that was due cannot be started now."""
+        self.servers[name].due = now + RETRY_S
 
     def dues_s(self, now: float) -> list[float]:
         """Seconds until something has to be done, for everything that is planned."""

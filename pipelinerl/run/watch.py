@@ -328,7 +328,10 @@ class Supervisor:
         for server in keeper.take_due(now):
             command = next((each for each in self._session.commands if each.job.name == server.name), None)
             if command is not None and (outcome := self._spawn(command)) is not None:
-                return outcome
+                if self._node_of(server.name).answers:
+                    return outcome
+                keeper.postpone(server.name, now)  # its node comes back, or is lost
+                continue
             keeper.started(server.name, time.monotonic())
         if keeper.is_empty:
             gone = [f"node {node.rank} {node.reason}" for node in self._lost]

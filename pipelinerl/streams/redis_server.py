@@ -125,9 +125,9 @@ def check_url(config: RedisStreams, environ: Mapping[str, str], num_nodes: int) 
         raise ConfigError(
             "streams.url",
             None,
-            "the address of a Redis server that all nodes reach (WORLD_SIZE is above 1)",
-            f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the environment of every node), "
-            "or use streams=files with output_dir on a shared file system.",
+            "the address of a Redis server that all nodes of the run reach",
+            f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the launcher's environment), or "
+            "use streams=files with output_dir on a shared file system.",
         )
     if url is None:
         return

@@ -12,10 +12,10 @@ from pipelinerl.world.cluster import (
     ClusterMember,
     ClusterNode,
     described_cluster,
-    is_slurm_step,
     nvml_cards,
     nvml_gpu_lister,
     nvml_gpu_memory,
+    slurm_hint,
     usable_cores,
 )
 from pipelinerl.world.jobs import SERVER_KINDS, Job, WorldMap
@@ -35,10 +35,10 @@ __all__ = [
     "build_world_map",
     "can_bind",
     "described_cluster",
-    "is_slurm_step",
     "nvml_cards",
     "nvml_gpu_lister",
     "nvml_gpu_memory",
     "scanned_ports",
+    "slurm_hint",
     "usable_cores",
 ]

@@ -6,7 +6,6 @@ those that `gpu_lister` finds.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,7 @@ from pipelinerl.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
-_HOSTS = "SLURM_STEP_NODELIST"
 _OWN_RANK = "set WORLD_SIZE, RANK and MASTER_ADDR yourself, or WORLD_SIZE=1 for a run on each node"
-# Commas and plain characters outside of brackets, and what is in brackets.
-_ENTRY = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]+\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 GpuLister = Callable[[], Sequence[str]]
@@ -42,12 +37,12 @@ class ClusterMember:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> ClusterMember:
-        """Read WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, or the first three from SLURM.
+        """Read WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, or the first two from SLURM.
 
         Raises:
             ConfigError: a variable is not usable; the message names it.
         """
-        environ = _with_slurm_step(environ)
+        given, environ = environ, _with_slurm_step(environ)
         world_size = _integer(environ, "WORLD_SIZE", 1, lowest=1)
         rank = _integer(environ, "RANK", 0, lowest=0)
         if rank >= world_size:
@@ -55,7 +50,7 @@ class ClusterMember:
         master = environ.get("MASTER_ADDR", "").strip().strip("[]") if world_size > 1 else LOOPBACK
         if not master:
             expected = f"the name or address of node 0 (WORLD_SIZE={world_size})"
-            raise ConfigError("MASTER_ADDR", None, expected, "Export it on all nodes.")
+            raise ConfigError("MASTER_ADDR", None, expected, f"Export it on all nodes.{slurm_hint(given)}")
         return cls(world_size, rank, master, _integer(environ, "MASTER_PORT", 0, lowest=0) or None)
 
 
@@ -281,9 +276,8 @@ def _integer(environ: Mapping[str, str], key: str, default: int, lowest: int) ->
 
 
 def _with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ`, with WORLD_SIZE, RANK and MASTER_ADDR if this is one task of each node of a SLURM step.
-
-    What is set already stays: with WORLD_SIZE or RANK nothing is added, MASTER_ADDR replaces SLURM's name of node 0.
+    """`environ`, with WORLD_SIZE and RANK if this is one task of each node of a SLURM step. With either of them set
+    already, nothing is added.
 
     Raises:
         ConfigError: the step has several nodes and not one task on each, or a variable is missing.
@@ -299,12 +293,18 @@ def _with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
             f"{nodes}, one task for each node: the launcher starts the processes of its node itself",
             f"Start it by `srun --ntasks-per-node=1`, or {_OWN_RANK}.",
         )
-    master = environ.get("MASTER_ADDR", "").strip() or hosts_of(environ.get(_HOSTS, ""))[0]
     rank = environ.get("SLURM_NODEID", "").strip()
     if not rank:  # no node may take itself for the first one
         expected = f"the number of this node in the step, 0 to {nodes - 1}"
         raise ConfigError("SLURM_NODEID", None, expected, f"Pass SLURM's variables on, or {_OWN_RANK}.")
-    return {**environ, "WORLD_SIZE": str(nodes), "RANK": rank, "MASTER_ADDR": master}
+    return {**environ, "WORLD_SIZE": str(nodes), "RANK": rank}
+
+
+def slurm_hint(environ: Mapping[str, str]) -> str:
+    """What to tell a user whose own script may not have meant one run over all nodes; empty: nothing."""
+    if not is_slurm_step(environ):
+        return ""
+    return " `srun` started several nodes: see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each."
 
 
 def is_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -319,42 +319,3 @@ def is_slurm_step(environ: Mapping[str, str]) -> bool:
         return False
     nodes = environ.get("SLURM_STEP_NUM_NODES", "")
     return nodes.isdecimal() and int(nodes) > 1
-
-
-def hosts_of(hostlist: str) -> list[str]:
-    """The names in SLURM's notation, in its order: `gpu[08-10,12],login-1` has five. Zeros in front stay.
-
-    The notation is that of `scontrol show hostnames`: commas separate names; brackets hold numbers and ranges, in one
-    name several times if need be (the last one counts fastest).
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    entries = _ENTRY.findall(hostlist)
-    if not entries or ",".join(entries) != hostlist:
-        raise _unreadable(hostlist)
-    return [host for entry in entries for host in _names(entry, hostlist)]
-
-
-def _names(entry: str, hostlist: str) -> list[str]:
-    parts = re.split(r"\[([^\]]*)\]", entry)  # plain, bracket, plain, ...
-    choices = [_numbers(part, hostlist) if index % 2 else [part] for index, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
-
-
-def _numbers(bracket: str, hostlist: str) -> list[str]:
-    numbers: list[str] = []
-    for part in bracket.split(","):
-        found = _RANGE.fullmatch(part)
-        if found is None:
-            raise _unreadable(hostlist)
-        first, last = found.group(1), found.group(2) or found.group(1)
-        if int(last) < int(first):
-            raise _unreadable(hostlist)
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return numbers
-
-
-def _unreadable(hostlist: str) -> ConfigError:
-    next_step = f"Correct it, or {_OWN_RANK}."
-    return ConfigError(_HOSTS, hostlist or None, "names of nodes as `gpu[01-04],login-1`", next_step)

@@ -1,7 +1,7 @@
 """A launcher over several nodes on Ray whose jobs are small Python scripts: `ray_run.py RUN_DIR JOBS_JSON [KEYS_JSON]`.
 
-It is started on every node with WORLD_SIZE, RANK, MASTER_ADDR, NODE_PORT and MODEL_PATH. JOBS_JSON maps `NODE:JOB` to
-source text; everything else is as in a real run.
+It is started on every node with WORLD_SIZE, RANK, MASTER_ADDR, NODE_PORT and MODEL_PATH, or on one node of a Ray
+cluster with keys of `world` in WORLD. JOBS_JSON maps `NODE:JOB` to source text; everything else is as in a real run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(root: str, jobs: dict[str, str], keys: dict[str, Any]) -> int:
             "model_path": os.environ["MODEL_PATH"],
             "debug": {"mode": "actor"},  # no trainer whose last message counts
             "wandb": {"mode": "disabled"},
-            "world": {"node_port": int(os.environ["NODE_PORT"])},
+            "world": {"node_port": int(os.environ["NODE_PORT"]), **json.loads(os.environ.get("WORLD", "{}"))},
             "supervise": {"heartbeat_interval_s": 1, "heartbeat_timeout_s": 10, **keys},
         }
     )

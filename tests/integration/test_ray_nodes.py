@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +81,8 @@ class TwoNodes:
             self.launchers.append(subprocess.Popen([sys.executable, *self._words], env=environ, stdout=log, stderr=log))
 
     def said(self, rank: int) -> str:
-        return (self.root.parent / f"launcher_{rank}.log").read_text()
+        log = self.root.parent / f"launcher_{rank}.log"
+        return log.read_text() if log.exists() else ""
 
     def wait_for(self, file: str, lines: int = 1) -> list[int]:
         """The process ids that a job noted at its starts."""
@@ -111,6 +115,16 @@ class TwoNodes:
             if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(process)
         return found
+
+
+def wait_for_port(host: str, port: int) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +218,58 @@ def test_a_run_is_resumed_when_a_node_comes_back(nodes: TwoNodes) -> None:
     assert (codes[0], codes[2]) == (0, 0)
 
 
+def test_a_node_that_is_silent_for_a_moment_is_kept(nodes: TwoNodes) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": ENDS})
+    nodes.wait_for("starts_verifier_0")
+    agent = nodes.below(1, "ray::NodeAgent")
+    agent.suspend()
+    time.sleep(5)  # half of supervise.heartbeat_timeout_s
+    agent.resume()
+    time.sleep(8)
+    assert nodes.launchers[0].poll() is None, nodes.said(0)
+    (nodes.root / "end").touch()
+    assert nodes.end() == ([0, 0], "None")
+
+
+def test_a_node_that_stays_silent_is_lost(nodes: TwoNodes) -> None:
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP})
+    nodes.wait_for("starts_verifier_0")
+    nodes.wait_for("starts_actor_0")
+    nodes.below(1, "ray::NodeAgent").suspend()
+    codes, reason = nodes.end()
+    assert codes == [1, 1] and "node 1 (127.0.0.3) has sent no sign of life for 10 s" in reason
+
+
+def test_a_ray_cluster_that_is_there_is_used_and_left_alone(nodes: TwoNodes) -> None:
+    """`RAY_ADDRESS`; the nodes are those of the cluster, the launcher's first."""
+    address = f"{HOSTS[0]}:{nodes.port}"
+    environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 32, "NODE_PORT": nodes.port}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-gpus=0", "--num-cpus=1"]
+    start += ["--object-store-memory=80000000", "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"]
+    head = ["--head", f"--port={nodes.port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+    with ExitStack() as stack:
+        for host, more in zip(HOSTS, (head, [f"--address={address}"]), strict=True):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp"))
+            words = [*start, *more, f"--node-ip-address={host}", f"--temp-dir={folder}"]
+            ray = subprocess.Popen(words, env={**os.environ, **environ}, stdout=subprocess.DEVNULL)
+            stack.callback(ray.wait)
+            stack.callback(ray.kill)
+            wait_for_port(HOSTS[0], int(nodes.port))
+        words = [sys.executable, str(DRIVER), str(nodes.root), json.dumps({"1:verifier_0": SLEEP, "0:actor_0": ENDS})]
+        world = {"cluster": "ray", "nodes": [{"gpus": 0}, {"gpus": 0}]}
+        run = {**environ, "WORLD": json.dumps(world), "RAY_ADDRESS": address, "MODEL_PATH": nodes.model}
+        with (nodes.root.parent / "launcher_0.log").open("w") as log:
+            nodes.launchers.append(subprocess.Popen(words, env={**os.environ, **run}, stderr=log))
+        nodes.wait_for("starts_verifier_0")
+        (nodes.root / "end").touch()
+        assert nodes.launchers[0].wait(NAMED_S) == 0, nodes.said(0)
+        left = [" ".join(process.cmdline()) for process in nodes.left()]
+        assert sum("raylet/raylet" in words for words in left) == 2
+        assert not any("NodeAgent" in words or str(nodes.root) in words for words in left)
+
+
 def test_o5_a_wrong_token_joins_nothing(nodes: TwoNodes) -> None:
     nodes.start({"0:actor_0": ENDS}, tokens=("t" * 32, "u" * 32), nodes_timeout_s=20)
-    assert nodes.launchers[0].wait(120) == 2 and "1 of 2 nodes" in nodes.said(0)
+    assert nodes.launchers[0].wait(120) == 2 and "1 of 2" in nodes.said(0)
     nodes.launchers[1].wait(120)
     assert nodes.launchers[1].returncode != 0 and nodes.left() == []

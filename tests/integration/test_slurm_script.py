@@ -17,9 +17,11 @@ for word; do
   [[ $word != *"$RAY_AUTH_TOKEN"* ]] || exit 99
   echo "srun: $word"
 done
+[[ $MASTER_ADDR == gpu08 ]] || exit 98
 exit "$SRUN_CODE"
 """
 SCONTROL = """#!/usr/bin/env bash
+[[ $* != "show hostnames gpu[08-09]" ]] || { printf 'gpu08\\ngpu09\\n'; exit 0; }
 echo "scontrol: $*"
 exit "$SCONTROL_CODE"
 """
@@ -37,7 +39,13 @@ def programs(tmp_path: Path) -> Path:
 
 def run_job(programs: Path, *words: str, srun_code: int = 0, **environ: str) -> tuple[int, list[str]]:
     """The job's exit code, and what the programs got."""
-    job = {"SLURM_CPUS_ON_NODE": "4", "SLURM_JOB_ID": "7", "SRUN_CODE": str(srun_code), "SCONTROL_CODE": "0"}
+    job = {
+        "SLURM_CPUS_ON_NODE": "4",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "gpu[08-09]",
+        "SRUN_CODE": str(srun_code),
+        "SCONTROL_CODE": "0",
+    }
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "PIPELINERL"))}
     done = subprocess.run(

@@ -3,14 +3,21 @@ ranks on CPUs."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from fakes.ports import free_port
 from fakes.whole_run import WholeRun, make_whole_run
+
+from pipelinerl.config.resources import RedisStreams
+from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.redis_server import RedisServer
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
@@ -20,7 +27,7 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 @contextmanager
-def two_nodes(run: WholeRun, *overrides: str) -> Iterator[list[subprocess.Popen[str]]]:
+def two_nodes(run: WholeRun, *overrides: str, **on_node_0: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Both launchers, node 0 first; what is left of them is ended."""
     node_port = free_port()
     nodes = [
@@ -33,6 +40,7 @@ def two_nodes(run: WholeRun, *overrides: str) -> Iterator[list[subprocess.Popen[
                 "MASTER_ADDR": HOSTS[0],
                 "PIPELINERL_NODE_ADDRESS": host,
                 "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
+                **({} if rank else on_node_0),
             },
         )
         for rank, host in enumerate(HOSTS)
@@ -50,13 +58,24 @@ def texts_of(nodes: list[subprocess.Popen[str]]) -> list[str]:
     return [node.communicate(timeout=RUN_S)[0] for node in nodes]
 
 
-def test_two_nodes_train_as_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streams", ["files", "redis"])
+def test_two_nodes_train_as_one_run(tmp_path: Path, streams: str) -> None:
+    """The server is on node 1, the trainer on node 0."""
     run = make_whole_run(tmp_path)
-    with two_nodes(run) as nodes:
+    with ExitStack() as stack:
+        environ = {}
+        if streams == "redis":
+            server = stack.enter_context(RedisServer(tmp_path / "redis", RedisStreams()))
+            environ = {"PIPELINERL_REDIS_URL": server.url}
+        nodes = stack.enter_context(two_nodes(run, f"streams={streams}", **environ))
         texts = texts_of(nodes)
+        audit = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir)]
+        audited = subprocess.run(audit, env={**os.environ, **environ}, timeout=120, check=False).returncode
     assert [node.returncode for node in nodes] == [0, 0], f"{texts}\n{run.logs()}"
-    assert "node 1: completed" in texts[1]
+    assert "node 1: completed" in texts[1] and audited == 0
     assert run.summary["status"] == "completed"
     assert run.summary["logprob_abs_diff_mean"] < 1e-3
     assert run.summary["success_after"] > run.summary["success_before"]
+    hosts = {job["name"]: job["host"] for job in json.loads(RunDir(run.output_dir).world_file.read_text())["jobs"]}
+    assert (hosts["finetune_0"], hosts["actor_llm_0"]) == HOSTS
     assert run.living_processes() == []

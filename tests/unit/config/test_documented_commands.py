@@ -148,6 +148,26 @@ def test_the_command_is_valid(page: str, line: str, tmp_path: Path, monkeypatch:
         _check(page, words[: words.index(">")] if ">" in words else words)
 
 
+@pytest.mark.parametrize("name", ["rayjob", "skypilot"])
+def test_a_file_for_a_cluster_starts_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its form, as far as it can be seen without the program that reads it."""
+    monkeypatch.chdir(tmp_path)
+    task = yaml.safe_load((ROOT / "deploy" / f"{name}.yaml").read_text(encoding="utf-8"))
+    if name == "rayjob":
+        assert (task["apiVersion"], task["kind"]) == ("ray.io/v1", "RayJob")
+        cluster = task["spec"]["rayClusterSpec"]
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        for pod in (group["template"]["spec"] for group in groups):
+            mounts = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+            assert mounts == {volume["name"] for volume in pod["volumes"]} and cluster["authOptions"]["mode"] == "token"
+        line = task["spec"]["entrypoint"]
+    else:
+        assert task["num_nodes"] > 1 and task["secrets"] == {"RAY_AUTH_TOKEN": None}
+        line = next(each for each in task["run"].splitlines() if "pipelinerl.launch" in each)
+    words = shlex.split(line)
+    _compose("nodes.md", words[words.index("pipelinerl.launch") + 1 :])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_and_configurations_are_well_formed(page: Path) -> None:
     for kind, block in BLOCK.findall(page.read_text(encoding="utf-8")):

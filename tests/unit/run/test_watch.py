@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -155,14 +156,24 @@ class SavingRun:
     """A supervisor that got a signal, with all jobs on node 0, or rank k on node `ranks_on[k]`."""
 
     def __init__(
-        self, trainers: int = 1, grace_s: float = 60.0, root: Path = Path("x"), ranks_on: tuple[int, ...] = (0, 0, 0)
+        self,
+        trainers: int = 1,
+        grace_s: float = 60.0,
+        root: Path = Path("x"),
+        ranks_on: tuple[int, ...] = (0, 0, 0),
+        servers_on: tuple[int, ...] = (),
     ) -> None:
         jobs = [
             Job("finetune", f"finetune_{i}", i, i, ranks_on[i], "h", [], None, None, None, 1) for i in range(trainers)
         ]
         jobs.append(Job("actor", "actor_0", 0, 0, 0, "h", [], None, None, None, 1))
+        servers = [
+            Job("actor_llm", f"actor_llm_{i}", i, 0, node, "h", [], 8080, f"http://h:{8080 + i}", 9000, 1)
+            for i, node in enumerate(servers_on)
+        ]
+        jobs += servers
         config = RunConfig.model_validate({"output_dir": "x", "supervise": {"shutdown_grace_s": grace_s}})
-        nodes = set(ranks_on)
+        nodes = {*ranks_on, *servers_on}
         world = WorldMap(jobs, "cpu", len(nodes), "h", 1)
         self.events: SimpleQueue[Event] = SimpleQueue()
         identity = RunIdentity(run_id="r", incarnation=0)
@@ -172,7 +183,8 @@ class SavingRun:
         self.nodes = {rank: FakeNode(root / "stderr.log", self.events) for rank in nodes}
         self.supervisor = Supervisor(session, ExitPolicy(jobs, None), self.keeper, self.nodes)
         self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
-        self.supervisor._children = {child.name: child for child in self.trainers}
+        children = [*self.trainers, *(FakeChild(job.name) for job in servers)]
+        self.supervisor._children = {child.name: child for child in children}
         self.grace_s = grace_s
 
     def wait(self, *events: Event) -> tuple[float, bool]:
@@ -208,6 +220,33 @@ def test_nobody_waits_for_the_ranks_of_a_node_that_is_gone() -> None:
     run = SavingRun(trainers=2, ranks_on=(0, 1))
     assert run.wait(NodeLost(1, "is gone"), SAVED)[1]
     assert [trainer.returncode for trainer in run.trainers] == [None, -9]
+
+
+@pytest.mark.parametrize(("servers_on", "goes_on"), [((0, 1), True), ((1, 1), False)])
+def test_servers_of_a_node_that_is_gone_leave_a_run_that_has_others(servers_on: tuple[int, ...], goes_on: bool) -> None:
+    run = SavingRun(servers_on=servers_on)
+    assert run.supervisor._handle(NodeLost(1, "is gone")) is None
+    outcome = run.supervisor._tend_servers()
+    assert [server.state for server in run.keeper.servers.values()] == ["starting" if goes_on else "removed", "removed"]
+    if goes_on:
+        assert outcome is None
+    else:
+        assert outcome is not None and outcome.has_lost_node and can_resume(outcome)
+        assert "node 1 is gone" in str(outcome.reason)
+
+
+def test_a_server_is_not_started_on_a_node_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it comes back is known later."""
+    run = SavingRun(servers_on=(0, 1))
+    monkeypatch.setattr(run.nodes[1], "answers", False)
+    monkeypatch.setattr(run.nodes[1], "start", MagicMock(side_effect=OSError("node 1 (h) does not answer")))
+    server = run.keeper.servers["actor_llm_1"]
+    server.due = 0.0
+    assert run.supervisor._tend_servers() is None and server.due is not None
+    monkeypatch.setattr(run.nodes[1], "answers", True)
+    server.due = 0.0
+    outcome = run.supervisor._tend_servers()
+    assert outcome is not None and outcome.job == "actor_llm_1"
 
 
 def test_a_node_that_is_gone_is_named_and_not_asked_to_end_its_jobs(tmp_path: Path) -> None:

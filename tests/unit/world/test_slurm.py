@@ -1,4 +1,4 @@
-"""Which starts under SLURM are starts on several nodes, and where the first one is."""
+"""Which starts under SLURM are starts on several nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from pipelinerl.errors import ConfigError
 from pipelinerl.launch import require_token
 from pipelinerl.world import ClusterMember
-from pipelinerl.world.cluster import hosts_of
 
 # What SLURM 22.05 sets in the script of `sbatch --nodes=2 --ntasks-per-node=1`, and in the task of `srun` on node 1.
 BATCH_SCRIPT = {
@@ -29,6 +28,7 @@ SECOND_TASK = {
     "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "MASTER_ADDR": "gpu08",
 }
 SALLOC_SHELL = {key: value for key, value in BATCH_SCRIPT.items() if key not in ("SLURM_NODEID", "SLURM_PROCID")}
 # With LaunchParameters=use_interactive_step, the shell of `salloc` is a step on the first node.
@@ -46,11 +46,6 @@ def test_a_task_of_a_step_over_two_nodes_is_a_node_of_a_run() -> None:
     assert ClusterMember.from_env({**SECOND_TASK, "SLURM_NODEID": "0", "MASTER_PORT": "29501"}) == ClusterMember(
         2, 0, "gpu08", 29501
     )
-
-
-def test_a_step_on_a_part_of_the_allocation_has_the_nodes_of_the_step() -> None:
-    part = {**SECOND_TASK, "SLURM_JOB_NODELIST": "gpu[01-16]", "SLURM_JOB_NUM_NODES": "16", "SLURM_NNODES": "16"}
-    assert ClusterMember.from_env(part) == ClusterMember(2, 1, "gpu08")
 
 
 @pytest.mark.parametrize(
@@ -87,31 +82,11 @@ def test_a_step_that_does_not_say_which_node_it_is_is_refused() -> None:
         ClusterMember.from_env({key: value for key, value in SECOND_TASK.items() if key != "SLURM_NODEID"})
 
 
-def test_a_step_without_a_token_is_told_of_the_script() -> None:
+def test_a_step_without_an_address_or_a_token_is_told_of_the_script() -> None:
+    with pytest.raises(ConfigError, match=r"scripts/slurm\.sbatch"):
+        ClusterMember.from_env({key: value for key, value in SECOND_TASK.items() if key != "MASTER_ADDR"})
     with pytest.raises(ConfigError, match=r"scripts/slurm\.sbatch"):
         require_token(SECOND_TASK)
     with pytest.raises(ConfigError) as caught:
         require_token({"WORLD_SIZE": "2"})
     assert "srun" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("hostlist", "hosts"),
-    [
-        ("login", ["login"]),
-        ("gpu-a.example.org,gpu-b", ["gpu-a.example.org", "gpu-b"]),
-        ("gpu[08-10,12],login-1", ["gpu08", "gpu09", "gpu10", "gpu12", "login-1"]),
-        ("n[9-11]", ["n9", "n10", "n11"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
-        ("127.0.0.[2-3]", ["127.0.0.2", "127.0.0.3"]),
-    ],
-)
-def test_slurms_notation_of_hosts(hostlist: str, hosts: list[str]) -> None:
-    assert hosts_of(hostlist) == hosts
-
-
-@pytest.mark.parametrize("hostlist", ["", "(null)[", "gpu[1-2", "gpu[2-1]", "gpu[a-b]", "gpu[]", "a,,b", "a b", "a,"])
-def test_other_notations_are_refused(hostlist: str) -> None:
-    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST"):
-        hosts_of(hostlist)
