@@ -6,6 +6,7 @@ A model family whose samples change beside others is found by trying it (`model_
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -33,6 +34,7 @@ from pipelinerl.finetune.model_check import (
     low_thresholds,
     packing_difference,
     repeat_difference,
+    rounding_difference,
     tf32_difference,
 )
 from pipelinerl.finetune.policy import PolicyModel
@@ -44,6 +46,8 @@ from pipelinerl.rl.microbatch import MicroBatch
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+#: What a deep or wide model may differ by in bf16, if rounding alone does so to its plain logits.
+_MOST_ROUNDING = 0.5
 # Far beyond what rounding to 10 bits does, far below what rounded positions do.
 _TF32_TOLERANCE = 0.1
 #: Attributes of mixtures of experts by which they disturb their inputs, in training mode alone. Not
@@ -116,6 +120,9 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
         if reason:
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
+            # Or the next one would be loaded beside it.
+            del policy, language_model
+            gc.collect()
             continue
         if policy.tf32 and policy.fp32_head and not policy.has_linear_head:
             raise ConfigError(
@@ -325,6 +332,8 @@ def _fault(policy: PolicyModel, packed: bool, rows: int) -> str | None:
         # In fp32 a leak cannot hide behind rounding.
         policy.compute_dtype = torch.float32
     tolerance, exact = _TOLERANCE[policy.compute_dtype], _TOLERANCE[torch.float32]
+    if is_half_only:
+        tolerance = max(tolerance, min(2 * rounding_difference(policy), _MOST_ROUNDING))
     policy.has_linear_head = policy.has_linear_head and head_is_linear(policy)
     if (difference := repeat_difference(policy)) > exact:
         return f"two passes over the same tokens differ by {difference:.2g}: it draws at random while it trains"

@@ -134,12 +134,26 @@ def far_difference(policy: PolicyModel, packed: bool = True) -> float:
 def forward_difference(policy: PolicyModel) -> float:
     """Largest |log-prob difference| between the policy's path (own head) and the model's plain logits."""
     sample = sample_tokens(policy)[0]
+    expected = _plain_logprobs(policy, sample, policy.compute_dtype)
+    return _largest(_logprobs(policy, [sample])[: len(sample) - 1] - expected)
+
+
+@torch.no_grad()
+def rounding_difference(policy: PolicyModel) -> float:
+    """Largest |log-prob difference| between the model's plain logits with products in bf16 and in fp32."""
+    sample = sample_tokens(policy)[0]
+    rounded, exact = (_plain_logprobs(policy, sample, dtype) for dtype in (torch.bfloat16, torch.float32))
+    return _largest(rounded - exact)
+
+
+def _plain_logprobs(policy: PolicyModel, sample: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Log-probs of all tokens of `sample` but the first, by the model's own head and its plainest attention."""
     ids = torch.tensor([sample], device=next(policy.parameters()).device)
-    in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=policy.compute_dtype == torch.bfloat16)
+    is_bf16 = dtype == torch.bfloat16
+    in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
     with exact_attention(policy), in_bf16:
         logits = policy.language_model(input_ids=ids, use_cache=False).logits
-    expected, _ = logprobs_from_logits(logits[0, :-1], ids[0, 1:], policy.temperature)
-    return _largest(_logprobs(policy, [sample])[: len(sample) - 1] - expected)
+    return logprobs_from_logits(logits[0, :-1], ids[0, 1:], policy.temperature)[0]
 
 
 @torch.no_grad()

@@ -138,7 +138,10 @@ class PolicyModel(torch.nn.Module):
         else:
             inputs["attention_mask"] = batch.attention_mask
         device_type = batch.input_ids.device.type
-        with self.products(), torch.autocast(device_type, torch.bfloat16, enabled=self._needs_autocast()):
+        # A cast weight is kept for the backward pass alone: without one, all of them would be there at the end.
+        kept = torch.is_grad_enabled()
+        autocast = torch.autocast(device_type, torch.bfloat16, enabled=self._needs_autocast(), cache_enabled=kept)
+        with self.products(), autocast:
             if not self.has_linear_head:
                 return self._from_logits(batch, inputs, temperature)
             hidden = backbone(self.language_model)(input_ids=batch.input_ids, **inputs)[0]

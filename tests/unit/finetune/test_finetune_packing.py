@@ -1,5 +1,7 @@
 """Packed = alone on real models, a leak is found, and loading refuses what cannot be packed."""
 
+import weakref
+
 import pytest
 import torch
 from fakes.families import SHAPE, random_model
@@ -16,6 +18,7 @@ from transformers import (
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, WeightSyncError
+from pipelinerl.finetune import model as loading
 from pipelinerl.finetune.attention import register_own_attention, segment_layout
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.model import load_policy
@@ -170,3 +173,22 @@ def test_loading_says_which_attention_was_chosen(tmp_path, kit, caplog):
     assert policy.compute_dtype == torch.float32
     explicit = load_policy(run_config(tmp_path, folder, attn_implementation="sdpa"), torch.device("cpu"))
     assert explicit.attention == "sdpa"
+
+
+def test_an_attention_that_is_not_used_is_gone_before_the_next_one_is_loaded(tmp_path, kit, monkeypatch):
+    kit.model().save_pretrained(tmp_path / "model")
+    loaded, load = [], loading.load_language_model
+
+    def load_alone(*args, **kwargs):
+        assert all(each() is None for each in loaded)
+        made = load(*args, **kwargs)
+        loaded.append(weakref.ref(made))
+        return made
+
+    verdicts = iter(["differs", "differs", None])
+    monkeypatch.setattr(loading, "load_language_model", load_alone)
+    monkeypatch.setattr(loading, "candidate_implementations", lambda *_: ["sdpa", "eager", "sdpa"])
+    monkeypatch.setattr(loading, "find_fault", lambda *_, **__: next(verdicts))
+    monkeypatch.setattr(loading, "cure", lambda *_: None)
+    assert load_policy(run_config(tmp_path, tmp_path / "model"), torch.device("cpu")).attention == "sdpa"
+    assert len(loaded) == 3
