@@ -87,6 +87,10 @@ def add_adapters(policy: PolicyModel, settings: LoraConfig, base_model: str, one
         peft.inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
         raise _wrong_targets(settings, str(error)) from error
+    for parameter in model.parameters():
+        # peft gives them the dtype of the matrix beside them.
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
     layers = list(_adapted_layers(model))
     if any(isinstance(layer, peft.tuners.lora.ParamWrapper) for _, layer in layers):
         raise _wrong_targets(settings, "the experts of a layer are one tensor, which gets no adapter")

@@ -40,7 +40,13 @@ from pipelinerl.finetune.model_check import (
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import RankFault, Ranks
 from pipelinerl.finetune.served_values import parameters_to_round, round_for_good, wire_dtype
-from pipelinerl.finetune.sharded_model import loaded_in_parts, shard_frozen, shards_weights, whole_for_trial
+from pipelinerl.finetune.sharded_model import (
+    loaded_in_parts,
+    shard_frozen,
+    shards_weights,
+    whole_for_trial,
+    wide_for_trial,
+)
 from pipelinerl.rl.microbatch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -82,6 +88,9 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
     served_length = config.vllm_config.number("max-model-len")
     register_own_attention()
     in_parts = ranks.world_size > 1 and shards_weights(config)
+    # FSDP gathers the parameters of a layer as one, so they have one dtype; both cast by themselves.
+    one_dtype = config.backend.type == "fsdp" or in_parts
+    is_narrow = settings.lora.enabled and settings.lora.bias == "none" and not one_dtype
     reasons: list[str] = []
     blamed: tuple[str, Any, str] = ("model_path", path, "Use another model.")
     if settings.attn_implementation != "auto":
@@ -100,6 +109,9 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
             reasons.append(f"{attention}: {reason}")
             continue
         refuse_positions_beyond_dynamic(language_model.config.get_text_config(), served_length)
+        if is_narrow:
+            # Before it is on the device, where it need not have room in fp32.
+            keep_products_exact(language_model.requires_grad_(False), dtype)
         policy = PolicyModel(
             language_model,
             temperature=config.sampling_temperature,
@@ -112,7 +124,7 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
             served_dtype=wire_dtype(config, dtype, device, path),
         ).to(device)
         try:
-            with whole_for_trial(policy, ranks):
+            with whole_for_trial(policy, ranks), wide_for_trial(policy):
                 reason = find_fault(policy, settings.seq_packing, settings.train_batch_size, ranks)
                 blamed = (cure(policy, config, ranks) if reason else None) or blamed
         except RankFault as error:
@@ -132,8 +144,7 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
                 "Use finetune.dtype=fp32, or fp32_lm_head=false.",
             )
         if settings.lora.enabled:
-            # FSDP gathers the parameters of a layer as one, so they have one dtype; both cast by themselves.
-            add_adapters(policy, settings.lora, path, one_dtype=config.backend.type == "fsdp" or in_parts)
+            add_adapters(policy, settings.lora, path, one_dtype)
             if settings.reentrant_checkpointing:
                 # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
                 language_model.enable_input_require_grads()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
@@ -183,7 +183,23 @@ def whole_for_trial(policy: PolicyModel, ranks: Ranks) -> Iterator[None]:
         values = {id(p): _first_rows(p) if id(p) in cut else p.full_tensor().detach() for p in outside}
         stack.callback(_exchange(policy, values))
         for layer in layers:
-            stack.callback(_gather_while_it_runs(layer, ranks))
+            stack.callback(_exchange_while_it_runs(layer, lambda layer: _gathered(layer, ranks)))
+        yield
+
+
+@contextmanager
+def wide_for_trial(policy: PolicyModel) -> Iterator[None]:
+    """Within it a policy with frozen weights in 16 bits computes as if they were in fp32, without gradients: a layer is
+    wide while it runs, what lies outside of the layers all the time."""
+    layers = decoder_layers(policy)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    if not any(map(_is_narrow, policy.parameters())):
+        yield
+        return
+    with ExitStack() as stack:
+        stack.callback(_exchange(policy, _widened(policy, inside)))
+        for layer in layers:
+            stack.callback(_exchange_while_it_runs(layer, _widened))
         yield
 
 
@@ -234,21 +250,38 @@ def _agree_on_room(parts: Sequence[DTensor], shapes: Sequence[Sequence[int]], ra
         raise RankFault(told)
 
 
-def _gather_while_it_runs(layer: torch.nn.Module, ranks: Ranks) -> Callable[[], None]:
-    """Make `layer` whole before its forward pass, and parts of it after. Returns what ends this."""
+def _gathered(layer: torch.nn.Module, ranks: Ranks) -> dict[int, torch.Tensor]:
+    """The whole parameters of a layer in parts, by the `id` of the part."""
+    parts = [parameter for parameter in layer.parameters() if isinstance(parameter, DTensor)]
+    _agree_on_room(parts, [part.shape for part in parts], ranks)
+    return {id(part): part.full_tensor().detach() for part in parts}
+
+
+def _widened(module: torch.nn.Module, but: Collection[int] = ()) -> dict[int, torch.Tensor]:
+    """The parameters of `module` that are in 16 bits, in fp32, by their `id`; without those of the `id`s `but`."""
+    return {id(p): p.detach().float() for p in module.parameters() if _is_narrow(p) and id(p) not in but}
+
+
+def _is_narrow(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.dtype.itemsize == 2
+
+
+def _exchange_while_it_runs(
+    layer: torch.nn.Module, made: Callable[[torch.nn.Module], Mapping[int, torch.Tensor]]
+) -> Callable[[], None]:
+    """Put what `made` makes of `layer` in place of its parameters before its forward pass, and take it out after.
+    Returns what ends this."""
     undo: list[Callable[[], None]] = []
 
-    def gather(*_: Any) -> None:
-        parts = [parameter for parameter in layer.parameters() if isinstance(parameter, DTensor)]
-        _agree_on_room(parts, [part.shape for part in parts], ranks)
-        undo.append(_exchange(layer, {id(part): part.full_tensor().detach() for part in parts}))
+    def put(*_: Any) -> None:
+        undo.append(_exchange(layer, made(layer)))
 
     def release(*_: Any) -> None:
-        # Also called where nothing was gathered.
+        # Also called where nothing was put.
         while undo:
             undo.pop()()
 
-    handles = [layer.register_forward_pre_hook(gather), layer.register_forward_hook(release, always_call=True)]
+    handles = [layer.register_forward_pre_hook(put), layer.register_forward_hook(release, always_call=True)]
 
     def end() -> None:
         for handle in handles:

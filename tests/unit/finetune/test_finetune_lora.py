@@ -13,11 +13,12 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.load import merge_command
 from pipelinerl.errors import ConfigError
+from pipelinerl.finetune import model as loading
 from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import adapters_off, add_adapters
 from pipelinerl.finetune.model import load_policy
-from pipelinerl.finetune.model_check import forward_difference
+from pipelinerl.finetune.model_check import forward_difference, token_batch
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
@@ -166,6 +167,37 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(kit):
     assert forward_difference(policy) == forward_difference(wide)
     backend = train(kit, policy)
     assert {t.dtype for t in received(backend.weight_source(torch.bfloat16)).values()} == {torch.bfloat16}
+
+
+def test_a_frozen_model_is_in_16_bits_before_it_is_tried_and_computes_in_fp32_meanwhile(kit, tmp_path, monkeypatch):
+    """So there is never room needed for all of it in fp32."""
+    kit.model().save_pretrained(tmp_path / "model")
+    tried = []
+
+    def find_fault(policy, *args):
+        layer, exact = policy.language_model.model.layers[0], kit.policy()
+        tried.append((layer.mlp.up_proj.weight.dtype, layer.input_layernorm.weight.dtype))
+        for parameter in exact.language_model.parameters():
+            parameter.data = parameter.data.bfloat16().float() if parameter.ndim > 1 else parameter.data
+        embedding = exact.language_model.model.embed_tokens.weight
+        embedding.data = policy.language_model.model.embed_tokens.weight.data
+        batch = token_batch([[3, 5, 7, 9, 11], [2, 4, 8]], torch.device("cpu"))
+        policy.compute_dtype = torch.float32
+        found, expected = (each(batch, each.layout_of(batch)).logprobs for each in (policy, exact))
+        policy.compute_dtype = torch.bfloat16
+        assert torch.equal(found, expected)
+
+    monkeypatch.setattr(loading, "find_fault", find_fault)
+    config = RunConfig(
+        output_dir=str(tmp_path),
+        model_path=str(tmp_path / "model"),
+        finetune=dict(lora=dict(enabled=True), dtype="bf16"),
+    )
+    policy = load_policy(config, torch.device("cpu"))
+    assert tried == [(torch.bfloat16, torch.float32)]
+    up_proj = policy.language_model.model.layers[0].mlp.up_proj
+    assert (up_proj.base_layer.weight.dtype, up_proj.lora_A["default"].weight.dtype) == tried[0]
+    assert torch.equal(up_proj.base_layer.weight, kit.model().model.layers[0].mlp.up_proj.weight.bfloat16())
 
 
 def test_layers_that_cannot_have_one_are_refused(kit):
