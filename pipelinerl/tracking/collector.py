@@ -6,6 +6,7 @@ around the sinks.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -139,6 +140,8 @@ class Collector:
         except Exception as error:  # noqa: BLE001 - a picture never changes how a run ends
             self._draws = False
             logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
+        # Artists of a figure refer to each other; left to themselves they stay, some megabytes an evaluation.
+        gc.collect()
 
     def _make_feeds(self, hub: StreamHub, world: WorldMap) -> list[Feed[Any]]:
         names = [job.name for kind in RECORDING_KINDS for job in world.jobs_of(kind)]
