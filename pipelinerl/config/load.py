@@ -35,6 +35,9 @@ _MORE_THAN_LORA = (
     *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "modules_to_save", "target_parameters", "arrow_config"),
     *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
 )
+#: Ways to begin A and B that leave the base model's weights as they are; others (pissa, olora, ...) move a part of them
+#: into the adapter, which is then none of the model that it names.
+_BASE_IS_KEPT = (None, True, False, "gaussian", "eva", "orthogonal")
 # YAML readers disagree about these; in quotes they are text for all of them.
 _LOOKS_LIKE_A_NUMBER = re.compile(r"[-+.\d][-+.\deE_:xXoObB]*")
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
@@ -181,7 +184,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
         raise ConfigError(key, name, expected, "Give the folder that save_pretrained of peft wrote.")
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(key, name, "a readable adapter_config.json", f"Copy {file} again: {error}.") from error
     kind = content.get("peft_type") if isinstance(content, dict) else None
     if kind != "LORA" or type(content.get("r")) is not int or not isinstance(content.get("lora_alpha"), int | float):
@@ -191,6 +194,9 @@ def read_adapter(folder: Path) -> dict[str, Any]:
         expected = f"A and B only; {file} has {', '.join(more)}"
         raise ConfigError(key, name, expected, "Merge it into its model, and start from that.")
     assert isinstance(content, dict)
+    if (begun := content.get("init_lora_weights")) not in _BASE_IS_KEPT:
+        expected = f"an adapter of unchanged base weights; {file} has init_lora_weights {begun!r}"
+        raise ConfigError(key, name, expected, "Merge it into its model, and start from that.")
     return content
 
 

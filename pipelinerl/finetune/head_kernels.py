@@ -6,12 +6,17 @@ longer than the products around them. `policy.py` has the formulas, and the same
 
 from __future__ import annotations
 
+import subprocess
+
 import torch
 import triton
 import triton.language as tl
 
 #: Logits of a row that a program holds at once, and the threads that share them.
 _BLOCK, _WARPS = 4096, 8
+#: What `try_out` raises where kernels cannot be compiled or started: Triton's own, and what a missing or broken C
+#: compiler makes of it.
+FAILURES = (RuntimeError, OSError, subprocess.SubprocessError, triton.TritonError)
 
 
 @triton.jit
@@ -127,3 +132,14 @@ def slope(
         num_warps=_WARPS,
     )
     return slopes
+
+
+def try_out(device: torch.device) -> None:
+    """Compile and start every kernel on `device`; raises one of `FAILURES` if one does not run there."""
+    logits, targets = torch.zeros(1, 2, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for with_entropy in (False, True):
+        log_norms, _, entropies = statistics(logits, targets, 1.0, with_entropy)
+        for dtype in (torch.bfloat16, torch.float32):
+            # Zero gradients: slopes in fp32 take the place of the logits.
+            zeros = torch.zeros_like(log_norms)
+            slope(logits, targets, 1.0, log_norms, entropies, zeros, zeros, with_entropy, dtype)

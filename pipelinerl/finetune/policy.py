@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -421,14 +420,17 @@ def _tried_kernels(device: torch.device) -> Any:
     try:
         # Not with PyTorch alone: builds for CPUs come without Triton.
         kernels = importlib.import_module("pipelinerl.finetune.head_kernels")
-        # Compiled at the first use, which takes a C compiler.
-        kernels.statistics(
-            torch.zeros(1, 2, device=device), torch.zeros(1, dtype=torch.int64, device=device), 1.0, False
-        )
-    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        logger.warning("the output head takes longer, as Triton's kernels do not run here: %s", error)
-        return None
+    except ImportError as error:
+        return _without_kernels(error)
+    try:
+        kernels.try_out(device)
+    except kernels.FAILURES as error:
+        return _without_kernels(error)
     return kernels
+
+
+def _without_kernels(error: Exception) -> None:
+    logger.warning("the output head takes longer, as Triton's kernels do not run here: %s", error)
 
 
 def _add_product(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -41,12 +41,13 @@ echo "quit -t 5" | {CONTROL} >/dev/null
 
 
 def shared_gpus(config: RunConfig, jobs: Sequence[Job]) -> list[str]:
-    """The GPUs on which several of a node's jobs compute at the same time."""
+    """The GPUs on which several of a node's jobs compute at the same time. Not parts of one (MIG): each would need a
+    daemon of its own."""
     if config.world.placement == "colocated":  # while ranks train the servers sleep
         return []
     kinds = ("actor_llm", "preprocessor_llm", "finetune")
     users = Counter(gpu for job in jobs if job.kind in kinds for gpu in job.gpus)
-    return [gpu for gpu, count in users.items() if count > 1]
+    return [gpu for gpu, count in users.items() if count > 1 and not gpu.startswith("MIG-")]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ EXTREME = [[500.0, 0.0, -INF], [-INF, 1.0, 1.0], [float("nan"), 0.0, 0.0]]
 
 
 def main() -> None:
+    head_kernels.try_out(torch.device("cpu"))
     setattr(policy, "head_kernels", lambda logits: head_kernels)  # noqa: B010
     errors = []
     for case, with_entropy in CASES:

@@ -68,6 +68,8 @@ def test_a_contradiction_names_both_values(tmp_path: Path, word: str, wanted: st
         {"bias": "some"},
         {"use_dora": True},
         {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
     ],
 )
 def test_what_is_no_plain_adapter_is_refused(tmp_path: Path, content: dict[str, Any]) -> None:

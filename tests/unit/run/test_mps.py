@@ -60,6 +60,7 @@ def _no_daemon_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         (SHARED, {}, ["3"]),
         (SHARED, {"placement": "colocated"}, []),
         (SHARED[:3], {}, []),
+        ([job("actor_llm_0", ["MIG-1"]), job("finetune_0", ["MIG-1"])], {}, []),
         ([job("actor_llm_0", ["0", "1"]), job("actor_llm_1", ["0", "1"])], {}, ["0", "1"]),
     ],
 )
