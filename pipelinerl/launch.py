@@ -14,14 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, Member, compose
@@ -29,7 +28,7 @@ from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.role import LOG_FORMAT, SECRET_KEYS, TOKEN_KEY
 from pipelinerl.run.model_folder import read_shape
-from pipelinerl.run.node import OpenNodes, this_machine
+from pipelinerl.run.node import FindNodes, Place
 from pipelinerl.run.preflight import Start, check_dry_run, check_start
 from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
 from pipelinerl.run.restart import can_resume
@@ -72,9 +71,11 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
             return 0
         # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
         sys.path += [str(folder) for folder in composed.search_dirs]
-        member = ClusterMember.from_env(os.environ)
-        machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
         config = composed.config.of_stage()
+        # On a Ray cluster that is there, this launcher is the only one, whatever started it (`ray symmetric-run`).
+        is_alone = config.world.cluster == "ray"
+        member = ClusterMember() if is_alone else ClusterMember.from_env(os.environ)
+        machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
         if config.dry_run:
             return show_plan(composed, config, described_cluster(config.world, machine, member))
         if member.rank > 0:
@@ -105,26 +106,11 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     return 0
 
 
-class Place(NamedTuple):
-    """Where a run is to be. `busy_ports` are what its nodes cannot bind, by rank; `open` makes them ready to start
-    jobs; `end` tells them how the run ended."""
-
-    cluster: Cluster
-    busy_ports: Mapping[int, list[int]]
-    open: OpenNodes
-    has_agents: bool
-    end: Callable[[Outcome], None]
-
-
-#: Waits for the nodes of a run. What they say becomes events.
-FindNodes = Callable[[SimpleQueue[Event]], AbstractContextManager[Place]]
-
-
 @contextmanager
 def found_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> Iterator[FindNodes]:
     """How this launcher finds the nodes of its runs: it is this machine alone, or a Ray cluster, which it brings up if
     the same command was started on several nodes."""
-    if config.world.cluster == "auto" and member.world_size == 1:
+    if config.world.cluster != "ray" and member.world_size == 1:
         sizes = [node.gpus for node in config.world.nodes or []]
         if sizes and sizes != [len(machine.gpus)]:
             raise ConfigError(
@@ -134,27 +120,10 @@ def found_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) 
                 "Use world.cluster=ray, start the same command on all nodes (docs/nodes.md), or dry_run=true.",
             )
         cluster = Cluster((machine,), 0, member.master_port)
-        yield lambda events: nullcontext(Place(cluster, {}, this_machine, False, lambda outcome: None))
+        yield lambda events: nullcontext(Place(cluster))
         return
-    bring_up = load_bring_up(member)
-    signals: SimpleQueue[Any] = SimpleQueue()
-    with ExitStack() as stack:
-        with signals_as_events(signals):
-            address = own = None
-            if member.world_size > 1 and config.world.cluster == "auto":
-                here = stack.enter_context(bring_up.ray_here(config, member, machine, signals))
-                address, own = here.head, here.address
-            stack.enter_context(bring_up.ray_connection(address, own))
-        yield partial(_joined, bring_up.joined_nodes, config, member)
-
-
-@contextmanager
-def _joined(join: Any, config: RunConfig, member: ClusterMember, events: SimpleQueue[Event]) -> Iterator[Place]:
-    signals: SimpleQueue[Any] = SimpleQueue()
-    with ExitStack() as stack:
-        with signals_as_events(signals):
-            found = stack.enter_context(join(config, member, signals, events))
-        yield Place(found.cluster, found.busy_ports, found.open, True, found.end)
+    with load_bring_up(member).cluster_nodes(config, member, machine) as find:
+        yield find
 
 
 def load_bring_up(member: ClusterMember) -> ModuleType:

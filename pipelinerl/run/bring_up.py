@@ -11,15 +11,16 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, UserError
-from pipelinerl.run.agent import NODE_FOLDER_KEY, has_begun, read_outcome, write_signal
+from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, UserError, WorkerError
 from pipelinerl.run.last_error import last_error
+from pipelinerl.run.node import FindNodes, Place
+from pipelinerl.run.node_agent import NODE_FOLDER_KEY, has_begun, read_outcome, write_signal
 from pipelinerl.run.processes import (
     Child,
     ChildExited,
@@ -32,9 +33,8 @@ from pipelinerl.run.processes import (
 )
 from pipelinerl.run.ray_nodes import RANK_LABEL, joined_nodes, ray_connection
 from pipelinerl.rundir.durable import ScratchFolder
-from pipelinerl.world import ClusterMember, ClusterNode
+from pipelinerl.world import ClusterMember, ClusterNode, can_bind
 
-__all__ = ["joined_nodes", "ray_connection", "ray_here", "serve_node"]
 #: The address of this node, where it has several.
 NODE_ADDRESS_KEY = "PIPELINERL_NODE_ADDRESS"
 _RETRY_S, _CONNECT_S, _END_S, _HEAD_S = 0.5, 5.0, 1.0, 120.0
@@ -56,6 +56,31 @@ class RayHere(NamedTuple):
 
 
 @contextmanager
+def cluster_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> Iterator[FindNodes]:
+    """How the launcher finds the nodes of its runs on Ray: on the cluster that these machines bring up, or one that is
+    there."""
+    signals: SimpleQueue[Any] = SimpleQueue()
+    here = None
+    with ExitStack() as stack:
+        with signals_as_events(signals):
+            if member.world_size > 1:
+                here = stack.enter_context(ray_here(config, member, machine, signals))
+            place = (None, None) if here is None else (here.head, here.address)
+            stack.enter_context(ray_connection(*place))
+
+        @contextmanager
+        def find(events: SimpleQueue[Event]) -> Iterator[Place]:
+            if here is not None and not here.child.is_alive:
+                raise WorkerError(f"the head of the Ray cluster is gone: {_last_words(here.child)}")
+            with ExitStack() as nodes:
+                with signals_as_events(signals):
+                    joined = nodes.enter_context(joined_nodes(config, member, signals, events))
+                yield joined
+
+        yield find
+
+
+@contextmanager
 def ray_here(
     config: RunConfig, member: ClusterMember, machine: ClusterNode, events: SimpleQueue[Event]
 ) -> Iterator[RayHere]:
@@ -73,6 +98,9 @@ def ray_here(
         _say(f"node {member.rank}: waits for node 0 at {head}:{port}")
         reached = _await_port(head, port, deadline, events, None)
         own = own or reached
+    elif not can_bind(port):  # perhaps the head of another run
+        next_step = "Choose another world.node_port on all nodes."
+        raise ConfigError("world.node_port", port, "a port of this machine that nobody uses", next_step)
     assert own is not None
     become_subreaper()
     parent = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), None)

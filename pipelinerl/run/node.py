@@ -1,7 +1,7 @@
 """Where the jobs of a run are: a `Node` starts, sees, signals and ends those of one machine.
 
-`LocalNode` does so on this machine. On a Ray cluster, an agent on each node (`agent.py`) has a `LocalNode`, and the
-launcher talks to it through a `RayNode` (`ray_nodes.py`). Every node sees the run directory.
+`LocalNode` does so on this machine. On a Ray cluster, an agent on each node (`node_agent.py`) has a `LocalNode`, and
+the launcher talks to it through a `RayNode` (`ray_nodes.py`). Every node sees the run directory.
 """
 
 from __future__ import annotations
@@ -10,16 +10,26 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from pipelinerl.config import RunConfig
 from pipelinerl.run.mps import shared_by_mps
-from pipelinerl.run.processes import Child, Event, become_subreaper, cpu_seconds, end_all, end_rest_of_job, spawn
+from pipelinerl.run.processes import (
+    Child,
+    Event,
+    Outcome,
+    become_subreaper,
+    cpu_seconds,
+    end_all,
+    end_rest_of_job,
+    spawn,
+)
 from pipelinerl.run.start import Command, RunSession, child_environment, server_sockets
 from pipelinerl.rundir.heartbeat import HeartbeatState, read_heartbeat
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.world import Job
+from pipelinerl.world import Cluster, Job
 
 logger = logging.getLogger(__name__)
 
@@ -125,3 +135,22 @@ def this_machine(session: RunSession) -> Iterator[Mapping[int, Node]]:
     place = session.run_dir, session.environ, session.token, session.events
     with local_node(session.config, jobs, *place) as node:
         yield {0: node}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is to be: on this machine, unless said otherwise.
+
+    `busy_ports` are what its nodes cannot bind, by rank; `open` makes them ready to start jobs; `end` tells them how
+    the run ended. `has_agents`: they check themselves.
+    """
+
+    cluster: Cluster
+    busy_ports: Mapping[int, list[int]] = field(default_factory=dict)
+    open: OpenNodes = this_machine
+    has_agents: bool = False
+    end: Callable[[Outcome], None] = lambda outcome: None
+
+
+#: Waits for the nodes of a run. What they say becomes events.
+FindNodes = Callable[[SimpleQueue[Event]], AbstractContextManager[Place]]

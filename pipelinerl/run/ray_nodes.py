@@ -1,5 +1,5 @@
 """The nodes of a Ray cluster as the launcher sees them. Ray says which nodes there are, reserves them, and starts and
-watches one agent (`agent.py`) on each. No data and no weights go through it.
+watches one agent (`node_agent.py`) on each. No data and no weights go through it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import ConfigError, UserError
-from pipelinerl.run.agent import Facts, NodeAgent, Order, Report, Started
-from pipelinerl.run.node import Node, Sighting
+from pipelinerl.run.node import Node, Place, Sighting
+from pipelinerl.run.node_agent import Facts, NodeAgent, Order, Report, Started
 from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, Outcome
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.version import __version__
@@ -36,7 +36,7 @@ from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, ClusterMember, scanne
 logger = logging.getLogger(__name__)
 #: Label of a Ray node that `bring_up` started: its RANK.
 RANK_LABEL = "pipelinerl-rank"
-_CALL_S = 60.0
+_CALL_S = 120.0
 _LEAVE_S = 5.0
 _RETRY_S = 0.5
 _CONCURRENT_CALLS = 8
@@ -150,12 +150,6 @@ class RayNodes:
     """The nodes of a run on Ray, reserved and with an agent each."""
 
     nodes: Mapping[int, RayNode]
-    facts: Mapping[int, Facts]
-    cluster: Cluster
-
-    @property
-    def busy_ports(self) -> dict[int, list[int]]:
-        return {rank: facts.busy_ports for rank, facts in self.facts.items()}
 
     @contextmanager
     def open(self, session: RunSession) -> Iterator[Mapping[int, Node]]:
@@ -217,7 +211,7 @@ def ray_connection(address: str | None, own_address: str | None = None) -> Itera
 @contextmanager
 def joined_nodes(
     config: RunConfig, member: ClusterMember, signals: SimpleQueue[Any], events: SimpleQueue[Event]
-) -> Iterator[RayNodes]:
+) -> Iterator[Place]:
     """Wait for the nodes, reserve them, and start an agent on each.
 
     Args:
@@ -233,21 +227,26 @@ def joined_nodes(
     deadline = time.monotonic() + config.supervise.nodes_timeout_s
     # A cluster that is there may have any number of nodes.
     num_nodes = member.world_size if config.world.cluster == "auto" else None
-    chosen = _await_nodes(config, num_nodes, signals, deadline)
-    group = placement_group([_bundle(node) for node in chosen], strategy="STRICT_SPREAD")
+    while True:
+        chosen = _await_nodes(config, num_nodes, signals, deadline)
+        group = placement_group([_bundle(node) for node in chosen], strategy="STRICT_SPREAD")
+        if _is_placed(group, chosen, signals, deadline):
+            break
+        _within(_LEAVE_S, partial(remove_placement_group, group))
     nodes: dict[int, RayNode] = {}
     try:
-        _await_placement(group, signals, deadline)
         for rank, node in enumerate(chosen):
             nodes[rank] = RayNode(
                 rank, node["NodeManagerAddress"], _agent(group, rank, node, config), events, config.supervise
             )
         ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
-        facts: dict[int, Facts] = {rank: _facts(node, ports, deadline) for rank, node in nodes.items()}
+        facts: dict[int, Facts] = {rank: _facts(node, ports) for rank, node in nodes.items()}
         own = ray.get_runtime_context().get_node_id()
         place = next((rank for rank, node in enumerate(chosen) if node["NodeID"] == own), -1)
         cluster = Cluster(tuple(each.machine for each in facts.values()), place, member.master_port)
-        yield RayNodes(nodes, facts, cluster)
+        busy_ports = {rank: each.busy_ports for rank, each in facts.items()}
+        found = RayNodes(nodes)
+        yield Place(cluster, busy_ports, found.open, True, found.end)
     finally:
         for each in nodes.values():
             each.leave(None)
@@ -262,9 +261,9 @@ def _within(limit_s: float, do: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def _facts(node: RayNode, ports: list[int], deadline: float) -> Facts:
+def _facts(node: RayNode, ports: list[int]) -> Facts:
     try:
-        facts: Facts = node.call("describe", ports, timeout_s=max(1.0, deadline - time.monotonic()))
+        facts: Facts = node.call("describe", ports, timeout_s=_CALL_S)
     except OSError as error:
         raise UserError(f"no agent on {node.name}: {error}") from error
     if facts.version != __version__:
@@ -275,28 +274,27 @@ def _facts(node: RayNode, ports: list[int], deadline: float) -> Facts:
 def _await_nodes(
     config: RunConfig, num_nodes: int | None, signals: SimpleQueue[Any], deadline: float
 ) -> list[dict[str, Any]]:
+    """The nodes of the run in the order of their ranks, once all are there."""
+    wanted = None if config.world.nodes is None else [node.gpus for node in config.world.nodes]
     told = ""
     while True:
         living = sorted((node for node in ray.nodes() if node["Alive"] and _count(node, "CPU")), key=_order)
-        wanted = config.world.nodes
+        chosen, there = living, f"{len(living)} node(s)"
         if wanted is not None:
-            chosen = _matching(living, [each.gpus for each in wanted])
-            missing = "" if chosen else f"nodes with {', '.join(str(each.gpus) for each in wanted)} GPUs (world.nodes)"
-        else:
-            chosen, missing = living, ""
-            if num_nodes is not None and len(living) < num_nodes:
-                missing = f"{num_nodes} nodes"
-        if chosen and not missing:
+            chosen = _matching(living, wanted)
+            there += f", not the {len(wanted)} with {', '.join(map(str, wanted))} GPUs (world.nodes)"
+        elif num_nodes is not None:
+            ranks = [_rank(node) for node in living]
+            chosen = living if ranks == list(range(num_nodes)) else []
+            there += f" of {num_nodes} (RANK {', '.join(map(str, ranks))})"
+        if chosen:
             return chosen
-        there = f"{len(living)} of {missing or 'a node with CPUs'}"
         if there != told:
-            sys.stderr.write(f"waiting for nodes: {there} (at most {deadline - time.monotonic():.0f} s)\n")
             told = there
+            sys.stderr.write(f"waiting for nodes: {there}, at most {deadline - time.monotonic():.0f} s\n")
         if time.monotonic() > deadline:
-            raise UserError(
-                f"the Ray cluster has not got {missing or 'a node with CPUs'} in time (supervise.nodes_timeout_s); it "
-                f"has {', '.join(node['NodeManagerAddress'] for node in living) or 'none'}."
-            )
+            hosts = ", ".join(node["NodeManagerAddress"] for node in living) or "none"
+            raise UserError(f"the Ray cluster has {there} after supervise.nodes_timeout_s: {hosts}.")
         _wait(signals, _RETRY_S)
 
 
@@ -314,11 +312,16 @@ def _matching(living: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, A
     return [found[place] for place in range(len(gpus))]
 
 
-def _await_placement(group: PlacementGroup, signals: SimpleQueue[Any], deadline: float) -> None:
+def _is_placed(group: PlacementGroup, chosen: list[dict[str, Any]], signals: SimpleQueue[Any], deadline: float) -> bool:
+    """Wait until the nodes are reserved; False if one of them turns out to be gone."""
+    wanted = {node["NodeID"] for node in chosen}
     while not group.wait(timeout_seconds=1):
         _wait(signals, 0.0)
+        if not wanted <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return False
         if time.monotonic() > deadline:
             raise UserError("the nodes of the Ray cluster are in use by others: `ray status` shows by whom.")
+    return True
 
 
 def _wait(signals: SimpleQueue[Any], wait_s: float) -> None:
@@ -330,9 +333,12 @@ def _wait(signals: SimpleQueue[Any], wait_s: float) -> None:
 
 def _order(node: dict[str, Any]) -> tuple[int, bool, str]:
     """By RANK where nodes have one, else the launcher's node first."""
-    rank = node["Labels"].get(RANK_LABEL, "0")
     is_other = node["NodeID"] != ray.get_runtime_context().get_node_id()
-    return int(rank), is_other, node["NodeManagerAddress"]
+    return _rank(node), is_other, node["NodeManagerAddress"]
+
+
+def _rank(node: dict[str, Any]) -> int:
+    return int(node["Labels"].get(RANK_LABEL, "0"))
 
 
 def _count(node: dict[str, Any], resource: str) -> int:

@@ -19,9 +19,10 @@ from typing import Any
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.errors import EXIT_USER_ERROR, UserError
-from pipelinerl.launch import Place, found_nodes, launch, load_bring_up
+from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
+from pipelinerl.launch import found_nodes, launch, load_bring_up
 from pipelinerl.role import JOB_KEY
+from pipelinerl.run.node import Place
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
 from pipelinerl.run.session import supervise
 from pipelinerl.run.start import Command, RunSession, enter
@@ -68,9 +69,9 @@ def main(root: str, jobs: dict[str, str], keys: dict[str, Any]) -> int:
             return int(load_bring_up(member).serve_node(config, member, machine))
         with found_nodes(config, member, machine) as find:
             return launch(SimpleNamespace(), config, find)  # type: ignore[arg-type]
-    except UserError as error:
+    except PipelineRLError as error:
         sys.stderr.write(f"error: {error}\n")
-        return EXIT_USER_ERROR
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
 
 
 if __name__ == "__main__":

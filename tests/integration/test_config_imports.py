@@ -17,7 +17,7 @@ LIGHT = (
     ),
     *("pipelinerl.records", "pipelinerl.records.codec", "pipelinerl.errors", "pipelinerl.__main__"),
     *("pipelinerl.streams.base", "pipelinerl.role", "pipelinerl.run.start"),
-    *("pipelinerl.actor.main", "pipelinerl.preprocess.main", "pipelinerl.run.agent"),
+    *("pipelinerl.actor.main", "pipelinerl.preprocess.main", "pipelinerl.run.node_agent"),
 )
 # Measured: well under one second, which is less than twenty starts of an interpreter. The bound leaves room for a busy
 # machine, and on a very busy one it is so many of what a start takes there.

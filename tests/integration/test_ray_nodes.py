@@ -186,7 +186,8 @@ VICTIMS = {
 
 @pytest.mark.parametrize(("rank", "words", "reason"), VICTIMS.values(), ids=VICTIMS)
 def test_what_is_killed_is_named(nodes: TwoNodes, rank: int, words: tuple[str, ...], reason: str) -> None:
-    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP}, max_server_restarts=0)
+    # Without its head the run cannot be resumed.
+    nodes.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP}, max_server_restarts=0, max_restarts=int(rank == 0))
     nodes.wait_for("starts_verifier_0")
     nodes.wait_for("starts_actor_0")
     (nodes.below(rank, *words) if words else psutil.Process(nodes.launchers[rank].pid)).kill()
@@ -268,8 +269,14 @@ def test_a_ray_cluster_that_is_there_is_used_and_left_alone(nodes: TwoNodes) -> 
         assert not any("NodeAgent" in words or str(nodes.root) in words for words in left)
 
 
+def test_d4_the_port_of_another_run_is_refused(nodes: TwoNodes) -> None:
+    with socket.create_server((HOSTS[0], int(nodes.port))):
+        nodes.start({"0:actor_0": ENDS})
+        assert nodes.launchers[0].wait(60) == 2 and "world.node_port" in nodes.said(0)
+
+
 def test_o5_a_wrong_token_joins_nothing(nodes: TwoNodes) -> None:
     nodes.start({"0:actor_0": ENDS}, tokens=("t" * 32, "u" * 32), nodes_timeout_s=20)
-    assert nodes.launchers[0].wait(120) == 2 and "1 of 2" in nodes.said(0)
+    assert nodes.launchers[0].wait(120) == 2 and "1 node(s) of 2" in nodes.said(0)
     nodes.launchers[1].wait(120)
     assert nodes.launchers[1].returncode != 0 and nodes.left() == []

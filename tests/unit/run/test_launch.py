@@ -17,7 +17,7 @@ import pytest
 
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
-from pipelinerl.run.agent import NodeAgent, Order
+from pipelinerl.run.node_agent import NodeAgent, Order
 from pipelinerl.run.processes import Outcome
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 
