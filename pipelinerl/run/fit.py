@@ -168,16 +168,17 @@ def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
     return float(max(1, min(_PROMPT_TOKENS, longest // 4, longest - answer))), answer
 
 
-def _ahead(config: RunConfig) -> float:
-    """Batches under way while the trainer is the slower side, the one in training included."""
+def _ahead(config: RunConfig) -> tuple[float, float]:
+    """`ahead` and `most_ahead` of a `Layout`."""
     most = 2.0 if config.max_lag is None else config.max_lag / config.finetune.samples_per_step
-    return 1 + (min(most, 1.0) if config.adaptive_lag else most)
+    return 1 + (min(most, 1.0) if config.adaptive_lag else most), 1 + most
 
 
 def _layout(config: RunConfig, world: WorldMap) -> Layout:
     servers = world.jobs_of("actor_llm")
     users = Counter((job.node_rank, gpu) for job in servers for gpu in job.gpus)
     ranks = {(job.node_rank, gpu) for job in world.jobs_of("finetune") for gpu in job.gpus}
+    ahead, most_ahead = _ahead(config)
     takes_turns = isinstance(config.pacing, ConventionalSchedule) or config.max_lag == 0
     return Layout(
         servers=len(servers),
@@ -185,7 +186,8 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         shared=any(place in ranks for place in users),
         turns=takes_turns,
         mps=config.world.mps and world.device == "cuda",
-        ahead=_ahead(config),
+        ahead=ahead,
+        most_ahead=most_ahead,
     )
 
 
@@ -356,7 +358,8 @@ def better_split(forecast: RunForecast) -> str | None:
         other = replace(trainer, ranks=ranks)
         if not servers or trainer_memory(other).total > room:
             continue
-        layout = Layout(servers, forecast.on_card, ahead=_ahead(config))
+        ahead, most_ahead = _ahead(config)
+        layout = Layout(servers, forecast.on_card, ahead=ahead, most_ahead=most_ahead)
         found = step_forecast(other, server, layout, forecast.work, forecast.hardware.machine)
         if best is None or found.step_s < best[0]:
             best = (found.step_s, servers, ranks)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipelinerl.world.forecast import GIB, ServerSetup, TrainerSetup, layer_bytes
@@ -82,6 +82,11 @@ _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 #: MPS the trainer hardly notices four servers (1.70 s a step instead of 1.6), nor they it.
 _TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 _TRAINER_SLOWED_MPS, _SERVERS_SLOWED_MPS = 0.02, 0.0
+#: A weight update of the trainer: at least, and bytes per second (0.135 to 7 B; IPC and NCCL on one host).
+_UPDATE_S, _UPDATE_BANDWIDTH = 0.035, 100e9
+#: Of the samples that may be in flight beyond the batch in training, those that are being sampled while servers are the
+#: slower side: the others are ready, or wait for the rest of their group (groups of 8 uneven answers, four servers).
+_RUNNING_SHARE = 0.55
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.
 _MEASURED_BILLIONS = (0.1, 1.6)
 _MEASURED_CARDS = ("h200",)
@@ -230,6 +235,7 @@ class Layout:
         turns: servers and trainer take turns.
         mps: processes that share a card compute at the same time.
         ahead: batches under way at most while the trainer is the slower side, the one in training included.
+        most_ahead: the same while the servers are.
     """
 
     servers: int
@@ -238,6 +244,7 @@ class Layout:
     turns: bool = False
     mps: bool = False
     ahead: float = 2.0
+    most_ahead: float = 3.0
 
 
 def step_forecast(
@@ -250,13 +257,17 @@ def step_forecast(
     the trainer is slower, all batches but the one in training are older than its version.
     """
     train_s = train_seconds(trainer, work, machine)
+    running = _RUNNING_SHARE * (layout.most_ahead - 1) * work.samples / layout.servers
+    if not layout.turns:
+        work = replace(work, concurrency=max(1, min(work.concurrency, round(running))))
     rate = layout.servers * server_rate(server, work, machine, layout.on_card)
     if layout.shared and not layout.turns:
         others = layout.on_card - 1
         rate /= 1 + (_SERVERS_SLOWED_MPS if layout.mps else _SERVERS_SLOWED) * others
         train_s *= 1 + (_TRAINER_SLOWED_MPS if layout.mps else _TRAINER_SLOWED) * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
-    step_s = generate_s + train_s if layout.turns else max(generate_s, train_s)
+    update_s = _UPDATE_S + trainer.shape.parameters * trainer.served_bytes / _UPDATE_BANDWIDTH
+    step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s)
     in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
     lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)
     billions = trainer.shape.parameters / 1e9
