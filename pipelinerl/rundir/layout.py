@@ -58,6 +58,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def told_file(self) -> Path:
+        """The newest step of each metric that earlier starts told (`tracking.sinks`)."""
+        return self.root / "conf" / "told_steps.json"
+
+    @property
     def findings_file(self) -> Path:
         """What went wrong in the run's numbers, a JSON object a line (`tracking.health`)."""
         return self.root / "findings.jsonl"

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -31,6 +30,7 @@ import msgspec
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import MetricRecord
+from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.rollout_table import RolloutTable
 
@@ -59,8 +59,8 @@ class SinkInputs:
         run_dir: the run's directory; `run_dir.root` is its path.
         since: start of this launcher, epoch seconds. After a resume the records of earlier starts, whose `time` is
             before it, come first.
-        told: of each metric, the newest step that earlier launchers handed to their sinks; None: there was none, or it
-            left no `metrics.jsonl`.
+        told: of each metric, the newest step that earlier launchers handed to their sinks; None: there was none, or its
+            files are gone.
     """
 
     config: RunConfig
@@ -99,7 +99,7 @@ def make_sinks(inputs: SinkInputs) -> list[SafeSink | BackgroundSink]:
     """`metrics.jsonl`, and what the configuration asks for. None of them can end a run."""
     config = inputs.config
     # Before the file is written anew.
-    inputs = replace(inputs, told=told_steps(inputs.run_dir.metrics_file))
+    inputs = replace(inputs, told=told_steps(inputs.run_dir))
     asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS_OF_HISTORY) for path in config.tracking.sinks]
     if config.wandb.mode != "disabled":
         asked.append(("W&B", WANDB, QUEUE_RECORDS_OF_HISTORY))
@@ -145,27 +145,32 @@ class OnwardValues:
         return {name: value for name, value in record.values.items() if record.step >= told.get(name, 0)}
 
 
-def told_steps(metrics_file: Path) -> dict[str, int] | None:
-    """The newest step of each metric in the `metrics.jsonl` of an earlier start; None: there is none."""
+def told_steps(run_dir: RunDir) -> dict[str, int] | None:
+    """The newest step of each metric that earlier starts told: those that the last one knew of when it began to write
+    `metrics.jsonl` anew, and those in that file. None: there was none."""
     told: dict[str, int] = {}
+    with suppress(OSError, msgspec.MsgspecError):
+        told = msgspec.json.decode(run_dir.told_file.read_bytes(), type=dict[str, int])
     try:
-        with metrics_file.open("rb") as lines:
+        with run_dir.metrics_file.open("rb") as lines:
             for line in lines:
                 with suppress(msgspec.MsgspecError, KeyError, TypeError):  # the last one was cut off
                     row = msgspec.json.decode(line, type=dict[str, Any])
                     told.update((name, max(row["step"], told.get(name, -1))) for name in row if "/" in name)
     except OSError:
-        return None
+        return told or None
     return told
 
 
 class JsonlSink:
     """One flat JSON object a record: `time`, `step`, `source` and the numbers. The file is written anew, because the
-    collector reads the run's streams from their start."""
+    collector reads the run's streams from their start; what it said of `told` is kept in case that is cut short."""
 
     def __init__(self, inputs: SinkInputs) -> None:
         path = inputs.run_dir.metrics_file
         path.parent.mkdir(parents=True, exist_ok=True)
+        if inputs.told is not None:
+            replace_file(inputs.run_dir.told_file, msgspec.json.encode(inputs.told), durable=True)
         self._file = path.open("wb", buffering=0)
 
     def log(self, record: MetricRecord) -> None:

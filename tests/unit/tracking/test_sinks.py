@@ -114,7 +114,7 @@ def test_a_sink_of_the_user_gets_every_number(
 
 
 def onward(root: Path, since: float, *records: MetricRecord) -> list[tuple[int, dict[str, float]]]:
-    inputs = SinkInputs(RunConfig(output_dir="x"), RunDir(root), since, told_steps(RunDir(root).metrics_file))
+    inputs = SinkInputs(RunConfig(output_dir="x"), RunDir(root), since, told_steps(RunDir(root)))
     values = OnwardValues(inputs)
     return [(each.step, taken) for each in records if (taken := values.take(each))]
 
@@ -131,6 +131,19 @@ def test_a_tracker_gets_what_was_recorded_after_its_launcher_was_gone(tmp_path: 
     again = [MetricRecord(source="a", step=n, time=10.0 + n, values={"a/x": 1.0}) for n in (2, 3, 4)]
     expected = [(2, {"a/x": 0.5}), (3, {"a/x": 0.5}), (4, {"a/x": 1.0})]
     assert onward(tmp_path, 10.0, *first, *again) == expected, "step 2 may have been lost on its way"
+
+
+def test_what_was_told_is_known_after_starts_that_were_killed_while_they_wrote_the_file_anew(tmp_path: Path) -> None:
+    files, config = RunDir(tmp_path), RunConfig(output_dir="x", wandb={"mode": "disabled"})
+    assert told_steps(files) is None
+    for lines in (100, 30, 0, 7):
+        (sink,) = make_sinks(SinkInputs(config, files, since=0.0))
+        for n in range(lines):
+            sink.log(record(n))
+        assert len(files.metrics_file.read_text().splitlines()) == lines
+        assert told_steps(files) == {"a/x": 99}
+    files.told_file.write_text('{"a/x')
+    assert told_steps(files) == {"a/x": 6}
 
 
 def test_a_sink_of_the_user_gets_the_whole_history_of_a_resumed_run(
