@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -219,16 +220,25 @@ class WatchedRun:
         start = self.read(lambda state: state.lineage.incarnation_of(step))
         # Earlier starts may have had other ranks; these records are in files only.
         for rank in sorted(folder.name for folder in (self.run.run_dir.streams / TOKEN_RATIOS_TOPIC).glob("*")):
-            first = self.record(TOKEN_RATIOS_TOPIC, rank, _RatiosHead, 0)
-            # One record a step: later if steps were trained again, earlier if some starts recorded nothing.
-            place = max(0, step - first.step) if first is not None else 0
-            for span in ((place, None), (0, place)):
-                for entry in read_entries(self.streams, TOKEN_RATIOS_TOPIC, rank, _RatiosHead, *span):
-                    if (entry.record.step, entry.record.incarnation) == (step, start):
-                        record = self.record(TOKEN_RATIOS_TOPIC, rank, TokenRatios, entry.offset)
-                        if found := _ratios_of(record, sample_id):
-                            return found
+            record = self.record(TOKEN_RATIOS_TOPIC, rank, TokenRatios, self._ratios_offset(rank, start, step))
+            if record is None or (record.incarnation, record.step) != (start, step):
+                continue
+            if found := _ratios_of(record, sample_id):
+                return found
         return []
+
+    def _ratios_offset(self, rank: str, start: int, step: int) -> int:
+        """Offset of the first record of a rank that is not before `step` of `start`: one a step, in order of starts and
+        steps. Heads are read for as many as a binary search needs."""
+
+        def is_reached(offset: int) -> bool:
+            head = self.record(TOKEN_RATIOS_TOPIC, rank, _RatiosHead, offset)
+            return head is None or (head.incarnation, head.step) >= (start, step)
+
+        end = 1
+        while not is_reached(end - 1):
+            end *= 2
+        return bisect_left(range(end), True, key=is_reached)
 
     def _follow(self, topic: str, instance: str, kind: Any, take: Callable[[Any], None], start: int = 0) -> None:
         name = f"{topic}/{instance}"
@@ -313,8 +323,8 @@ class WatchedRun:
         return self.run.run_dir.identity_file.stat().st_mtime_ns
 
 
-def _ratios_of(record: TokenRatios | None, sample_id: str) -> list[float]:
-    if record is None or sample_id not in record.sample_ids:
+def _ratios_of(record: TokenRatios, sample_id: str) -> list[float]:
+    if sample_id not in record.sample_ids:
         return []
     place = record.sample_ids.index(sample_id)
     start, length = sum(record.lengths[:place]), record.lengths[place]

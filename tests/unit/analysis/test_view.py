@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from pipelinerl.__main__ import main
 from pipelinerl.analysis.select import StoredGroup
 from pipelinerl.analysis.view import export, watched_run
 from pipelinerl.analysis.view.answers import MAX_POINTS, inert
-from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, Names, RolloutIndex
+from pipelinerl.analysis.view.rollout_index import Filter
 from pipelinerl.analysis.view.view_app import PAGE_MODULES, make_app, page_file
 from pipelinerl.analysis.view.view_command import names_of
 from pipelinerl.analysis.view.watched_run import WatchedRun
@@ -42,7 +39,7 @@ from pipelinerl.records import (
     TrainingBatch,
 )
 from pipelinerl.records.sample import Array
-from pipelinerl.streams.base import ACTOR_TOPIC, Entry
+from pipelinerl.streams.base import ACTOR_TOPIC
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
 
 GROUPS = 40
@@ -242,11 +239,36 @@ def test_tokens_have_the_importance_ratio_that_a_rank_recorded(client: TestClien
             log_ratios=Array("<f2", [len(flat)], flat.tobytes()),
         )
         # Around it are records of another step and of another start.
-        earlier, later = (msgspec.structs.replace(record, **fields) for fields in ({"step": 9}, {"incarnation": 1}))
+        earlier, later = (msgspec.structs.replace(record, **fields) for fields in ({"step": 0}, {"incarnation": 1}))
         run.write(earlier, record, later, topic="token_ratios", instance=rank, kind=TokenRatios)
     found = client.get("/api/runs/0/tokens?offset=0&place=1").json()["importance"]
     shown = [2.0, *[1.0] * (count - 2), 0.5]
     assert found == [None] * (len(sample.input_ids) - count) + [pytest.approx(value, abs=1e-3) for value in shown]
+
+
+def test_an_importance_ratio_is_found_without_a_walk_through_the_steps(watched: WatchedRun, run: RecordedRun) -> None:
+    """Start 0 recorded nothing up to step 100 and ended after 600; start 1 trained on from 500, `s0` on rank 1."""
+    done = [(start, step) for start, steps in ((0, range(101, 601)), (1, range(501, 1001))) for step in steps]
+    own: dict[str, Any] = {"group_ids": [], "num_samples": 1, "samples_processed": 1}
+    reports = [StepDone(step=step, incarnation=start, time=step, **own) for start, step in done]
+    started = TrainerStarted(step=500, incarnation=1, data_offset=0, time=1)
+    run.write(*reports[:500], started, *reports[500:], topic="trainer", instance="finetune_0", kind=TrainerMessage)
+    for rank, name in enumerate(("other", "s0")):
+        records = []
+        plain = TokenRatios(step=0, sample_ids=[name], lengths=[1], log_ratios=Array("<f2", [1], b""))
+        for start, step in done:
+            ratios = Array("<f2", [1], np.array([start + step / 1024], "<f2").tobytes())
+            records.append(msgspec.structs.replace(plain, step=step, incarnation=start, log_ratios=ratios))
+        run.write(*records, topic="token_ratios", instance=f"finetune_{rank}", kind=TokenRatios)
+    wait_until(lambda: watched.read(lambda state: state.steps) == 1000)
+    read: list[int] = []
+    record = watched.record
+    watched.record = lambda *place: read.append(place[-1]) or record(*place)  # type: ignore[method-assign,func-returns-value]
+    steps = {101: 101, 500: 500, 501: 1525, 1000: 2024, 100: None, 1001: None}
+    found = {step: watched.log_ratios(step, "s0") for step in steps}
+    assert found == {step: [] if value is None else [value / 1024] for step, value in steps.items()}
+    assert len(read) <= len(steps) * 2 * 22
+    assert watched.log_ratios(501, "missing") == []
 
 
 def test_tokens_say_where_an_update_crossed_the_sequence(client: TestClient, run: RecordedRun) -> None:
@@ -475,45 +497,3 @@ def test_an_ended_run_on_its_own_redis_server(tmp_path: Path) -> None:
 def test_a_wrong_folder_or_address_is_refused(tmp_path: Path, run: RecordedRun) -> None:
     assert main(["view", str(tmp_path / "nothing")]) == 2
     assert main(["view", str(run.root), "--host", "256.0.0.1"]) == 2
-
-
-def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
-    index = RolloutIndex()
-    groups, attempts = 3000, 64
-
-    def rollouts(n: int) -> GroupRow:
-        own = [
-            RolloutSummary(
-                rollout_id=f"{n}/{k}", reward=n + k / 64, success=k == 0, num_samples=1, output_tokens=5, latency_s=1
-            )
-            for k in range(attempts)
-        ]
-        return GroupRow(id=str(n), samples=[], rollouts=own, problem_id=str(n % 7))
-
-    for n in range(1000, groups):
-        index.add(n, rollouts(n))
-    index.fill(iter(Entry(n, rollouts(n)) for n in range(1000)))
-    assert index.span == (0, groups) and index.num_rollouts == groups * attempts > 2 * BLOCK_ROLLOUTS
-    hits, total = index.find(Filter(problem="3", success=True), "newest", 2500, 0, 3)
-    assert [hit.offset for hit in hits] == [2495, 2488, 2481]
-    assert total == sum(n % 7 == 3 for n in range(2500))
-    best, _ = index.find(Filter(), "best", groups, 0, 2)
-    assert [(hit.offset, hit.place) for hit in best] == [(2999, 63), (2999, 62)]
-    assert index.at(7, 5).reward == pytest.approx(7 + 5 / 64)
-
-
-def test_threads_give_each_name_a_number_of_its_own() -> None:
-    names, texts = Names(), [f"data set {number}" for number in range(2000)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(
-                pool.map(
-                    lambda seed: [names.number(each) for each in random.Random(seed).sample(texts, 2000)], range(4)
-                )
-            )
-    finally:
-        sys.setswitchinterval(before)
-    assert [names.text(names.number(each)) for each in texts] == texts
-    assert {names.number(each) for each in texts} == set(range(1, 2001))

@@ -1,0 +1,55 @@
+"""The index of rollouts of `view`: its pages, and the names in it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, Names, RolloutIndex
+from pipelinerl.records import RolloutSummary
+from pipelinerl.streams.base import Entry
+
+
+def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
+    index = RolloutIndex()
+    groups, attempts = 3000, 64
+
+    def rollouts(n: int) -> GroupRow:
+        own = [
+            RolloutSummary(
+                rollout_id=f"{n}/{k}", reward=n + k / 64, success=k == 0, num_samples=1, output_tokens=5, latency_s=1
+            )
+            for k in range(attempts)
+        ]
+        return GroupRow(id=str(n), samples=[], rollouts=own, problem_id=str(n % 7))
+
+    for n in range(1000, groups):
+        index.add(n, rollouts(n))
+    index.fill(iter(Entry(n, rollouts(n)) for n in range(1000)))
+    assert index.span == (0, groups) and index.num_rollouts == groups * attempts > 2 * BLOCK_ROLLOUTS
+    hits, total = index.find(Filter(problem="3", success=True), "newest", 2500, 0, 3)
+    assert [hit.offset for hit in hits] == [2495, 2488, 2481]
+    assert total == sum(n % 7 == 3 for n in range(2500))
+    best, _ = index.find(Filter(), "best", groups, 0, 2)
+    assert [(hit.offset, hit.place) for hit in best] == [(2999, 63), (2999, 62)]
+    assert index.at(7, 5).reward == pytest.approx(7 + 5 / 64)
+
+
+def test_threads_give_each_name_a_number_of_its_own() -> None:
+    names, texts = Names(), [f"data set {number}" for number in range(2000)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(
+                pool.map(
+                    lambda seed: [names.number(each) for each in random.Random(seed).sample(texts, 2000)], range(4)
+                )
+            )
+    finally:
+        sys.setswitchinterval(before)
+    assert [names.text(names.number(each)) for each in texts] == texts
+    assert {names.number(each) for each in texts} == set(range(1, 2001))
