@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from pipelinerl.config.schedule import EvaluationSchedule, update_interval
 from pipelinerl.config.task import LLMParameters
-from pipelinerl.errors import WeightSyncError
+from pipelinerl.errors import StreamError, WeightSyncError
 from pipelinerl.finetune.backends import create_backend
 from pipelinerl.finetune.best_model import BestKeeper, best_model_of
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
@@ -381,13 +381,18 @@ class Trainer:
         return Reporter(messages, fates, metrics, self.context.incarnation)
 
     def _open_ratios(self, stack: ExitStack) -> RatioRecorder | None:
-        """None: not asked for, or the records would stay where there is no room for them."""
+        """None: not asked for, the records would stay where there is no room for them, or the stream refuses."""
         streams = self.context.config.streams
         if not self.config.record_token_ratios or streams.backend != "files" or streams.retention != "all":
             return None
-        writer = self.context.streams.writer(TOKEN_RATIOS_TOPIC, self.context.job.name, TokenRatios)
-        stack.callback(writer.close)
-        return RatioRecorder(writer, self.context.incarnation)
+        try:
+            writer = self.context.streams.writer(TOKEN_RATIOS_TOPIC, self.context.job.name, TokenRatios)
+        except StreamError as error:
+            logger.warning("importance ratios of tokens are not recorded: %s", error)
+            return None
+        recorder = RatioRecorder(writer, self.context.incarnation)
+        stack.callback(recorder.close)
+        return recorder
 
     def _best_keeper(self, stack: ExitStack) -> BestKeeper | None:
         """Keeps the best model by evaluation; None if not asked for, or if nothing new is ever evaluated."""

@@ -25,7 +25,7 @@ class RatioRecorder:
     """Collects log pi - log mu of one step's trained tokens on this rank, two bytes each, and writes them.
 
     Args:
-        writer: of this rank's stream; owned by the caller.
+        writer: of this rank's stream; owned by the recorder.
         incarnation: of this start.
     """
 
@@ -61,3 +61,10 @@ class RatioRecorder:
         except StreamError as error:
             self._works = False
             logger.warning("importance ratios of tokens are not recorded from now on: %s", error)
+
+    def close(self) -> None:
+        """Release the stream."""
+        try:
+            self._writer.close()
+        except StreamError as error:
+            logger.warning("importance ratios of tokens may be lost: %s", error)

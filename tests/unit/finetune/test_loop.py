@@ -94,9 +94,22 @@ def test_importance_ratios_that_nobody_wants_are_no_stream(start, keys, is_recor
 
 def test_a_stream_that_refuses_importance_ratios_ends_their_recording_alone(start, caplog):
     trainer = start(record_token_ratios=True)
-    trainer.ratios._writer = SimpleNamespace(write=Mock(side_effect=StreamError("disk full")))
+    trainer.ratios._writer.close()
+    refused = [Mock(side_effect=StreamError(text)) for text in ("disk full", "not flushed")]
+    trainer.ratios._writer = SimpleNamespace(write=refused[0], close=refused[1])
     assert trainer.go().state.step == 4
-    assert sum("disk full" in record.getMessage() for record in caplog.records) == 1
+    trainer.ratios.close()
+    for text in ("disk full", "not flushed"):
+        assert sum(text in record.getMessage() for record in caplog.records) == 1
+
+
+def test_importance_ratios_whose_stream_cannot_be_opened_are_not_recorded(start, caplog, tmp_path):
+    streams = tmp_path / "run" / "streams"
+    streams.mkdir(parents=True)
+    (streams / "token_ratios").touch()
+    trainer = start(record_token_ratios=True)
+    assert trainer.ratios is None and trainer.go().state.step == 4
+    assert sum("importance ratios" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_metrics_of_a_step(start, batches):
