@@ -162,11 +162,17 @@ def _members(argv: Sequence[str], overrides: Sequence[str]) -> tuple[Member, ...
     words = [word for word in argv if word not in swept and word not in _MULTIRUN]
     names = [str(sweep.input_line).partition("=")[0] for sweep in sweeps]
     members: dict[str, Member] = {}
+    wandb_ids: set[str] = set()
     for number, values in enumerate(product(*(sweep.sweep_string_iterator() for sweep in sweeps))):
         own = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
         config = compose([*words, *own]).config
         if config is None:
             raise ConfigError("--cfg", True, "one configuration to print", "Leave --multirun out, or --cfg.")
+        if config.wandb.mode != "disabled" and (wandb_id := config.wandb.wandb_id):
+            if wandb_id in wandb_ids:
+                next_step = "Leave it out: each run has an id of its own."
+                raise ConfigError("wandb.wandb_id", wandb_id, "another value for each run of --multirun", next_step)
+            wandb_ids.add(wandb_id)
         folder = _NOT_IN_FOLDERS.sub("-", "_".join(word.lstrip("+") for word in own))
         if len(folder) > _MAX_FOLDER or folder in members:
             folder = f"{number}-{folder}"[:_MAX_FOLDER]

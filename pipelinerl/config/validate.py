@@ -228,8 +228,10 @@ def _world(config: RunConfig) -> Faults:
         yield "world.actor_fraction", "more than 0, so that a server samples", "Set it to 1 or more."
     if "finetune" in stages and world.finetune_fraction <= 0 and world.num_finetune_ranks is None:
         yield "world.finetune_fraction", "more than 0, so that a trainer runs", "Set it to 1 or more."
+    # Without GPUs, or where lists place the servers, it does nothing.
+    per_gpu = "auto" if world.device == "cpu" or world.actor_gpus else world.servers_per_gpu
     count = world.num_actor_llms
-    if world.servers_per_gpu != "auto" and count is not None and count < world.servers_per_gpu and not world.actor_gpus:
+    if per_gpu != "auto" and count is not None and count < per_gpu:
         expected = f"at most world.num_actor_llms={count}, the number of all servers"
         yield "world.servers_per_gpu", expected, "Lower it, or set world.num_actor_llms=null."
     if world.colocated is None:

@@ -192,6 +192,7 @@ def test_d8_on_policy_training_updates_after_every_step() -> None:
         "llm.chat_template_kwargs.enable_thinking=false",
         "world.actor_fraction=0 world.num_actor_llms=1",
         "world.servers_per_gpu=2 world.num_actor_llms=3",
+        "world.servers_per_gpu=2 world.num_actor_llms=1 world.device=cpu",
         "world.servers_per_gpu=2 world.actor_gpus=[[0]] world.finetune_gpus=[0]",
         "world.finetune_fraction=0 debug.mode=actor",
         "debug.mode=finetune debug.streams_from=results/y world.actor_fraction=0",

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,21 @@ def test_what_cannot_be_several_is_refused(word: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose([*QUICKSTART, "-m", "output_dir=x", word], may_be_several=True)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (["seed=1,2", "wandb.wandb_id=a"], True),
+        (["seed=1,2", "wandb.wandb_id=a,b"], True),
+        (["wandb.wandb_id=a,b"], False),
+        (["seed=1,2", "wandb.wandb_id=a", "wandb.mode=disabled"], False),
+    ],
+)
+def test_no_two_members_are_one_wandb_run(words: list[str], is_refused: bool) -> None:
+    with pytest.raises(ConfigError) if is_refused else nullcontext() as caught:
+        compose([*QUICKSTART, "-m", "output_dir=x", "wandb.mode=offline", *words], may_be_several=True)
+    assert caught is None or caught.value.key == "wandb.wandb_id"
 
 
 @pytest.mark.parametrize("command", [plan_command.main, check_domain.main])
