@@ -61,6 +61,13 @@ class Interrupted(msgspec.Struct, frozen=True):
     signum: int
 
 
+class NodeSignalled(msgspec.Struct, frozen=True):
+    """The launcher of another node got a signal, maybe the same that this one gets: schedulers signal all nodes."""
+
+    rank: int
+    signum: int
+
+
 class PoolAnswered(msgspec.Struct, frozen=True):
     """The trainer said something about a server."""
 
@@ -80,7 +87,7 @@ class NodeLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = ChildExited | Interrupted | PoolAnswered | StreamFailed | NodeLost
+Event = ChildExited | Interrupted | NodeSignalled | PoolAnswered | StreamFailed | NodeLost
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run.node import Node, Place, Sighting
 from pipelinerl.run.node_agent import Facts, NodeAgent, Order, Report, Started
-from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, Outcome
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, NodeSignalled, Outcome
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.version import __version__
 from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, ClusterMember, scanned_ports
@@ -123,7 +123,7 @@ class RayNode:
             self._settle(report)
             if report.signum is not None and report.signum != signum:
                 signum = report.signum
-                self._events.put(Interrupted(signum))
+                self._events.put(NodeSignalled(self.rank, signum))
 
     def _settle(self, report: Report) -> None:
         with self._lock:

@@ -26,6 +26,7 @@ from pipelinerl.run.processes import (
     Event,
     Interrupted,
     NodeLost,
+    NodeSignalled,
     Outcome,
     PoolAnswered,
     StreamFailed,
@@ -152,6 +153,7 @@ class Supervisor:
         self._kill_at: dict[str, float] = {}
         self._finish_by: float | None = None
         self._lost: list[NodeLost] = []
+        self._is_signalled = False
         self._last_tick = 0.0
 
     def run(self) -> Outcome:
@@ -231,7 +233,8 @@ class Supervisor:
 
     def _handle(self, event: Event | None) -> Outcome | None:
         """The outcome of the run if this event decides it."""
-        if isinstance(event, Interrupted):
+        if isinstance(event, Interrupted | NodeSignalled):
+            self._is_signalled = isinstance(event, Interrupted)
             waits = long_waits(self._children.values(), self._signs, time.monotonic())
             reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
             return Outcome("interrupted", reason, 128 + event.signum)
@@ -417,8 +420,8 @@ class Supervisor:
                 collect_s = self._config.heartbeat_timeout_s if is_silent else NODES_COLLECT_S
             left_s = started + collect_s - time.monotonic()
             event = self._next_event(left_s) if left_s > 0 else None
-            if left_s <= 0 or isinstance(event, Interrupted):  # who asks for the end does not wait for a better reason
-                return None
+            if left_s <= 0 or isinstance(event, Interrupted | NodeSignalled):
+                return None  # who asks for the end does not wait for a better reason
             if isinstance(event, NodeLost) and not is_clear:
                 return event
             if isinstance(event, ChildExited):
@@ -436,8 +439,8 @@ class Supervisor:
         return _UNCLEAR if self._jobs[event.name].kind in SERVER_KINDS else _UNCLEAR + 1
 
     def _let_trainers_save(self) -> float:
-        """After a signal: ask the trainers to save, and block until they ended, the time is over, or a second signal
-        came. All servers still live: a trainer in the middle of a step has to give its weights to them.
+        """After a signal: ask the trainers to save, and block until they ended, the time is over, or this launcher
+        got a second signal. All servers still live: a trainer in the middle of a step has to give its weights to them.
 
         Returns the grace period of the other processes, so that all of it stays near `shutdown_grace_s`.
         """
@@ -453,7 +456,9 @@ class Supervisor:
                 self._note_lost(event)
                 saving = [child for child in saving if child.is_alive]
             elif isinstance(event, Interrupted):
-                return MIN_GRACE_S
+                if self._is_signalled:
+                    return MIN_GRACE_S
+                self._is_signalled = True  # another node told of its signal before this one came
         for child in saving:
             # The stacks say what it hangs in, a collective for instance.
             logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)

@@ -50,6 +50,19 @@ root = Path(sys.argv[1])
 while not (root / "end").exists():
     time.sleep(0.1)
 """
+# Needs a while to save after SIGTERM.
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+root = Path(sys.argv[1])
+def save(*args):
+    time.sleep(4)
+    (root / "saved").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+(root / f"starts_{sys.argv[2]}").write_text(f"{os.getpid()}\\n")
+time.sleep(300)
+"""
 
 
 class TwoNodes:
@@ -171,6 +184,17 @@ def test_a_signal_on_any_node_stops_the_run(nodes: TwoNodes, rank: int) -> None:
     nodes.wait_for("starts_actor_0")
     nodes.launchers[rank].terminate()
     assert nodes.end() == ([143, 143], "stopped by SIGTERM")
+
+
+def test_l5_trainers_save_after_one_signal_to_all_nodes(nodes: TwoNodes) -> None:
+    """As `scancel` and preemption send it. What a node says of its signal is not a second one of the launcher."""
+    nodes.start({"1:finetune_0": SAVES, "0:actor_0": SLEEP})
+    nodes.wait_for("starts_finetune_0")
+    nodes.wait_for("starts_actor_0")
+    for launcher in nodes.launchers:
+        launcher.terminate()
+    assert nodes.end() == ([143, 143], "stopped by SIGTERM")
+    assert (nodes.root / "saved").exists()
 
 
 #: What is killed on which node, and what the reason has to say.

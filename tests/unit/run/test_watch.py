@@ -16,7 +16,7 @@ from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.run import watch
 from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.node import Sighting
-from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, NodeSignalled
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.run.watch import MIN_GRACE_S, Sign, Supervisor, long_waits
@@ -153,7 +153,7 @@ def _files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class SavingRun:
-    """A supervisor that got a signal, with all jobs on node 0, or rank k on node `ranks_on[k]`."""
+    """A supervisor that got a signal, or heard of one of node 1; all jobs are on node 0, or rank k on `ranks_on[k]`."""
 
     def __init__(
         self,
@@ -162,6 +162,7 @@ class SavingRun:
         root: Path = Path("x"),
         ranks_on: tuple[int, ...] = (0, 0, 0),
         servers_on: tuple[int, ...] = (),
+        is_signalled: bool = True,
     ) -> None:
         jobs = [
             Job("finetune", f"finetune_{i}", i, i, ranks_on[i], "h", [], None, None, None, 1) for i in range(trainers)
@@ -184,8 +185,10 @@ class SavingRun:
         self.supervisor = Supervisor(session, ExitPolicy(jobs, None), self.keeper, self.nodes)
         self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
         children = [*self.trainers, *(FakeChild(job.name) for job in servers)]
+        self.supervisor._signs = {child.name: Sign(child.pid, 0.0) for child in children}
         self.supervisor._children = {child.name: child for child in children}
         self.grace_s = grace_s
+        assert self.supervisor._handle(Interrupted(15) if is_signalled else NodeSignalled(1, 15)) is not None
 
     def wait(self, *events: Event) -> tuple[float, bool]:
         """(grace of the other processes, whether the wait ended before its time)."""
@@ -213,7 +216,11 @@ def test_a_trainer_that_does_not_end_says_where_it_is_when_the_time_is_over() ->
 
 
 def test_a_second_signal_does_not_wait() -> None:
+    """The own signal after that of another node is not a second one: a scheduler signals all nodes."""
     assert SavingRun().wait(Interrupted(15)) == (MIN_GRACE_S, True)
+    assert SavingRun(is_signalled=False).wait(Interrupted(15), SAVED)[0] > MIN_GRACE_S
+    assert SavingRun(is_signalled=False).wait(Interrupted(15), Interrupted(15)) == (MIN_GRACE_S, True)
+    assert SavingRun().wait(NodeSignalled(1, 15), NodeSignalled(2, 15), SAVED)[0] > MIN_GRACE_S
 
 
 def test_nobody_waits_for_the_ranks_of_a_node_that_is_gone() -> None:
