@@ -72,12 +72,11 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
         # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
         sys.path += [str(folder) for folder in composed.search_dirs]
         config = composed.config.of_stage()
-        # On a Ray cluster that is there, this launcher is the only one, whatever started it (`ray symmetric-run`).
-        is_alone = config.world.cluster == "ray"
-        member = ClusterMember() if is_alone else ClusterMember.from_env(os.environ)
+        member = ClusterMember.from_env(os.environ, config.world.cluster)
         machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
         if config.dry_run:
             return show_plan(composed, config, described_cluster(config.world, machine, member))
+        check_described(config, member, machine)
         if member.rank > 0:
             return load_bring_up(member).serve_node(config, member, machine)
         with found_nodes(config, member, machine) as find:
@@ -85,11 +84,11 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR
-    except PipelineRLError as error:  # raised before anything was started
+    except PipelineRLError as error:  # raised while no job was running
         sys.stderr.write(f"error: {error}\n")
         return EXIT_RUN_FAILED
     except KeyboardInterrupt as error:
-        sys.stderr.write("interrupted before anything was started\n")
+        sys.stderr.write("interrupted; no job was running\n")
         signum: int = error.args[0] if error.args else signal.SIGINT  # Python's own has none
         return 128 + signum
 
@@ -106,19 +105,30 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
     return 0
 
 
+def check_described(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> None:
+    """Refuse a `world.nodes` that is not the machines on which the command was started."""
+    if config.world.nodes is None or config.world.cluster == "ray":
+        return
+    sizes = [node.gpus for node in config.world.nodes]
+    if member.world_size > 1:
+        is_right, expected = len(sizes) == member.world_size, f"{member.world_size} nodes, as WORLD_SIZE says"
+    else:
+        is_right = sizes == [len(machine.gpus)]
+        expected = f"null, or this machine alone with its {len(machine.gpus)} GPUs, without a cluster"
+    if not is_right:
+        raise ConfigError(
+            "world.nodes",
+            f"{len(sizes)} with {', '.join(map(str, sizes))} GPUs",
+            expected,
+            "Use world.cluster=ray, start the same command on all nodes (docs/nodes.md), or dry_run=true.",
+        )
+
+
 @contextmanager
 def found_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> Iterator[FindNodes]:
     """How this launcher finds the nodes of its runs: it is this machine alone, or a Ray cluster, which it brings up if
     the same command was started on several nodes."""
     if config.world.cluster != "ray" and member.world_size == 1:
-        sizes = [node.gpus for node in config.world.nodes or []]
-        if sizes and sizes != [len(machine.gpus)]:
-            raise ConfigError(
-                "world.nodes",
-                f"nodes with {', '.join(map(str, sizes))} GPUs",
-                f"null, or this machine alone with its {len(machine.gpus)} GPUs, without a cluster",
-                "Use world.cluster=ray, start the same command on all nodes (docs/nodes.md), or dry_run=true.",
-            )
         cluster = Cluster((machine,), 0, member.master_port)
         yield lambda events: nullcontext(Place(cluster))
         return

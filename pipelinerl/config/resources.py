@@ -251,7 +251,9 @@ class SuperviseConfig(Section):
         default=900, gt=0, description="how long node 0 waits for the other nodes, and they for it"
     )
     max_restarts: int = Field(
-        default=0, ge=0, description="automatic resumes after the trainer, actor or preprocessor died"
+        default=0,
+        ge=0,
+        description="automatic resumes after the trainer, actor or preprocessor died, or a node was lost",
     )
     max_server_restarts: int = Field(
         default=3, ge=0, description="restarts of one server within the window before its end ends the run"

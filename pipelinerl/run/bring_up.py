@@ -31,7 +31,7 @@ from pipelinerl.run.processes import (
     signals_as_events,
     spawn,
 )
-from pipelinerl.run.ray_nodes import RANK_LABEL, joined_nodes, ray_connection
+from pipelinerl.run.ray_nodes import RANK_LABEL, EarlierNodes, joined_nodes, ray_connection
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.world import ClusterMember, ClusterNode, can_bind
 
@@ -47,7 +47,7 @@ _HEADLESS_S = 15
 
 
 class RayHere(NamedTuple):
-    """Ray's processes of this node: where the head is, the address of this node, and the folder for word of agents."""
+    """Ray's processes of this node: where the head is, its address, and the folder for messages of agents."""
 
     head: str
     address: str
@@ -57,10 +57,10 @@ class RayHere(NamedTuple):
 
 @contextmanager
 def cluster_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> Iterator[FindNodes]:
-    """How the launcher finds the nodes of its runs on Ray: on the cluster that these machines bring up, or one that is
-    there."""
+    """How the launcher finds the nodes of its runs on Ray: on the cluster that these machines bring up, or an
+    existing one."""
     signals: SimpleQueue[Any] = SimpleQueue()
-    here = None
+    here, earlier = None, EarlierNodes()
     with ExitStack() as stack:
         with signals_as_events(signals):
             if member.world_size > 1:
@@ -74,7 +74,7 @@ def cluster_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode
                 raise WorkerError(f"the head of the Ray cluster is gone: {_last_words(here.child)}")
             with ExitStack() as nodes:
                 with signals_as_events(signals):
-                    joined = nodes.enter_context(joined_nodes(config, member, signals, events))
+                    joined = nodes.enter_context(joined_nodes(config, member, earlier, signals, events))
                 yield joined
 
         yield find
@@ -87,6 +87,7 @@ def ray_here(
     """Ray's processes of this node; they are gone in the end. A node above 0 waits for node 0 first.
 
     Raises:
+        ConfigError: the port is taken.
         UserError: node 0 does not answer in `supervise.nodes_timeout_s`, or Ray does not start.
         KeyboardInterrupt: a signal came.
     """
@@ -113,6 +114,7 @@ def ray_here(
             NODE_FOLDER_KEY: str(folder),
             "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEADLESS_S),
+            "RAY_memory_monitor_refresh_ms": "0",  # else Ray kills the agent, and the node, once memory is short
         }
         child = spawn("ray", argv, environ, folder, events, dies_with_us=True)
         try:
@@ -139,10 +141,12 @@ def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -
                 signum = event.signum
                 write_signal(here.folder, signum)
                 _say(f"{name}: the run is asked to stop")
-            if (outcome := read_outcome(here.folder)) is not None:
+            is_over = isinstance(event, ChildExited)
+            # Until the agent has left: it may have to end what jobs shared.
+            if (outcome := read_outcome(here.folder)) is not None and (is_over or not has_begun(here.folder)):
                 _say(f"{name}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
                 return outcome.exit_code
-            if isinstance(event, ChildExited):
+            if is_over:
                 _say(f"{name}: node 0 is gone, or Ray failed here: {_last_words(here.child)}")
                 return EXIT_RUN_FAILED if signum is None else 128 + signum
 

@@ -106,8 +106,9 @@ def memory_of_machine() -> float:
 
 
 def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
-    """What the run would use on machines like this one; None: its cards are named but not here."""
-    memory = memory_of_machine()
+    """What the run would use, on machines like this one where nothing is known of them; None: its cards are named but
+    not here."""
+    memory = cluster.host_bytes(range(cluster.world_size)) or memory_of_machine()
     if config.world.device == "cpu" or not cluster.num_gpus:
         return Hardware(cpu_machine(memory, cluster.cores), memory)
     if cluster.gpu_bytes is None:

@@ -23,6 +23,7 @@ import msgspec
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.role import LOG_FORMAT
+from pipelinerl.run.fit import memory_of_machine
 from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.node import LocalNode, Sighting, local_node
 from pipelinerl.run.preflight import Start, check_node
@@ -34,7 +35,7 @@ from pipelinerl.version import __version__
 from pipelinerl.world import Cluster, ClusterNode, WorldMap, can_bind, nvml_gpu_lister, nvml_gpu_memory, usable_cores
 
 logger = logging.getLogger(__name__)
-#: Where the launcher of this node, if it brought Ray up, and the agent leave each other word.
+#: The folder for messages between the agent and the launcher of this node, if that brought Ray up.
 NODE_FOLDER_KEY = "PIPELINERL_NODE_FOLDER"
 _BEGUN, _OUTCOME, _SIGNAL = "begun", "outcome.json", "signal"
 # Those of a Ray worker are not for jobs: they would connect to it, or take its number of threads.
@@ -92,9 +93,8 @@ class NodeAgent:
     def __init__(self, host: str, num_gpus: int, num_cpus: int, silence_s: float) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if num_gpus else ""
         cores = min(usable_cores(), num_cpus)
-        self._machine = ClusterNode.from_env(
-            {"CUDA_VISIBLE_DEVICES": visible}, nvml_gpu_lister, cores, nvml_gpu_memory, host
-        )
+        machine = ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": visible}, nvml_gpu_lister, cores, nvml_gpu_memory, host)
+        self._machine = replace(machine, host_bytes=memory_of_machine())
         self._silence_s = silence_s
         self._heard_at = time.monotonic()
         self._events: SimpleQueue[Event] = SimpleQueue()
@@ -178,9 +178,12 @@ class NodeAgent:
 
     def leave(self, outcome: Outcome | None) -> None:
         """No more jobs. `outcome` is the run's, if it is over."""
-        self._stack.close()
-        if outcome is not None and (folder := os.environ.get(NODE_FOLDER_KEY)):
+        folder = os.environ.get(NODE_FOLDER_KEY)
+        if outcome is not None and folder:  # first: the launcher does not wait long
             write_outcome(Path(folder), outcome)
+        self._stack.close()
+        if outcome is not None and folder:
+            (Path(folder) / _BEGUN).unlink(missing_ok=True)
 
     def _await_silence(self) -> None:
         while (left_s := self._heard_at + self._silence_s - time.monotonic()) > 0:
@@ -202,7 +205,7 @@ def write_signal(folder: Path, signum: int) -> None:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether this node has been part of a run: there is somebody to read signals."""
+    """Whether an agent of a run is here: somebody reads signals. It takes its leave with the run's outcome."""
     return (folder / _BEGUN).exists()
 
 

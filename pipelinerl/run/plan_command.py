@@ -135,7 +135,7 @@ def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
     here = None
     if not (named and args.nodes):
         machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, cores, nvml_gpu_memory)
-        here = described_cluster(config.world, machine, ClusterMember.from_env(os.environ))
+        here = described_cluster(config.world, machine, ClusterMember.from_env(os.environ, config.world.cluster))
     if here is not None and not named and args.nodes is None:
         return here
     count = args.gpus if args.gpus is not None else 1 if named else here.most_gpus if here else 0
@@ -208,7 +208,7 @@ def _compare(args: argparse.Namespace) -> None:
     config, world = run.config, run.world
     seen = recorded_steps(run.run_dir.metrics_file)
     machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
-    cluster = Cluster.alike(machine, ClusterMember.from_env(os.environ))
+    cluster = Cluster.alike(machine, ClusterMember.from_env(os.environ, config.world.cluster))
     here = hardware_here(config, cluster)
     hardware = _hardware(args, here, world.device == "cuda")
     samples = seen.get("finetune/samples") or 1.0

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -200,7 +200,9 @@ def check_fit(start: Start) -> list[str]:
         return []
     with FreePorts(start.config, start.cluster.rank, reserve=False) as ports:
         world = build_world_map(start.config, start.cluster, ports, shape)
-    forecast = forecast_run(start.config, world, hardware, shape)
+    with_ranks = {job.node_rank for job in world.jobs_of("finetune")}
+    host_bytes = start.cluster.host_bytes(with_ranks) or hardware.host_bytes
+    forecast = forecast_run(start.config, world, replace(hardware, host_bytes=host_bytes), shape)
     faults = faults_of(forecast)
     if faults and shape.source == "weight files":
         raise faults[0]

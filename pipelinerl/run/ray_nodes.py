@@ -10,10 +10,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,10 +25,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import SuperviseConfig
-from pipelinerl.errors import ConfigError, UserError
+from pipelinerl.errors import ConfigError, UserError, WorkerError
 from pipelinerl.run.node import Node, Place, Sighting
 from pipelinerl.run.node_agent import Facts, NodeAgent, Order, Report, Started
-from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, NodeSignalled, Outcome
+from pipelinerl.run.processes import (
+    Child,
+    ChildExited,
+    Event,
+    Interrupted,
+    NodeLost,
+    NodeSignalled,
+    Outcome,
+    describe_exit,
+)
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.version import __version__
 from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, ClusterMember, scanned_ports
@@ -38,6 +47,10 @@ logger = logging.getLogger(__name__)
 RANK_LABEL = "pipelinerl-rank"
 _CALL_S = 120.0
 _LEAVE_S = 5.0
+#: An MPS daemon may take 15 s to end.
+_AGENT_LEAVE_S = 20.0
+#: Ray's health checks may take so long to find out that a machine is gone.
+_SILENT_S = 65.0
 _RETRY_S = 0.5
 _CONCURRENT_CALLS = 8
 
@@ -52,6 +65,8 @@ class RayNode:
         self.rank = rank
         self.host = host
         self.answers = True
+        #: When the node was lost because it did not answer (monotonic seconds). Ray may still take it for alive.
+        self.silent_at: float | None = None
         self._agent = agent
         self._events = events
         self._config = config
@@ -99,7 +114,7 @@ class RayNode:
         self._closing.set()
         if self.answers:
             with suppress(OSError):
-                self.call("leave", outcome, timeout_s=_LEAVE_S)
+                self.call("leave", outcome, timeout_s=_AGENT_LEAVE_S)
 
     def _signal(self, pid: int, signum: int, to_group: bool) -> None:
         self._agent.signal.remote(pid, signum, to_group)
@@ -116,6 +131,7 @@ class RayNode:
             except RayError as error:  # a network that is cut for a moment comes back
                 self.answers = False
                 if time.monotonic() - heard_at >= timeout_s:
+                    self.silent_at = time.monotonic()
                     return self._lose(f"has sent no sign of life for {timeout_s:.0f} s ({_cause(error)})")
                 self._closing.wait(_RETRY_S)
                 continue
@@ -182,8 +198,7 @@ class RayNodes:
 
     def end(self, outcome: Outcome) -> None:
         """Let the nodes know that the run is over."""
-        for node in self.nodes.values():
-            node.leave(outcome)
+        _let_go(self.nodes.values(), outcome)
 
 
 @contextmanager
@@ -208,49 +223,101 @@ def ray_connection(address: str | None, own_address: str | None = None) -> Itera
             atexit.unregister(ray.shutdown)  # Ray would wait again
 
 
+@dataclass
+class EarlierNodes:
+    """What a launcher knows when it resumes a run: how many nodes the run had, and when nodes fell silent, by Ray's id
+    (monotonic seconds)."""
+
+    num_nodes: int | None = None
+    silent_at: dict[str, float] = field(default_factory=dict)
+
+
 @contextmanager
 def joined_nodes(
-    config: RunConfig, member: ClusterMember, signals: SimpleQueue[Any], events: SimpleQueue[Event]
+    config: RunConfig,
+    member: ClusterMember,
+    earlier: EarlierNodes,
+    signals: SimpleQueue[Any],
+    events: SimpleQueue[Event],
 ) -> Iterator[Place]:
     """Wait for the nodes, reserve them, and start an agent on each.
 
     Args:
         config: of the run; `world.nodes` describes the nodes that it needs.
         member: the place of this machine; how many nodes there have to be, if they brought the cluster up.
-        signals: where an `Interrupted` ends the wait.
+        earlier: nodes of the run's last start; those of this one are noted there.
+        signals: where an `Interrupted` ends the wait, or a `ChildExited` of Ray's processes of this node.
         events: what the nodes say goes there.
 
     Raises:
         UserError: not all came in `supervise.nodes_timeout_s`, or one cannot be used.
+        WorkerError: Ray ended on this node.
         KeyboardInterrupt: the launcher got a signal, whose number is its argument.
     """
     deadline = time.monotonic() + config.supervise.nodes_timeout_s
-    # A cluster that is there may have any number of nodes.
+    # An existing cluster may have any number of nodes.
     num_nodes = member.world_size if config.world.cluster == "auto" else None
+    with _reserved(config, num_nodes, earlier, signals, deadline) as (chosen, group):
+        earlier.num_nodes = len(chosen)
+        nodes: dict[int, RayNode] = {}
+        try:
+            for rank, node in enumerate(chosen):
+                nodes[rank] = RayNode(
+                    rank, node["NodeManagerAddress"], _agent(group, rank, node, config), events, config.supervise
+                )
+            ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
+            facts: dict[int, Facts] = {rank: _facts(node, ports) for rank, node in nodes.items()}
+            own = ray.get_runtime_context().get_node_id()
+            place = next((rank for rank, node in enumerate(chosen) if node["NodeID"] == own), -1)
+            cluster = Cluster(tuple(each.machine for each in facts.values()), place, member.master_port)
+            busy_ports = {rank: each.busy_ports for rank, each in facts.items()}
+            found = RayNodes(nodes)
+            yield Place(cluster, busy_ports, found.open, True, found.end)
+        finally:
+            _let_go(nodes.values(), None)
+            earlier.silent_at |= {
+                chosen[rank]["NodeID"]: node.silent_at for rank, node in nodes.items() if node.silent_at is not None
+            }
+
+
+@contextmanager
+def _reserved(
+    config: RunConfig, num_nodes: int | None, earlier: EarlierNodes, signals: SimpleQueue[Any], deadline: float
+) -> Iterator[tuple[list[dict[str, Any]], PlacementGroup]]:
+    """The nodes of the run with all their cores and GPUs, chosen again if one is gone before it is reserved."""
     while True:
-        chosen = _await_nodes(config, num_nodes, signals, deadline)
-        group = placement_group([_bundle(node) for node in chosen], strategy="STRICT_SPREAD")
-        if _is_placed(group, chosen, signals, deadline):
-            break
-        _within(_LEAVE_S, partial(remove_placement_group, group))
-    nodes: dict[int, RayNode] = {}
-    try:
-        for rank, node in enumerate(chosen):
-            nodes[rank] = RayNode(
-                rank, node["NodeManagerAddress"], _agent(group, rank, node, config), events, config.supervise
-            )
-        ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
-        facts: dict[int, Facts] = {rank: _facts(node, ports) for rank, node in nodes.items()}
-        own = ray.get_runtime_context().get_node_id()
-        place = next((rank for rank, node in enumerate(chosen) if node["NodeID"] == own), -1)
-        cluster = Cluster(tuple(each.machine for each in facts.values()), place, member.master_port)
-        busy_ports = {rank: each.busy_ports for rank, each in facts.items()}
-        found = RayNodes(nodes)
-        yield Place(cluster, busy_ports, found.open, True, found.end)
-    finally:
-        for each in nodes.values():
-            each.leave(None)
-        _within(_LEAVE_S, partial(remove_placement_group, group))
+        chosen = _await_nodes(config, num_nodes, earlier, signals, deadline)
+        bundles = [_bundle(node) for node in chosen]
+        group = _answer(partial(placement_group, bundles, strategy="STRICT_SPREAD"), signals)
+        try:
+            if _is_placed(group, chosen, signals, deadline):
+                yield chosen, group
+                return
+        finally:
+            _within(_LEAVE_S, partial(remove_placement_group, group))
+
+
+def _let_go(nodes: Collection[RayNode], outcome: Outcome | None) -> None:
+    with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+        for node in nodes:
+            pool.submit(node.leave, outcome)
+
+
+def _answer(ask: Callable[[], Any], signals: SimpleQueue[Any]) -> Any:
+    """What Ray returns. It waits for a head that is gone: a signal or the end of Ray here ends the wait."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
+            answer.set_exception(error)
+        signals.put(None)
+
+    threading.Thread(target=run, name="ask-ray", daemon=True).start()
+    while not answer.done():
+        _wait(signals, _CALL_S)
+    return answer.result()
 
 
 def _within(limit_s: float, do: Callable[[], object]) -> bool:
@@ -272,13 +339,15 @@ def _facts(node: RayNode, ports: list[int]) -> Facts:
 
 
 def _await_nodes(
-    config: RunConfig, num_nodes: int | None, signals: SimpleQueue[Any], deadline: float
+    config: RunConfig, num_nodes: int | None, earlier: EarlierNodes, signals: SimpleQueue[Any], deadline: float
 ) -> list[dict[str, Any]]:
     """The nodes of the run in the order of their ranks, once all are there."""
     wanted = None if config.world.nodes is None else [node.gpus for node in config.world.nodes]
     told = ""
     while True:
-        living = sorted((node for node in ray.nodes() if node["Alive"] and _count(node, "CPU")), key=_order)
+        silent = {name for name, at in earlier.silent_at.items() if time.monotonic() - at < _SILENT_S}
+        living = [node for node in _living(signals) if node["NodeID"] not in silent and _count(node, "CPU")]
+        living.sort(key=_order)
         chosen, there = living, f"{len(living)} node(s)"
         if wanted is not None:
             chosen = _matching(living, wanted)
@@ -287,6 +356,8 @@ def _await_nodes(
             ranks = [_rank(node) for node in living]
             chosen = living if ranks == list(range(num_nodes)) else []
             there += f" of {num_nodes} (RANK {', '.join(map(str, ranks))})"
+        elif earlier.num_nodes is not None and len(living) < earlier.num_nodes:
+            chosen, there = [], f"{there} of {earlier.num_nodes}, which the run had"
         if chosen:
             return chosen
         if there != told:
@@ -312,12 +383,15 @@ def _matching(living: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, A
     return [found[place] for place in range(len(gpus))]
 
 
+def _living(signals: SimpleQueue[Any]) -> list[dict[str, Any]]:
+    return [node for node in _answer(ray.nodes, signals) if node["Alive"]]
+
+
 def _is_placed(group: PlacementGroup, chosen: list[dict[str, Any]], signals: SimpleQueue[Any], deadline: float) -> bool:
     """Wait until the nodes are reserved; False if one of them turns out to be gone."""
-    wanted = {node["NodeID"] for node in chosen}
-    while not group.wait(timeout_seconds=1):
-        _wait(signals, 0.0)
-        if not wanted <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+    while not _answer(partial(group.wait, timeout_seconds=1), signals):
+        living = {node["NodeID"] for node in _living(signals)}
+        if not living.issuperset(node["NodeID"] for node in chosen):
             return False
         if time.monotonic() > deadline:
             raise UserError("the nodes of the Ray cluster are in use by others: `ray status` shows by whom.")
@@ -329,6 +403,8 @@ def _wait(signals: SimpleQueue[Any], wait_s: float) -> None:
         event = signals.get(timeout=wait_s)
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt(event.signum)
+        if isinstance(event, ChildExited):
+            raise WorkerError(f"Ray's processes of this node ended ({describe_exit(event.returncode)}).")
 
 
 def _order(node: dict[str, Any]) -> tuple[int, bool, str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipelinerl.config.resources import WorldConfig
 from pipelinerl.errors import ConfigError
@@ -36,13 +36,17 @@ class ClusterMember:
     master_port: int | None = None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> ClusterMember:
+    def from_env(cls, environ: Mapping[str, str], cluster: Literal["auto", "ray"] = "auto") -> ClusterMember:
         """Read WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, or the first two from SLURM.
+
+        `cluster` is `world.cluster`. On an existing Ray cluster one launcher is the only one, whatever started it
+        (`ray symmetric-run`, for instance).
 
         Raises:
             ConfigError: a variable is not usable; the message names it.
         """
-        given, environ = environ, _with_slurm_step(environ)
+        alone = {"WORLD_SIZE": "1", "RANK": "0"} if cluster == "ray" else {}
+        given, environ = environ, _with_slurm_step({**environ, **alone})
         world_size = _integer(environ, "WORLD_SIZE", 1, lowest=1)
         rank = _integer(environ, "RANK", 0, lowest=0)
         if rank >= world_size:
@@ -57,12 +61,13 @@ class ClusterMember:
 @dataclass(frozen=True)
 class ClusterNode:
     """One node of a run. `gpus` are device ids as `CUDA_VISIBLE_DEVICES` writes them there; `gpu_bytes` is the memory
-    of its smallest GPU, if that is known."""
+    of its smallest GPU and `host_bytes` that of the machine, if they are known."""
 
     host: str
     gpus: tuple[str, ...]
     cores: int
     gpu_bytes: int | None = None
+    host_bytes: float | None = None
 
     @classmethod
     def from_env(
@@ -127,6 +132,12 @@ class Cluster:
     def gpu_bytes(self) -> int | None:
         """Memory of the smallest GPU; None if one is not known."""
         sizes = [machine.gpu_bytes for machine in self.nodes if machine.gpus]
+        known = [size for size in sizes if size is not None]
+        return min(known) if known and len(known) == len(sizes) else None
+
+    def host_bytes(self, ranks: Collection[int]) -> float | None:
+        """Memory of the smallest of these machines; None if one is not known."""
+        sizes = [self.nodes[rank].host_bytes for rank in ranks]
         known = [size for size in sizes if size is not None]
         return min(known) if known and len(known) == len(sizes) else None
 

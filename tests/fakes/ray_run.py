@@ -40,7 +40,7 @@ def main(root: str, jobs: dict[str, str], keys: dict[str, Any]) -> int:
             "supervise": {"heartbeat_interval_s": 1, "heartbeat_timeout_s": 10, **keys},
         }
     )
-    member, machine = ClusterMember.from_env(os.environ), ClusterNode("127.0.0.1", (), 1)
+    member, machine = ClusterMember.from_env(os.environ, config.world.cluster), ClusterNode("127.0.0.1", (), 1)
 
     def supervised(
         composed: Any, config: RunConfig, place: Place, events: SimpleQueue[Event], restarts: Sequence[str]

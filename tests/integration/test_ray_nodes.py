@@ -299,6 +299,19 @@ def test_d4_the_port_of_another_run_is_refused(nodes: TwoNodes) -> None:
         assert nodes.launchers[0].wait(60) == 2 and "world.node_port" in nodes.said(0)
 
 
+def test_a_head_that_ends_while_nodes_are_awaited_is_named(nodes: TwoNodes) -> None:
+    """Node 1 cannot join; Ray itself would wait for the head."""
+    nodes.start({"0:actor_0": ENDS}, tokens=("t" * 32, "u" * 32))
+    end = time.monotonic() + START_S
+    while "1 node(s) of 2" not in nodes.said(0):
+        assert time.monotonic() < end and nodes.launchers[0].poll() is None, nodes.said(0)
+        time.sleep(0.2)
+    nodes.below(0, "gcs_server").kill()
+    assert nodes.launchers[0].wait(2 * NAMED_S) == 1 and "Ray" in nodes.said(0)
+    nodes.launchers[1].wait(2 * NAMED_S)
+    assert nodes.left() == []
+
+
 def test_o5_a_wrong_token_joins_nothing(nodes: TwoNodes) -> None:
     nodes.start({"0:actor_0": ENDS}, tokens=("t" * 32, "u" * 32), nodes_timeout_s=20)
     assert nodes.launchers[0].wait(120) == 2 and "1 node(s) of 2" in nodes.said(0)

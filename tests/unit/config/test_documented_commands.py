@@ -159,6 +159,8 @@ def test_a_file_for_a_cluster_starts_a_run(name: str, tmp_path: Path, monkeypatc
         groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
         for pod in (group["template"]["spec"] for group in groups):
             mounts = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+            (environ,) = (container["env"] for container in pod["containers"])
+            assert {"name": "RAY_memory_monitor_refresh_ms", "value": "0"} in environ
             assert mounts == {volume["name"] for volume in pod["volumes"]} and cluster["authOptions"]["mode"] == "token"
         line = task["spec"]["entrypoint"]
     else:

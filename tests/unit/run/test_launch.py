@@ -17,9 +17,11 @@ import pytest
 
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
-from pipelinerl.run.node_agent import NodeAgent, Order
+from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, UserError
+from pipelinerl.run.node_agent import NODE_FOLDER_KEY, NodeAgent, Order, has_begun, read_outcome
 from pipelinerl.run.processes import Outcome
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
+from pipelinerl.world import ClusterMember, ClusterNode
 
 COMPLETED = Outcome("completed", None, 0)
 INTERRUPTED = Outcome("interrupted", "stopped by SIGTERM", 143)
@@ -93,3 +95,63 @@ def test_d3_a_node_that_does_not_see_what_the_launcher_wrote_is_refused(
     agent = NodeAgent("h", 0, 1, silence_s=600)
     trouble = agent.begin(Order(str(tmp_path), identity, 1, 2, "token", {}, str(tmp_path), sys.executable))
     assert str(trouble).startswith("output_dir: got")
+
+
+def test_the_outcome_is_written_before_what_jobs_shared_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An MPS daemon may take longer to end than the launcher waits."""
+    monkeypatch.setenv(NODE_FOLDER_KEY, str(tmp_path))
+    (tmp_path / "begun").touch()
+    agent, seen = NodeAgent("h", 0, 1, silence_s=86_400), list[Any]()
+    agent._stack.callback(lambda: seen.append((read_outcome(tmp_path), has_begun(tmp_path))))
+    agent.leave(INTERRUPTED)
+    assert seen == [(INTERRUPTED, True)] and not has_begun(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "world_size", "nodes", "is_right"),
+    [
+        ("auto", 2, [8, 4], True),
+        ("auto", 2, [8], False),
+        ("auto", 2, [8, 8, 8], False),
+        ("auto", 2, None, True),
+        ("auto", 1, [2], True),
+        ("auto", 1, [8], False),
+        ("auto", 1, [2, 2], False),
+        ("ray", 1, [8, 8, 8], True),
+    ],
+)
+def test_described_nodes_are_those_of_the_command(
+    cluster: str, world_size: int, nodes: list[int] | None, is_right: bool
+) -> None:
+    described = None if nodes is None else [{"gpus": gpus} for gpus in nodes]
+    config = RunConfig.model_validate({"output_dir": "x", "world": {"cluster": cluster, "nodes": described}})
+    member, machine = ClusterMember(world_size), ClusterNode("h", ("0", "1"), 1)
+    if is_right:
+        launch_module.check_described(config, member, machine)
+        return
+    with pytest.raises(ConfigError) as caught:
+        launch_module.check_described(config, member, machine)
+    assert caught.value.key == "world.nodes"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_launcher_on_an_existing_ray_cluster_is_the_only_one(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    """`srun ... ray symmetric-run` starts it in a task of SLURM. The cluster may have no token."""
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": rank}
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "WORLD_SIZE", "RANK", "MASTER_ADDR", "SLURM_PTY_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**step, "MASTER_PORT": "29511", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    members: list[ClusterMember] = []
+
+    def cluster_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> Any:
+        members.append(member)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(launch_module, "import_module", lambda name: SimpleNamespace(cluster_nodes=cluster_nodes))
+    config = RunConfig.model_validate({"output_dir": "x", "world": {"cluster": "ray"}})
+    composed: Any = SimpleNamespace(members=[], config=config, search_dirs=[], help_text="")
+    assert launch_module.start(lambda: composed) == EXIT_USER_ERROR
+    assert members == [ClusterMember(master_port=29511)] and "RAY_AUTH_MODE" not in os.environ

@@ -372,6 +372,26 @@ def test_only_counted_weights_refuse_a_start(monkeypatch: pytest.MonkeyPatch, so
         assert sum(line.startswith("note: it may not fit") for line in preflight.check_fit(run)) == 2
 
 
+def test_host_memory_is_that_of_the_nodes_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the launcher's machine, which may be a small one without GPUs."""
+    nodes = [
+        ClusterNode("a", (), 1, None, 8e9),
+        *(ClusterNode("h", ("0",), 1, 80 * 10**9, size) for size in (6e11, 4e11)),
+    ]
+    config = RunConfig.model_validate({"output_dir": "x", "world": {"num_actor_llms": 1, "num_finetune_ranks": 1}})
+    seen: list[float] = []
+    monkeypatch.setattr(preflight, "read_shape", lambda path: guess_shape("x/7b"))
+    monkeypatch.setattr(preflight, "faults_of", lambda forecast: seen.append(forecast.hardware.host_bytes) or [])
+    cluster = Cluster(tuple(nodes))
+    for known in (cluster, replace(cluster, nodes=(nodes[0], replace(nodes[1], host_bytes=5e11), nodes[2]))):
+        preflight.check_fit(Start(config, known, {}))
+        with FreePorts(config, 0, reserve=False) as ports:
+            (rank,) = build_world_map(config, known, ports, guess_shape("x/7b")).jobs_of("finetune")
+        assert seen.pop() == known.nodes[rank.node_rank].host_bytes
+    assert cluster.host_bytes([1, 2]) == 4e11 and cluster.host_bytes([0, 1, 2]) == 8e9
+    assert Cluster((nodes[0], ClusterNode("h", (), 1))).host_bytes([0, 1]) is None
+
+
 @pytest.mark.parametrize(
     ("name", "kwargs", "is_refused"),
     [

@@ -65,6 +65,14 @@ def test_what_is_not_started_on_every_node_is_a_run_on_one(environ: dict[str, st
     assert ClusterMember.from_env(environ) == ClusterMember()
 
 
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_a_task_of_ray_symmetric_run_is_the_only_launcher(node: str) -> None:
+    """It needs no address of node 0 either."""
+    step = {key: value for key, value in SECOND_TASK.items() if key != "MASTER_ADDR"} | {"SLURM_NODEID": node}
+    assert ClusterMember.from_env(step, "ray") == ClusterMember()
+    assert ClusterMember.from_env({"WORLD_SIZE": "4", "RANK": "3", "MASTER_PORT": "7"}, "ray").master_port == 7
+
+
 def test_what_the_user_set_comes_first() -> None:
     own = {"WORLD_SIZE": "3", "RANK": "2", "MASTER_ADDR": "[fd00::1]"}
     assert ClusterMember.from_env({**SECOND_TASK, **own}) == ClusterMember(3, 2, "fd00::1")
