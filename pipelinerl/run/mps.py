@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelinerl.config import RunConfig
+from pipelinerl.run.start import socket_parent
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.world import Job
 
@@ -61,7 +62,13 @@ def shared_by_mps(config: RunConfig, jobs: Sequence[Job], environ: Mapping[str, 
     if not gpus or not config.world.mps or PIPE_KEY in environ or (DEFAULT_PIPES / "control").exists():
         yield environ
         return
-    with ScratchFolder("mps") as folder:
+    try:
+        scratch = ScratchFolder("mps", socket_parent(environ))
+    except OSError as error:
+        logger.warning("GPU %s: processes on it take turns, without MPS: %s", ", ".join(gpus), error)
+        yield environ
+        return
+    with scratch as folder:
         address = {PIPE_KEY: str(folder), LOG_KEY: str(folder)}
         # It numbers the GPUs that it sees from 0, while jobs name them as the launcher does: it sees all.
         own = {key: value for key, value in environ.items() if key != "CUDA_VISIBLE_DEVICES"} | address

@@ -85,6 +85,14 @@ def test_the_jobs_get_the_address_of_a_daemon_that_ends_with_the_run(tmp_path: P
     assert not folder.exists()
 
 
+def test_its_sockets_have_a_short_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with mps.shared_by_mps(config(), SHARED, control(tmp_path)) as found:
+        assert len(f"{found[mps.PIPE_KEY]}/control_lock") < 107
+
+
 @pytest.mark.parametrize(
     ("start", "servers"), [("echo cannot start; exit 1", "4711"), ("true", ""), ("true", "no such user")]
 )
