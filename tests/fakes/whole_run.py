@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,12 @@ class WholeRun:
             check=False,
         )
 
-    def start(self, *overrides: str, extra_env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *overrides: str, extra_env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """`before`: words that run the launcher somewhere else."""
         return subprocess.Popen(
-            self.command(*overrides),
+            [*before, *self.command(*overrides)],
             cwd=self.task_dir,
             env={**environment(), **(extra_env or {})},
             stdout=subprocess.PIPE,

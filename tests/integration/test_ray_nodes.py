@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fakes.hosts import ADDRESSES, Hosts, two_hosts, why_not
 from fakes.ports import free_port
 
 from pipelinerl.tiny.build import build_tiny_model
@@ -66,10 +67,11 @@ time.sleep(300)
 
 
 class TwoNodes:
-    """Two launchers in one run directory."""
+    """Two launchers in one run directory, on loopback addresses or on two hosts."""
 
-    def __init__(self, root: Path, model: Path) -> None:
+    def __init__(self, root: Path, model: Path, hosts: Hosts | None = None) -> None:
         self.root = root
+        self.hosts = hosts
         self.model = str(model)
         self.port = str(free_port())
         self.launchers: list[subprocess.Popen[bytes]] = []
@@ -81,17 +83,20 @@ class TwoNodes:
             self.start_node(rank, tokens[rank])
 
     def start_node(self, rank: int, token: str = "t" * 32) -> None:
-        place = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": HOSTS[0], "PIPELINERL_NODE_ADDRESS": HOSTS[rank]}
+        addresses, before = (HOSTS, []) if self.hosts is None else (ADDRESSES, self.hosts.on(rank))
+        place = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": addresses[0]}
         environ = {
             **os.environ,
             **place,
+            "PIPELINERL_NODE_ADDRESS": addresses[rank],
             "NODE_PORT": self.port,
             "MODEL_PATH": self.model,
             "RAY_AUTH_TOKEN": token,
             f"ON_{rank}": "yes",
         }
         with (self.root.parent / f"launcher_{rank}.log").open("a") as log:
-            self.launchers.append(subprocess.Popen([sys.executable, *self._words], env=environ, stdout=log, stderr=log))
+            words = [*before, sys.executable, *self._words]
+            self.launchers.append(subprocess.Popen(words, env=environ, stdout=log, stderr=log))
 
     def said(self, rank: int) -> str:
         log = self.root.parent / f"launcher_{rank}.log"
@@ -151,6 +156,18 @@ def nodes(tmp_path: Path, model: Path) -> Iterator[TwoNodes]:
     yield nodes
     for process in [*nodes.launchers, *nodes.left()]:
         process.kill()
+
+
+@pytest.fixture
+def apart(tmp_path: Path, model: Path) -> Iterator[TwoNodes]:
+    """Nodes whose network can be cut."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with two_hosts() as hosts:
+        nodes = TwoNodes(tmp_path / "run", model, hosts)
+        yield nodes
+        for process in [*nodes.launchers, *nodes.left()]:
+            process.kill()
 
 
 def test_jobs_of_two_nodes_end_as_one_run(nodes: TwoNodes) -> None:
@@ -263,6 +280,33 @@ def test_a_node_that_stays_silent_is_lost(nodes: TwoNodes) -> None:
     nodes.below(1, "ray::NodeAgent").suspend()
     codes, reason = nodes.end()
     assert codes == [1, 1] and "node 1 (127.0.0.3) has sent no sign of life for 10 s" in reason
+
+
+def test_a_network_that_is_cut_for_ten_seconds_costs_nothing(apart: TwoNodes) -> None:
+    apart.start({"1:verifier_0": SLEEP, "0:actor_0": ENDS}, heartbeat_timeout_s=20)
+    apart.wait_for("starts_verifier_0")
+    assert apart.hosts is not None
+    apart.hosts.cut()
+    time.sleep(10)
+    apart.hosts.join()
+    time.sleep(15)
+    assert apart.launchers[0].poll() is None, apart.said(0)
+    (apart.root / "end").touch()
+    assert apart.end() == ([0, 0], "None")
+
+
+def test_a_network_that_stays_cut_ends_the_run_on_both_sides(apart: TwoNodes) -> None:
+    apart.start({"1:verifier_0": SLEEP, "0:actor_0": SLEEP})
+    apart.wait_for("starts_verifier_0")
+    apart.wait_for("starts_actor_0")
+    assert apart.hosts is not None
+    apart.hosts.cut()
+    began = time.monotonic()
+    assert apart.launchers[0].wait(NAMED_S) == 1
+    # Ray on the other side hopes for a while that the head comes back.
+    codes, reason = apart.end(5 * NAMED_S)
+    print(f"over after {time.monotonic() - began:.0f} s")
+    assert codes == [1, 1] and f"node 1 ({ADDRESSES[1]})" in reason
 
 
 def test_a_ray_cluster_that_is_there_is_used_and_left_alone(nodes: TwoNodes) -> None:

@@ -1,5 +1,5 @@
-"""A run over two nodes on Ray: two launchers, here on two loopback addresses of one machine, with real servers and
-ranks on CPUs."""
+"""A run over two nodes on Ray: two launchers, on two loopback addresses of one machine or in two network namespaces,
+with real servers and ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from fakes.hosts import ADDRESSES, Hosts, two_hosts, why_not
 from fakes.ports import free_port
 from fakes.whole_run import WholeRun, make_whole_run
 
@@ -27,23 +28,26 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 @contextmanager
-def two_nodes(run: WholeRun, *overrides: str, **on_node_0: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Both launchers, node 0 first; what is left of them is ended."""
-    node_port = free_port()
+def two_nodes(
+    run: WholeRun, *overrides: str, hosts: Hosts | None = None, **on_node_0: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Both launchers, node 0 first; what is left of them is ended. `hosts`: where they are, if not on loopback."""
+    node_port, addresses = free_port(), HOSTS if hosts is None else ADDRESSES
     nodes = [
         run.start(
             f"world.node_port={node_port}",
             *overrides,
+            before=() if hosts is None else hosts.on(rank),
             extra_env={
                 "WORLD_SIZE": "2",
                 "RANK": str(rank),
-                "MASTER_ADDR": HOSTS[0],
+                "MASTER_ADDR": addresses[0],
                 "PIPELINERL_NODE_ADDRESS": host,
                 "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",
                 **({} if rank else on_node_0),
             },
         )
-        for rank, host in enumerate(HOSTS)
+        for rank, host in enumerate(addresses)
     ]
     try:
         yield nodes
@@ -58,16 +62,23 @@ def texts_of(nodes: list[subprocess.Popen[str]]) -> list[str]:
     return [node.communicate(timeout=RUN_S)[0] for node in nodes]
 
 
-@pytest.mark.parametrize("streams", ["files", "redis"])
-def test_two_nodes_train_as_one_run(tmp_path: Path, streams: str) -> None:
+@pytest.mark.parametrize(
+    ("streams", "has_hosts"),
+    [
+        ("files", False),
+        ("redis", False),
+        pytest.param("files", True, marks=pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")),
+    ],
+)
+def test_two_nodes_train_as_one_run(tmp_path: Path, streams: str, has_hosts: bool) -> None:
     """The server is on node 1, the trainer on node 0."""
     run = make_whole_run(tmp_path)
     with ExitStack() as stack:
-        environ = {}
+        environ, hosts = {}, stack.enter_context(two_hosts()) if has_hosts else None
         if streams == "redis":
             server = stack.enter_context(RedisServer(tmp_path / "redis", RedisStreams()))
             environ = {"PIPELINERL_REDIS_URL": server.url}
-        nodes = stack.enter_context(two_nodes(run, f"streams={streams}", **environ))
+        nodes = stack.enter_context(two_nodes(run, f"streams={streams}", hosts=hosts, **environ))
         texts = texts_of(nodes)
         audit = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir)]
         audited = subprocess.run(audit, env={**os.environ, **environ}, timeout=120, check=False).returncode
@@ -76,6 +87,6 @@ def test_two_nodes_train_as_one_run(tmp_path: Path, streams: str) -> None:
     assert run.summary["status"] == "completed"
     assert run.summary["logprob_abs_diff_mean"] < 1e-3
     assert run.summary["success_after"] > run.summary["success_before"]
-    hosts = {job["name"]: job["host"] for job in json.loads(RunDir(run.output_dir).world_file.read_text())["jobs"]}
-    assert (hosts["finetune_0"], hosts["actor_llm_0"]) == HOSTS
+    places = {job["name"]: job["host"] for job in json.loads(RunDir(run.output_dir).world_file.read_text())["jobs"]}
+    assert (places["finetune_0"], places["actor_llm_0"]) == (ADDRESSES if has_hosts else HOSTS)
     assert run.living_processes() == []
