@@ -184,7 +184,7 @@ def launch(composed: ComposedConfig, config: RunConfig, find: FindNodes) -> int:
 
 def launch_members(members: Sequence[Member]) -> int:
     """Run each as a launcher of its own, one after the other, and say how they went. One that fails costs the others
-    nothing; a signal is passed on to the present one and is the last. The exit code is 0 if all of them succeed."""
+    nothing; a signal stops the current one and starts no more. The exit code is 0 if all of them succeed."""
     codes: list[int] = []
     events: SimpleQueue[Any] = SimpleQueue()
     with signals_as_events(events) as signals:

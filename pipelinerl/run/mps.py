@@ -42,8 +42,8 @@ echo "quit -t 5" | {CONTROL} >/dev/null
 
 
 def shared_gpus(config: RunConfig, jobs: Sequence[Job]) -> list[str]:
-    """The GPUs on which several of a node's jobs compute at the same time. Not parts of one (MIG): each would need a
-    daemon of its own."""
+    """The GPUs on which several of a node's jobs compute at the same time. Slices of a GPU (MIG) are left out: each
+    would need a daemon of its own."""
     if config.world.placement == "colocated":  # while ranks train the servers sleep
         return []
     kinds = ("actor_llm", "preprocessor_llm", "finetune")
