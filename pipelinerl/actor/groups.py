@@ -197,7 +197,6 @@ class GroupRunner:
         task = asyncio.current_task()
         assert task is not None
         self._running.discard(task)
-        self._unwritten_groups += 1
         await self._publish(*make_group(group_id, problem, [task.result() for task in tasks], self.incarnation))
         self._unwritten_groups -= 1
         self.progress.changes.notify()
@@ -212,8 +211,11 @@ class GroupRunner:
                 seed=rollout_seed(self.seed, "train", number_of(group_id), index),
             )
         )
+        # The group counts as unwritten from its last answer on, not from when its own task continues: no other group
+        # may start in between.
         self._unfinished_attempts -= 1
         ended.append(answer)
+        self._unwritten_groups += len(ended) == self.attempts
         self.heartbeat.progress()
         match answer:
             case RolloutEnded():
