@@ -1,6 +1,6 @@
-"""Where metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, Trackio, Prometheus, classes of the user.
+"""Where metrics go besides the terminal: `metrics.jsonl`, W&B, TensorBoard, Trackio, Prometheus, user classes.
 
-A sink is a class that is named by its dotted path; those of the user are in `tracking.sinks`:
+A sink is a class named by its dotted path; `tracking.sinks` lists those of the user:
 
     class MySink:
         def __init__(self, inputs: SinkInputs) -> None: ...
@@ -8,8 +8,8 @@ A sink is a class that is named by its dotted path; those of the user are in `tr
         def log_rollouts(self, table: RolloutTable) -> None: ...  # optional: rollouts of an evaluation
         def finish(self, summary: Mapping[str, Any]) -> None: ...
 
-It may carry an attribute `api_version` to say which version of this interface it was written for. It lives in the
-launcher, in a thread of its own. A sink never ends a run: its first exception becomes one warning and switches it off.
+An optional attribute `api_version` names the version of this interface that it was written for. A sink runs in a thread
+of the launcher and never ends a run: its first exception becomes one warning and switches it off.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from pipelinerl.tracking.rollout_table import RolloutTable
 
 logger = logging.getLogger(__name__)
 
-#: Version of `Sink` and `SinkInputs`: a change that breaks classes of users needs a new number.
+#: Version of `Sink` and `SinkInputs`; a change that breaks user classes needs a new number.
 SINK_API_VERSION = 1
 WANDB = "pipelinerl.tracking.wandb_sink.WandbSink"
 PROMETHEUS = "pipelinerl.tracking.prometheus_sink.PrometheusSink"
 TENSORBOARD = "pipelinerl.tracking.tensorboard_sink.TensorBoardSink"
 TRACKIO = "pipelinerl.tracking.trackio_sink.TrackioSink"
-QUEUE_RECORDS = 10_000
-#: A sink that needs a resumed run's records from the first one on gets them all at once.
-QUEUE_RECORDS_OF_HISTORY = 1_000_000
+#: Large, because a resumed run hands over its whole history at once.
+QUEUE_RECORDS = 1_000_000
 CLOSE_TIMEOUT_S = 15.0
-#: Metrics of which the best value says how good a run is.
+#: Metrics whose best value is kept.
 BEST = re.compile(r"evaluation/.+/(success_rate|mean_reward|avg_at_\d+|pass_at_\d+)")
 
 
@@ -57,10 +56,10 @@ class SinkInputs:
     Attributes:
         config: the resolved configuration.
         run_dir: the run's directory; `run_dir.root` is its path.
-        since: start of this launcher, epoch seconds. After a resume the records of earlier starts, whose `time` is
-            before it, come first.
-        told: of each metric, the newest step that earlier launchers handed to their sinks; None: there was none, or its
-            files are gone.
+        since: when this launcher started, epoch seconds. After a resume, the records of earlier starts (with a smaller
+            `time`) come first.
+        told: newest step of each metric that earlier launchers gave to their sinks; None: there was no earlier one, or
+            its files are gone.
     """
 
     config: RunConfig
@@ -70,22 +69,17 @@ class SinkInputs:
 
 
 class Sink(Protocol):
-    """Receives numbers. May raise anything at any time. May also have `log_rollouts(table: RolloutTable)`."""
+    """Receives numbers. May raise anything. `log_rollouts(table: RolloutTable)` is optional."""
 
     def log(self, record: MetricRecord) -> None: ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run has ended; `summary` is that of `summary.json`. Free everything."""
+        """The run has ended; `summary` is the content of `summary.json`. Free everything."""
         ...
 
 
 def load_sink(path: str, inputs: SinkInputs) -> Sink:
-    """Make the sink at a dotted path.
-
-    Raises:
-        ConfigError: it was written for another version of the interface.
-        Exception: whatever the import or the class raises.
-    """
+    """Import and create a sink. Raises ConfigError for another `api_version`, or whatever the class raises."""
     module, _, name = path.rpartition(".")
     sink = getattr(importlib.import_module(module), name)
     wanted = getattr(sink, "api_version", SINK_API_VERSION)
@@ -96,58 +90,57 @@ def load_sink(path: str, inputs: SinkInputs) -> Sink:
 
 
 def make_sinks(inputs: SinkInputs) -> list[SafeSink | BackgroundSink]:
-    """`metrics.jsonl`, and what the configuration asks for. None of them can end a run."""
+    """`metrics.jsonl` and the sinks that the configuration asks for."""
     config = inputs.config
-    # Before the file is written anew.
-    inputs = replace(inputs, told=told_steps(inputs.run_dir))
-    asked: list[tuple[str, str, int]] = [(path, path, QUEUE_RECORDS_OF_HISTORY) for path in config.tracking.sinks]
-    if config.wandb.mode != "disabled":
-        asked.append(("W&B", WANDB, QUEUE_RECORDS_OF_HISTORY))
-    if config.tracking.trackio_project is not None:
-        asked.append(("Trackio", TRACKIO, QUEUE_RECORDS_OF_HISTORY))
-    if config.tracking.prometheus_port is not None:
-        asked.append(("Prometheus", PROMETHEUS, QUEUE_RECORDS))
-    if config.tensorboard.enabled:
-        asked.append(("TensorBoard", TENSORBOARD, QUEUE_RECORDS_OF_HISTORY))
-    background = (BackgroundSink(name, partial(load_sink, path, inputs), size) for name, path, size in asked)
+    inputs = replace(inputs, told=told_steps(inputs.run_dir))  # before `metrics.jsonl` is written anew
+    built_in = {
+        "W&B": (WANDB, config.wandb.mode != "disabled"),
+        "Trackio": (TRACKIO, config.tracking.trackio_project is not None),
+        "Prometheus": (PROMETHEUS, config.tracking.prometheus_port is not None),
+        "TensorBoard": (TENSORBOARD, config.tensorboard.enabled),
+    }
+    paths = {path: path for path in config.tracking.sinks}
+    paths |= {name: path for name, (path, is_asked_for) in built_in.items() if is_asked_for}
+    background = (BackgroundSink(name, partial(load_sink, path, inputs)) for name, path in paths.items())
     return [SafeSink("metrics.jsonl", lambda: JsonlSink(inputs)), *background]
 
 
 class OnwardValues:
-    """For trackers that have what earlier launchers told them: what is new to them, and the best values.
+    """For trackers that keep what earlier launchers logged: the values that are new to them, and the best ones.
 
-    After a resume the steps of a metric never go back: a step that is trained again has its first value there.
+    Steps never go back: a step that a resumed run trains again keeps its first values.
     """
 
     def __init__(self, inputs: SinkInputs) -> None:
         self._since, self._told = inputs.since, inputs.told
         self._last_steps: dict[str, int] = {}
-        #: Largest value so far of the metrics that `BEST` names, earlier starts included.
+        #: Largest value so far of the metrics that match `BEST`, earlier starts included.
         self.best: dict[str, float] = {}
 
     def take(self, record: MetricRecord) -> dict[str, float]:
-        """The values of `record` to log; empty: none.
+        """The values of `record` to log, maybe none.
 
-        The processes may have recorded something after their launcher was gone: nobody has that yet. What it told last
-        may have been lost with it, and is told again.
+        Of earlier starts these are the ones recorded after their launcher died, and its newest step again, which may
+        have been lost with it.
         """
-        last = self._last_steps
+        last, is_earlier = self._last_steps, record.time < self._since
+        new = {}
         for name, value in record.values.items():
             if BEST.fullmatch(name):
                 self.best[name] = max(value, self.best.get(name, value))
-        if record.time >= self._since:
-            return {name: value for name, value in record.values.items() if record.step > last.get(name, -1)}
-        for name in record.values:
-            last[name] = max(record.step, last.get(name, record.step))
-        told = self._told
-        if told is None:
-            return {}
-        return {name: value for name, value in record.values.items() if record.step >= told.get(name, 0)}
+            if is_earlier:
+                last[name] = max(record.step, last.get(name, record.step))
+                is_new = self._told is not None and record.step >= max(last[name], self._told.get(name, 0))
+            else:
+                is_new = record.step > last.get(name, -1)
+            if is_new:
+                new[name] = value
+        return new
 
 
 def told_steps(run_dir: RunDir) -> dict[str, int] | None:
-    """The newest step of each metric that earlier starts told: those that the last one knew of when it began to write
-    `metrics.jsonl` anew, and those in that file. None: there was none."""
+    """Newest step of each metric in `metrics.jsonl`, or known to the launcher that began to rewrite it; None: there was
+    no earlier launcher."""
     told: dict[str, int] = {}
     with suppress(OSError, msgspec.MsgspecError):
         told = msgspec.json.decode(run_dir.told_file.read_bytes(), type=dict[str, int])
@@ -163,8 +156,8 @@ def told_steps(run_dir: RunDir) -> dict[str, int] | None:
 
 
 class JsonlSink:
-    """One flat JSON object a record: `time`, `step`, `source` and the numbers. The file is written anew, because the
-    collector reads the run's streams from their start; what it said of `told` is kept in case that is cut short."""
+    """One flat JSON object per record: `time`, `step`, `source` and the numbers. The file is rewritten at each start,
+    because the collector reads the streams from their beginning; `told` is saved in case that is cut short."""
 
     def __init__(self, inputs: SinkInputs) -> None:
         path = inputs.run_dir.metrics_file
@@ -215,15 +208,10 @@ class SafeSink:
 
 
 class BackgroundSink:
-    """Runs a sink, its start included, in a daemon thread. When the sink is slower than the run, the oldest records
-    that wait for it are dropped."""
+    """Runs a sink, including its start, in a daemon thread. If the sink is slower than the run, the oldest queued
+    records are dropped."""
 
-    def __init__(
-        self,
-        name: str,
-        factory: Callable[[], Sink],
-        queue_records: int = QUEUE_RECORDS,
-    ) -> None:
+    def __init__(self, name: str, factory: Callable[[], Sink], queue_records: int = QUEUE_RECORDS) -> None:
         self._name, self._factory = name, factory
         self._condition = threading.Condition()
         self._queue: deque[MetricRecord | RolloutTable] = deque(maxlen=queue_records)
@@ -238,7 +226,7 @@ class BackgroundSink:
         self._add(table)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hand over the rest; wait for it a limited time, then leave it."""
+        """Hand over the rest and wait for it for a limited time."""
         with self._condition:
             self._summary = summary
             self._condition.notify()

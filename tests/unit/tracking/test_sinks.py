@@ -18,7 +18,6 @@ from pipelinerl.records import MetricRecord
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.tracking.rollout_table import RolloutTable
 from pipelinerl.tracking.sinks import (
-    QUEUE_RECORDS,
     BackgroundSink,
     JsonlSink,
     OnwardValues,
@@ -144,21 +143,6 @@ def test_what_was_told_is_known_after_starts_that_were_killed_while_they_wrote_t
         assert told_steps(files) == {"a/x": 99}
     files.told_file.write_text('{"a/x')
     assert told_steps(files) == {"a/x": 6}
-
-
-def test_a_sink_of_the_user_gets_the_whole_history_of_a_resumed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sink_of_a_user.py").write_text(SINK_OF_A_USER)
-    monkeypatch.syspath_prepend(tmp_path)
-    tracking = {"sinks": ["sink_of_a_user.MySink"]}
-    config = RunConfig.model_validate({"output_dir": "x", "wandb": {"mode": "disabled"}, "tracking": tracking})
-    _, sink = make_sinks(SinkInputs(config, RunDir(tmp_path), since=0.0))
-    with sink._condition:  # type: ignore[attr-defined]  # the sink takes nothing yet
-        for n in range(QUEUE_RECORDS + 5):
-            sink._queue.append(record(n))  # type: ignore[attr-defined]
-    sink.finish({})
-    assert len(json.loads((tmp_path / "mine.json").read_text())[1]) == QUEUE_RECORDS + 5
 
 
 def test_o1_a_sink_that_raises_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
