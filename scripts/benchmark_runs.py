@@ -320,7 +320,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="keep the run directories here")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("overrides", nargs="*")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main() -> None:

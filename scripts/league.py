@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import REPOSITORY, environment, graphs_override, spread, visible_gpus
+from benchmark_common import REPOSITORY, SHAPES, environment, graphs_override, random_model, spread, visible_gpus
 from benchmark_runs import last_line, run_bounded
 from league_task import TASKS
 
@@ -283,6 +283,7 @@ def _servers(text: str) -> int | str:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model folder or name")
+    parser.add_argument("--size", choices=sorted(SHAPES), help="a random model with this many billion weights")
     parser.add_argument("--tasks", type=_listed(tuple(TASKS)), default=list(TASKS), help="sums,stories")
     parser.add_argument("--systems", type=_listed(SYSTEMS), default=list(SYSTEMS), help="ours,trl")
     parser.add_argument("--repeats", type=_positive, default=3)
@@ -313,8 +314,9 @@ def fault(args: argparse.Namespace) -> str | None:
             "found no GPU, expected one or two. On a CPU use --rehearse, which needs the extras `cpu` (vLLM) and "
             "`oracle` (TRL) and makes its own model."
         )
-    if not args.rehearse and not args.model:
-        return "got no --model, expected a chat model's folder or name, such as HuggingFaceTB/SmolLM2-135M-Instruct."
+    if not args.rehearse and not args.model and not args.size:
+        known = "HuggingFaceTB/SmolLM2-135M-Instruct"
+        return f"got no --model and no --size, expected a chat model's folder or name, such as {known}."
     if args.steps < 2:
         return f"--steps: got {args.steps}, expected at least 2, because rates leave out the first step."
     if args.rehearse and args.write_docs:
@@ -330,10 +332,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.rehearse:
         args.model = str(build_tiny_model(args.out / "model", seed=3, warmup=None, progress=lambda line: None))
+    elif args.size:
+        args.model = str(random_model(args.size, args.out / "model", torch.bfloat16))
     elif Path(args.model).is_dir():
         args.model = str(Path(args.model).absolute())
     chosen = ("tasks", "repeats", "steps", "samples", "learning_rate", "servers_per_gpu", "gpus", "overrides")
-    settings = {"model_name": Path(args.model).name, **{name: getattr(args, name) for name in chosen}}
+    name = f"random {args.size} B" if args.size else Path(args.model).name
+    settings = {"model_name": name, **{name: getattr(args, name) for name in chosen}}
     runs: list[dict[str, Any]] = []
     results: dict[str, dict[str, list[dict[str, Any]]]] = {task: {} for task in args.tasks}
     for repeat in range(1, args.repeats + 1):

@@ -32,6 +32,11 @@ def test_variants_compose(benchmark: ModuleType, tmp_path: Path, name: str, devi
             assert graphs["cudagraph_mode"] == "FULL_DECODE_ONLY"
 
 
+def test_overrides_follow_the_options(benchmark: ModuleType) -> None:
+    args = benchmark.arguments(["splits", "--only", "one-card", "--steps", "3", "--", "a=1", "b=2"])
+    assert (args.set, args.only, args.steps, args.overrides) == ("splits", ["one-card"], 3, ["a=1", "b=2"])
+
+
 def test_own_variants(benchmark: ModuleType) -> None:
     args = benchmark.arguments(["own", "--variance", "low", "--variant", "a: x=1 y=2", "b:"])
     assert benchmark.own(args) == {"a": ["x=1", "y=2", "+custom.variance=low"], "b": ["+custom.variance=low"]}

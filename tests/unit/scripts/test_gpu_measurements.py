@@ -1,0 +1,110 @@
+"""The list of GPU measurements: every command is accepted, and each has its GPUs and cores to itself."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from fakes.script_module import load_script
+
+from pipelinerl.config.compose import compose
+
+#: Notes when it began and ended, on which GPUs and cores.
+COMMAND = (
+    "-c",
+    "import json, os, sys, time; begun = time.monotonic(); time.sleep(0.3); cores = sorted(os.sched_getaffinity(0)); "
+    "note = [begun, time.monotonic(), os.environ['CUDA_VISIBLE_DEVICES'], cores]; "
+    "json.dump(note, open(sys.argv[1], 'w'))",
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load_script("gpu", monkeypatch)
+
+
+class Accepted(Exception):
+    """The words were parsed."""
+
+
+def test_every_command_is_accepted(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accepting(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def parsed(*words: Any) -> None:
+            parse(*words)
+            raise Accepted
+
+        return parsed
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(argparse.ArgumentParser, name, accepting(getattr(argparse.ArgumentParser, name)))
+    for measurement in gpu.measurements("a/model", tmp_path / "with space").values():
+        for command in measurement.commands:
+            match command:
+                case ["-m", "pipelinerl.launch", *words]:
+                    config = compose(words).config
+                    assert config.output_dir.endswith(measurement.name)
+                    if measurement.name == "gsm8k-1":
+                        assert config.actor.examples[0].answer == r"3 + 4 = 7. \boxed{7}"
+                case ["-m", "pytest", *_]:
+                    pass
+                case [script, *words]:
+                    monkeypatch.setattr(sys, "argv", [script, *words])
+                    with pytest.raises(Accepted):
+                        load_script(Path(script).stem, monkeypatch).main()
+
+
+async def test_each_has_its_gpus_and_cores_to_itself(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    chosen = [
+        gpu.Measurement(name, ((*COMMAND, str(tmp_path / f"{name}.note")),)) for name in ("both-2", "a-1", "b-1", "c-1")
+    ]
+    assert await gpu.run_all(chosen, tmp_path, gpu.Machine(2), 60)
+    notes = {one.name: json.loads((tmp_path / f"{one.name}.note").read_text()) for one in chosen}
+    assert notes["both-2"][2] == "6,7" and {notes["a-1"][2], notes["b-1"][2]} == {"6", "7"}
+    assert notes["both-2"][3] == sorted(os.sched_getaffinity(0))
+    assert notes["both-2"][0] >= max(notes[name][1] for name in ("a-1", "b-1", "c-1"))
+    # Two on different GPUs at once, on different cores where there are two.
+    assert notes["a-1"][0] < notes["b-1"][1] and notes["b-1"][0] < notes["a-1"][1]
+    assert len(os.sched_getaffinity(0)) < 2 or not {*notes["a-1"][3]} & {*notes["b-1"][3]}
+
+
+async def test_a_failure_is_a_row_and_the_others_run(gpu: ModuleType, tmp_path: Path) -> None:
+    summary = {"success_after": 0.75, "seconds": 12.0}
+    write = f"import json; json.dump({summary}, open({str(tmp_path / 'good-1' / 'summary.json')!r}, 'w'))"
+    (tmp_path / "good-1").mkdir()
+    chosen = [
+        gpu.Measurement("bad-1", (("-c", "raise SystemExit(3)"), ("-c", "open('never', 'w')"))),
+        gpu.Measurement("late-1", (("-c", "import time; time.sleep(60)"),)),
+        gpu.Measurement("good-1", (("-c", write),)),
+    ]
+    assert not await asyncio.wait_for(gpu.run_all(chosen, tmp_path, gpu.Machine(1), 1.5), 30)
+    rows = {row.split(" | ")[0].strip("| "): row for row in (tmp_path / "table.md").read_text().splitlines()[2:]}
+    assert "exit status 3" in rows["bad-1"] and "exit status 124" in rows["late-1"]
+    assert "success_after 0.75" in rows["good-1"] and "exit status" not in rows["good-1"]
+
+
+def test_figures_are_read_from_what_a_measurement_left(gpu: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tests-1.xml").write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="0" skipped="2"/></testsuites>'
+    )
+    (tmp_path / "runs-1.json").write_text(
+        json.dumps({"results": {"split": {"step_s": {"median": 1.25}}, "bad": {"errors": ["x"]}}})
+    )
+    (tmp_path / "league-1").mkdir()
+    run = {"task": "sums", "system": "ours", "seed": 1, **dict.fromkeys(gpu.LEAGUE_FIGURES, 2.0)}
+    (tmp_path / "league-1" / "league.json").write_text(json.dumps({"runs": [run, {**run, "error": "late"}]}))
+    assert list(gpu.results("tests-1", tmp_path)) == ["9 tests, 1 failures, 0 errors, 2 skipped"]
+    split, bad = gpu.results("runs-1", tmp_path)
+    assert "step_s 1.25" in split and bad == "bad: x"
+    good, failed = gpu.results("league-1", tmp_path)
+    assert good.startswith("ours sums seed 1: samples_per_s 2") and failed == "ours sums seed 1: late"
