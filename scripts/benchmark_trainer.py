@@ -26,7 +26,7 @@ from benchmark_common import random_model, spread, write_result
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import make_adamw, schedule_of
 from pipelinerl.finetune.ranks import Ranks

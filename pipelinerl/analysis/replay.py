@@ -20,7 +20,7 @@ from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
@@ -28,11 +28,10 @@ from pipelinerl.finetune.report import StepTimes, step_metrics
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import STATE, read_tensors
 from pipelinerl.llm.tokens import load_tokenizer
-from pipelinerl.preprocess.batcher import GroupScorer
-from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.batcher import GroupScorer, ResumePoint
 from pipelinerl.records import Group, MetricRecord, Sample, TrainerMessage, TrainingBatch
 from pipelinerl.records.lineage import Lineage
-from pipelinerl.rl.coefficients import EntropyControl
+from pipelinerl.rl.loss import EntropyControl
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import (
     ACTOR,

@@ -17,7 +17,7 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
 from pipelinerl.records import TrainingBatch
-from pipelinerl.rl.coefficients import EntropyControl
+from pipelinerl.rl.loss import EntropyControl
 from pipelinerl.rundir.durable import (
     PARTIAL_PREFIX,
     checksums,

@@ -23,8 +23,7 @@ import torch
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import next_update, pauses_rollouts
 from pipelinerl.errors import WorkerError
-from pipelinerl.finetune.backends.base import Backend
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import Backend, PlainBackend
 from pipelinerl.finetune.data_feed import StopRequest
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import PauseRequest, RolloutsPaused, record_time

@@ -24,9 +24,8 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.token_ratios import RatioRecorder
 from pipelinerl.records import Sample, TrainingBatch
 from pipelinerl.rl.advantages import NORM_EPSILON, are_equal, cuts_negative, has_signal
-from pipelinerl.rl.coefficients import EntropyControl, coefficients_at
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
-from pipelinerl.rl.loss import LossInputs, Metrics, compute_loss
+from pipelinerl.rl.loss import EntropyControl, LossInputs, Metrics, coefficients_at, compute_loss
 from pipelinerl.rl.microbatch import MicroBatch, collate, sentinel, step_scale
 from pipelinerl.rl.packing import make_plan
 

@@ -1,5 +1,5 @@
 """From groups to batches: each group is scored once, what cannot be trained is rejected with a reason, and the rest
-waits in a queue for its step. No clock, I/O, threads or torch.
+waits in a queue for its step. `LastStep` says when no further batch is due. No clock, I/O, threads or torch.
 
 Whole groups leave in the order in which they came. Rejections are returned to the caller, which writes their fates.
 
@@ -23,24 +23,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import Rounds
-from pipelinerl.preprocess.recovery import ResumePoint
 from pipelinerl.records import IGNORED_LABEL, Fate, Group, Sample, TrainingBatch
-from pipelinerl.rl.advantages import (
-    AdvantageInputs,
-    discounted_returns,
-    group_advantages,
-    has_signal,
-    length_penalty,
-)
+from pipelinerl.rl.advantages import has_signal, score_group
 from pipelinerl.rl.packing import make_plan
-from pipelinerl.rollouts import STEP_REWARD
 from pipelinerl.streams.base import Entry
 
 # Groups with their offset in the stream `actor`; `record.samples` are the trainable ones.
@@ -49,6 +41,34 @@ Groups = list[Entry[Group]]
 ReferenceScorer = Callable[[Sequence[Sample]], list[Sample | None]]
 
 _REPETITION_TOKENS = 32
+
+
+@dataclass
+class ResumePoint:
+    """What an earlier start of the preprocessor has settled.
+
+    Attributes:
+        next_step: step of the next batch.
+        actor_offset: offset in `actor` to read from; `dispatched_groups` and `settled_samples` after it are done.
+        epochs_done: passes over the problems at the last batch.
+        first_steps: by incarnation, the first step that it made a batch for. If an older incarnation sampled with a
+            version from that step on, the batch of that version was lost with the machine, so the version is not the
+            policy that has this number now.
+        step_samples: number of samples by step.
+    """
+
+    next_step: int = 1
+    actor_offset: int = 0
+    epochs_done: float = 0.0
+    first_steps: dict[int, int] = field(default_factory=dict)
+    dispatched_groups: set[str] = field(default_factory=set)
+    settled_samples: set[str] = field(default_factory=set)
+    step_samples: dict[int, int] = field(default_factory=dict)
+
+    def is_rolled_back(self, sample: Sample) -> bool:
+        """Whether `sample` holds a token of a version that no longer exists."""
+        firsts = [step for incarnation, step in self.first_steps.items() if incarnation > sample.incarnation]
+        return bool(firsts) and bool(sample.version_spans) and sample.max_version >= min(firsts)
 
 
 @dataclass(frozen=True)
@@ -142,36 +162,6 @@ class GroupScorer:
         gone = settled | {rejection.sample.id for rejection in rejections}
         group = replace(group, samples=[sample for sample in kept if sample.id not in gone])
         return Entry(entry.offset, group), [r for r in rejections if r.sample.id not in settled]
-
-
-def score_group(samples: Sequence[Sample], empty_rollouts: Sequence[float], rl: RLConfig) -> list[Sample]:
-    """The samples of one group with their advantages.
-
-    Args:
-        empty_rollouts: rewards of rollouts that ended well but left no sample; they count in the baseline.
-    """
-    if not samples:
-        return []
-    by_rollout: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_rollout.setdefault(sample.rollout_id, []).append(sample)
-    rollouts = list(by_rollout.values())
-    inputs = AdvantageInputs(
-        rewards=[*(_rewards(rollout, rl) for rollout in rollouts), *([reward] for reward in empty_rollouts)],
-        samples=[*rollouts, *(() for _ in empty_rollouts)],
-    )
-    found: dict[str, float] = {}
-    for rollout, advantages in zip(rollouts, group_advantages(inputs, rl), strict=False):
-        found |= {sample.id: advantage for sample, advantage in zip(rollout, advantages, strict=True)}
-    return [replace(sample, advantage=found[sample.id]) for sample in samples]
-
-
-def _rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
-    """Reward of each sample of one rollout, in order; with step rewards, the return."""
-    rewards = [sample.reward - length_penalty(sample.output_tokens, rl) for sample in samples]
-    if all(sample.metadata.get(STEP_REWARD) for sample in samples):
-        return discounted_returns(rewards, rl.gamma)
-    return rewards
 
 
 def reject_untrainable(
@@ -347,6 +337,81 @@ class Batcher:
         group = self._groups.popleft()
         self._num_samples -= len(group.record.samples)
         return group
+
+
+class LastStep:
+    """Whether the passes of `finetune.max_epochs` are over, so that no further batch is due.
+
+    Training ends with the batch that has the last groups of the passes. To fill that batch the actor repeats problems,
+    but many groups may be filtered, in the end all of them. So after one more pass the batch is closed with what is
+    there, and if nothing is there, the trainer is told that no batch follows.
+
+    Args:
+        max_epochs: `finetune.max_epochs`; None: never ends.
+        update_interval: steps between two weight updates; the trainer ends after a multiple of it.
+        step: of the last batch that was closed; 0: none.
+        epochs_done: the most that a batch says so far.
+    """
+
+    def __init__(self, max_epochs: int | None, update_interval: int, step: int, epochs_done: float) -> None:
+        self.max_epochs = max_epochs
+        self._interval = update_interval
+        self._step = step
+        self._closed_epochs = epochs_done
+        self._given_up = False
+        # Passes that were done when they were first enough, or when the last batch after that was closed.
+        self._over_since: float | None = None
+        #: Set once one more pass has not filled the open batch: only groups before this offset are still trained.
+        self.rest_end: int | None = None
+        self.seen_epochs = 0.0
+        self.see(epochs_done)
+
+    def see(self, epochs_done: float) -> None:
+        """Note the passes that a group says are done, also a group of which nothing is trained."""
+        self.seen_epochs = max(self.seen_epochs, epochs_done)
+        if self._over_since is None and self.max_epochs is not None and self.seen_epochs >= self.max_epochs:
+            self._over_since = self.seen_epochs
+
+    def close(self, step: int, epochs_done: float) -> None:
+        """Note a batch that was closed."""
+        self._step = step
+        self._closed_epochs = max(self._closed_epochs, epochs_done)
+        if self._over_since is not None:
+            self._over_since = max(self._over_since, epochs_done)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no further batch is due."""
+        if self.max_epochs is None:
+            return False
+        ends = self._closed_epochs >= self.max_epochs and self._step % self._interval == 0
+        return ends or self._given_up
+
+    def close_step(self, batcher: Batcher, step: int, end_offset: int) -> Groups | None:
+        """The groups of batch `step`; for the last one of the passes, what is there. None: no batch now, or ever.
+
+        Args:
+            end_offset: groups before it came in.
+        """
+        if self.rest_end is None and (groups := batcher.close_step(step)):
+            return groups
+        if not self.wait_no_longer(end_offset):
+            return None
+        rest = batcher.close_rest(step, self.rest_end or 0)
+        self._given_up = rest is None
+        return rest
+
+    def wait_no_longer(self, end_offset: int) -> bool:
+        """Whether one more pass did not fill the batch that would be the last; then `rest_end` is set.
+
+        Args:
+            end_offset: groups before it came in.
+        """
+        if self._over_since is None:
+            return False
+        if self.rest_end is None and self.seen_epochs >= self._over_since + 1:
+            self.rest_end = end_offset
+        return self.rest_end is not None
 
 
 def num_samples(groups: Groups) -> int:

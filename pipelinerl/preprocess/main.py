@@ -23,10 +23,18 @@ from collections.abc import Iterable, Sequence
 
 from pipelinerl.config.schedule import rounds_of, update_interval
 from pipelinerl.errors import NoRoom, StreamError
-from pipelinerl.preprocess.batcher import Batcher, Groups, GroupScorer, ReferenceScorer, Rejection, make_batch
-from pipelinerl.preprocess.recovery import ResumePoint, find_resume_point
+from pipelinerl.preprocess.batcher import (
+    Batcher,
+    GroupScorer,
+    LastStep,
+    ReferenceScorer,
+    Rejection,
+    ResumePoint,
+    make_batch,
+)
 from pipelinerl.preprocess.reference import ReferenceServers
 from pipelinerl.records import (
+    BatchHead,
     FateRecord,
     Group,
     MetricRecord,
@@ -52,7 +60,7 @@ from pipelinerl.streams.base import (
 )
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import recorded_streams
-from pipelinerl.streams.read import Feed
+from pipelinerl.streams.read import Feed, read_all
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +96,23 @@ def reference_scorer(context: RoleContext) -> ReferenceScorer | None:
         max_retries=context.config.actor.max_retries,
         return_timeout_s=context.config.vllm_config.start_timeout_s,
     )
+
+
+def find_resume_point(streams: StreamHub, job_name: str, incarnation: int = 0) -> ResumePoint:
+    """Where a restarted preprocessor resumes, read from its own streams: batches, and fates of dropped samples."""
+    point = ResumePoint()
+    for head in read_all(streams, TRAINING_DATA_TOPIC, job_name, BatchHead):
+        point.next_step = max(point.next_step, head.step + 1)
+        point.actor_offset = max(point.actor_offset, head.actor_offset)
+        point.epochs_done = max(point.epochs_done, head.epochs_done)
+        point.dispatched_groups.update(head.group_ids)
+        point.step_samples[head.step] = len(head.samples)
+        point.first_steps.setdefault(head.incarnation, head.step)
+    point.first_steps.setdefault(incarnation, point.next_step)
+    for fate in read_all(streams, FATES_TOPIC, job_name, FateRecord):
+        if fate.fate != "pending":
+            point.settled_samples.update(fate.sample_ids)
+    return point
 
 
 class PreprocessLoop:
@@ -186,10 +211,12 @@ class PreprocessLoop:
         """Write every batch that is complete and that the trainer is ready for."""
         while not self._last_step.is_closed and self._view.may_dispatch(self._step):
             self._outputs.write_fates(self._batcher.purge_stale(self._step), self._version)
-            groups = self._close_step()
-            if groups is None:
-                return
             last = self._last_step
+            groups = last.close_step(self._batcher, self._step, self._digested_offset)
+            if groups is None:
+                if last.is_closed and last.max_epochs is not None:
+                    self._outputs.write_passes_over(self._step - 1, last.max_epochs)
+                return
             epochs_done = max(g.record.epochs_done for g in groups) if last.rest_end is None else last.seen_epochs
             oldest = self._batcher.oldest_offset
             statistics = self._scorer.take_statistics()
@@ -202,19 +229,6 @@ class PreprocessLoop:
             self._heartbeat.progress()
             last.close(self._step, epochs_done)
             self._step += 1
-
-    def _close_step(self) -> Groups | None:
-        """The groups of the next batch; for the last one of the passes, what is there. None: no batch now, or ever."""
-        last = self._last_step
-        if last.rest_end is None and (groups := self._batcher.close_step(self._step)):
-            return groups
-        if last.max_epochs is None or not last.wait_no_longer(self._digested_offset):
-            return None
-        rest = self._batcher.close_rest(self._step, last.rest_end or 0)
-        if rest is None:
-            self._outputs.write_passes_over(self._step - 1, last.max_epochs)
-            last.give_up()
-        return rest
 
     @property
     def _version(self) -> int:
@@ -276,71 +290,6 @@ class TrainerView:
     def may_dispatch(self, step: int) -> bool:
         """True if batch `step` may be written now."""
         return not self._bounded or step - self.steps_done <= MAX_STEPS_AHEAD
-
-
-class LastStep:
-    """Whether the passes of `finetune.max_epochs` are over, so that no further batch is due.
-
-    Training ends with the batch that has the last groups of the passes. To fill that batch the actor repeats problems,
-    but many groups may be filtered, in the end all of them. So after one more pass the batch is closed with what is
-    there, and if nothing is there, the trainer is told that no batch follows.
-
-    Args:
-        max_epochs: `finetune.max_epochs`; None: never ends.
-        update_interval: steps between two weight updates; the trainer ends after a multiple of it.
-        step: of the last batch that was closed; 0: none.
-        epochs_done: the most that a batch says so far.
-    """
-
-    def __init__(self, max_epochs: int | None, update_interval: int, step: int, epochs_done: float) -> None:
-        self.max_epochs = max_epochs
-        self._interval = update_interval
-        self._step = step
-        self._closed_epochs = epochs_done
-        self._given_up = False
-        # Passes that were done when they were first enough, or when the last batch after that was closed.
-        self._over_since: float | None = None
-        #: Set once one more pass has not filled the open batch: only groups before this offset are still trained.
-        self.rest_end: int | None = None
-        self.seen_epochs = 0.0
-        self.see(epochs_done)
-
-    def see(self, epochs_done: float) -> None:
-        """Note the passes that a group says are done, also a group of which nothing is trained."""
-        self.seen_epochs = max(self.seen_epochs, epochs_done)
-        if self._over_since is None and self.max_epochs is not None and self.seen_epochs >= self.max_epochs:
-            self._over_since = self.seen_epochs
-
-    def close(self, step: int, epochs_done: float) -> None:
-        """Note a batch that was closed."""
-        self._step = step
-        self._closed_epochs = max(self._closed_epochs, epochs_done)
-        if self._over_since is not None:
-            self._over_since = max(self._over_since, epochs_done)
-
-    def give_up(self) -> None:
-        """There is nothing for another batch."""
-        self._given_up = True
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no further batch is due."""
-        if self.max_epochs is None:
-            return False
-        ends = self._closed_epochs >= self.max_epochs and self._step % self._interval == 0
-        return ends or self._given_up
-
-    def wait_no_longer(self, end_offset: int) -> bool:
-        """Whether one more pass did not fill the batch that would be the last; then `rest_end` is set.
-
-        Args:
-            end_offset: groups before it came in.
-        """
-        if self._over_since is None:
-            return False
-        if self.rest_end is None and self.seen_epochs >= self._over_since + 1:
-            self.rest_end = end_offset
-        return self.rest_end is not None
 
 
 class Outputs:

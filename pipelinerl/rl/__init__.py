@@ -1,5 +1,4 @@
-"""The algorithm: advantages, micro-batches, losses, log-probs, diagnostics. No I/O, no processes.
+"""The algorithm: advantages, packing, micro-batches, losses, diagnostics. No I/O, no processes.
 
-`advantages`, `aggregation`, `coefficients` and `packing` use no torch. Nothing is imported here, so that
-a process without torch stays without it.
+`advantages` and `packing` use no torch. Nothing is imported here, so that a process without torch stays without it.
 """

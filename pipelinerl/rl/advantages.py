@@ -24,10 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from msgspec.structs import replace
+
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records import Sample
 from pipelinerl.rl.user_function import ADVANTAGE_API_VERSION, load_function
+from pipelinerl.rollouts import STEP_REWARD
 
 # Rewards that differ by less than this share of their size are equal: 0.1 + 0.2 and 0.3 differ by rounding alone, and
 # dividing that difference by its own standard deviation would turn rounding into a gradient.
@@ -150,6 +153,36 @@ def group_advantages(group: AdvantageInputs, rl: RLConfig) -> Advantages:
     if rl.divides_by_std:
         return _divide_by_std(advantages, group.rewards)
     return advantages
+
+
+def score_group(samples: Sequence[Sample], empty_rollouts: Sequence[float], rl: RLConfig) -> list[Sample]:
+    """The samples of one group with their advantages.
+
+    Args:
+        empty_rollouts: rewards of rollouts that ended well but left no sample; they count in the baseline.
+    """
+    if not samples:
+        return []
+    by_rollout: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_rollout.setdefault(sample.rollout_id, []).append(sample)
+    rollouts = list(by_rollout.values())
+    inputs = AdvantageInputs(
+        rewards=[*(_rewards(rollout, rl) for rollout in rollouts), *([reward] for reward in empty_rollouts)],
+        samples=[*rollouts, *(() for _ in empty_rollouts)],
+    )
+    found: dict[str, float] = {}
+    for rollout, advantages in zip(rollouts, group_advantages(inputs, rl), strict=False):
+        found |= {sample.id: advantage for sample, advantage in zip(rollout, advantages, strict=True)}
+    return [replace(sample, advantage=found[sample.id]) for sample in samples]
+
+
+def _rewards(samples: Sequence[Sample], rl: RLConfig) -> list[float]:
+    """Reward of each sample of one rollout, in order; with step rewards, the return."""
+    rewards = [sample.reward - length_penalty(sample.output_tokens, rl) for sample in samples]
+    if all(sample.metadata.get(STEP_REWARD) for sample in samples):
+        return discounted_returns(rewards, rl.gamma)
+    return rewards
 
 
 def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:

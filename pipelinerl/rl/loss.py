@@ -26,6 +26,15 @@ r = log ref - log new of a token that the policy sampled:
     k2 = r^2 / 2        biased, low variance; as a loss its gradient is that of KL on-policy
     k3 = e^r - r - 1    unbiased, never negative, low variance
 
+**Coefficients** of the KL term and the entropy bonus move linearly over training if a final value is set. With
+`finetune.rl.target_entropy` the bonus instead keeps the entropy from staying below a target, as in arXiv 2505.22312,
+with the entropy of the previous step in place of an extra pass over the batch:
+
+    bonus(k + 1) = c(k + 1) if e(k) <= target else 0
+    c(k + 1)     = max(0, c(k) + d) if e(k) < target, max(0, c(k) - d) if e(k) > target, else c(k)
+
+e(k): entropy per trained token at step k, nats. d: `finetune.rl.entropy_bonus_step`. c(1): `finetune.rl.entropy_bonus`.
+
 **Value head** (`advantage_estimator: gae`). The group stage gives each sample its reward as its "advantage"; here it
 becomes the reward of the last trained token, on top of `token_rewards` (KL in the reward). GAE over the values of the
 head (no gradient) gives every token its advantage and its return.
@@ -36,10 +45,12 @@ head (no gradient) gives every token its advantage and its return.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, get_args
 
+import msgspec
 import torch
 
 from pipelinerl.config.algorithm import (
@@ -55,10 +66,13 @@ from pipelinerl.config.algorithm import PolicyLoss as LossConfig
 from pipelinerl.config.section import DOTTED, Choice, Section
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.advantages import gae
-from pipelinerl.rl.coefficients import Coefficients
 from pipelinerl.rl.microbatch import MicroBatch, positions_of
 from pipelinerl.rl.user_function import LOSS_API_VERSION, load_function
 
+#: entropy of the policy per trained token over the whole vocabulary, nats (only with an entropy bonus or target)
+ENTROPY = "rl/entropy"
+# A diagnostic that is missing where no token was trained; sums over none are 0 in what the loss reports.
+_TRAINED = "rl/entropy_estimate"
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
 MAX_LOG_RATIO = 20.0
 
@@ -200,6 +214,65 @@ def policy_loss_function(name: str) -> PolicyLoss:
     raise ConfigError(key, name, f"one of {', '.join(POLICY_LOSSES)}", "Or name a function: package.module.name.")
 
 
+@dataclass(frozen=True)
+class Coefficients:
+    """Factors of the KL term and of the entropy bonus at one step."""
+
+    kl: float
+    entropy: float
+
+
+def coefficients_at(config: RLConfig, step: int, max_steps: float) -> Coefficients:
+    """KL and entropy coefficient of optimizer step `step` (from 1) without a target entropy."""
+    return Coefficients(
+        kl=_linear(config.kl_coef, config.final_kl_coef, step, max_steps),
+        entropy=_linear(config.entropy_bonus, config.final_entropy_bonus, step, max_steps),
+    )
+
+
+def _linear(start: float, final: float | None, step: int, max_steps: float) -> float:
+    """`start` at step 1, `final` at `max_steps` and later, a straight line between; constant if `final` is None."""
+    if final is None:
+        return start
+    if max_steps <= 1:
+        return final
+    share = min((step - 1) / (max_steps - 1), 1.0)
+    return start + (final - start) * share
+
+
+class EntropyControl(msgspec.Struct, frozen=True, kw_only=True):
+    """State of the target entropy; saved in checkpoints. `entropy` is that of the last step, None before it."""
+
+    coefficient: float
+    entropy: float | None = None
+
+    @classmethod
+    def at(cls, config: RLConfig, saved: EntropyControl | None) -> EntropyControl | None:
+        """`saved`, or the state before step 1; None without a target."""
+        if config.target_entropy is None:
+            return None
+        return cls(coefficient=config.entropy_bonus) if saved is None else saved
+
+    def bonus(self, config: RLConfig) -> float:
+        """Coefficient of the entropy bonus at the next step."""
+        is_above = self.entropy is not None and self.entropy > _target(config)
+        return 0.0 if is_above else self.coefficient
+
+    def after(self, config: RLConfig, metrics: Mapping[str, float]) -> EntropyControl:
+        """State after a step with these metrics; unchanged if it trained nothing or its entropy is not finite."""
+        entropy = metrics.get(ENTROPY, math.nan) if _TRAINED in metrics else math.nan
+        if not math.isfinite(entropy):
+            return self
+        target = _target(config)
+        change = config.entropy_bonus_step * ((entropy < target) - (entropy > target))
+        return EntropyControl(coefficient=max(0.0, self.coefficient + change), entropy=entropy)
+
+
+def _target(config: RLConfig) -> float:
+    assert config.target_entropy is not None  # `at` makes no control without one
+    return config.target_entropy
+
+
 def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficients) -> tuple[torch.Tensor, Metrics]:
     """This micro-batch's share of the step's loss (0-d) and metrics: sums over micro-batches and ranks.
 
@@ -295,7 +368,7 @@ def _entropy_term(inputs: LossInputs, coefficient: float) -> _Term:
             raise ValueError("finetune.rl.entropy_bonus is not 0, but the forward pass computed no entropy")
         return None, {}
     bonus = -coefficient * weighted_sum(inputs, inputs.entropy) if coefficient else None
-    return bonus, {"rl/entropy": inputs.token_mean(inputs.entropy)}
+    return bonus, {ENTROPY: inputs.token_mean(inputs.entropy)}
 
 
 def _with_gae_advantages(inputs: LossInputs, config: RLConfig) -> tuple[LossInputs, torch.Tensor]:

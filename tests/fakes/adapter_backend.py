@@ -7,7 +7,7 @@ from fakes.random_model import random_model
 
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import fix_frequencies, load_policy
 from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.model_export import ModelExporter

@@ -34,9 +34,9 @@ from fakes.golden_run import (
 )
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.preprocess.batcher import score_group
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.records.codec import encode
+from pipelinerl.rl.advantages import score_group
 from pipelinerl.rl.packing import make_plan
 
 GROUPS, ATTEMPTS, MAX_TOKENS, END = 2, 3, 12, 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model_check import tf32_difference
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import allowed_products, fp32_products, token_logprobs

@@ -14,7 +14,7 @@ from fakes.visible_gpus import visible_gpu
 from safetensors.torch import load_file
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.optimizer import schedule_of

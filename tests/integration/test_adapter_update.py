@@ -20,7 +20,7 @@ from fakes.vllm_process import VLLMProcess
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks

@@ -31,8 +31,7 @@ from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause
 from pipelinerl.finetune.report import Reporter
 from pipelinerl.finetune.weight_sync import Delivery
-from pipelinerl.preprocess.main import PreprocessLoop
-from pipelinerl.preprocess.recovery import find_resume_point
+from pipelinerl.preprocess.main import PreprocessLoop, find_resume_point
 from pipelinerl.records import (
     FateRecord,
     Group,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.base import Backend
+from pipelinerl.finetune.backends.base import Backend, PlainBackend
 from pipelinerl.finetune.backends.deepspeed import DeepSpeedBackend
 from pipelinerl.finetune.backends.fsdp import FSDPBackend
-from pipelinerl.finetune.backends.plain import PlainBackend
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 

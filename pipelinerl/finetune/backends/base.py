@@ -1,4 +1,5 @@
-"""The policy and its optimizer on several ranks, through `accelerate.Accelerator`. One subclass per kind.
+"""The policy and its optimizer on several ranks, through `accelerate.Accelerator`. One subclass per kind; the plain one
+(DDP) is here, those that shard have files of their own.
 
 Gradients: `backward` gets this rank's share of the step's loss. Over all micro-batches and ranks the shares SUM to the
 loss, and so do the gradients. Accelerate's libraries average over ranks, so the share is multiplied by their number;
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,28 @@ class Backend:
             load_tensors(folder / STATE, tensors, self._ranks)
         for parameter, key, value in states:
             self.optimizer.state[parameter][key] = value
+
+
+class PlainBackend(Backend):
+    """Every rank holds the whole model; DistributedDataParallel sums gradients over ranks. On a CPU or on GPUs."""
+
+    def __init__(self, policy: PolicyModel, config: FinetuneConfig, ranks: Ranks) -> None:
+        super().__init__(policy, config, ranks, make_accelerator(ranks))
+
+    def forward(
+        self, batch: MicroBatch, layout: Layout | None, temperature: float | None = None, *, is_last: bool = True
+    ) -> PolicyOutputs:
+        # DDP decides in the forward pass whether the backward pass that follows sums over ranks.
+        with nullcontext() if is_last else self.accelerator.no_sync(self.module):
+            return super().forward(batch, layout, temperature)
+
+    def move_optimizer(self, device: torch.device) -> None:
+        """Move the optimizer's state to `device`; it must be where the parameters are before the next `step`."""
+        self._served.move_rests(device)
+        for state in self.optimizer.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key] = state[key].to(device)
 
 
 def make_accelerator(

@@ -14,7 +14,7 @@ import torch
 from fakes.rank_group import run_ranks
 from transformers import AutoModelForCausalLM
 
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.loop import rendezvous_file
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks, _open_store, joined_ranks

@@ -13,8 +13,7 @@ from pipelinerl.analysis.replay import BatchReplay, replay_run
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.load import save_config
-from pipelinerl.preprocess.batcher import GroupScorer
-from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.batcher import GroupScorer, ResumePoint
 from pipelinerl.records import (
     Group,
     MetricRecord,

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.finetune import attention
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.compiled_layers import can_compile, compile_layers
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_check import token_batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelinerl.finetune import checkpoint
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState, newest_complete
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.rundir import durable

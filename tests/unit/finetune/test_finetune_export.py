@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from pipelinerl.domains.guessing import turn_messages
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter, tokenizer_difference
 from pipelinerl.finetune.policy import PolicyModel

@@ -14,7 +14,7 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.load import merge_command
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune import model as loading
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.lora import adapters_off, add_adapters
 from pipelinerl.finetune.model import load_policy

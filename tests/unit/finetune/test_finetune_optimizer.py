@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.optimizer import Schedule, parameter_groups
 from pipelinerl.finetune.ranks import Ranks
 

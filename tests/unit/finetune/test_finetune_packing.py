@@ -20,7 +20,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, WeightSyncError
 from pipelinerl.finetune import model as loading
 from pipelinerl.finetune.attention import register_own_attention, segment_layout
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_check import forward_difference, packing_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel

@@ -7,7 +7,7 @@ import torch
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import ReferenceModel, load_policy, load_reference
 from pipelinerl.finetune.optimizer import schedule_of

@@ -8,7 +8,7 @@ from fakes.matrix_products import MatrixProducts, to_tf32
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_check import tf32_difference, token_batch
 from pipelinerl.finetune.optimizer import schedule_of

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.rl.coefficients import coefficients_at
 from pipelinerl.rl.diagnostics import DiagnosticsSum
-from pipelinerl.rl.loss import POLICY_LOSSES, LossInputs, compute_loss
+from pipelinerl.rl.loss import POLICY_LOSSES, LossInputs, coefficients_at, compute_loss
 
 # What reads a number back, or makes a tensor whose size depends on one.
 WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "repeat_interleave.Tensor")

@@ -15,7 +15,7 @@ import torch
 from fakes.families import random_model
 
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.probe import PROBE_TOLERANCE

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.best_model import BestKeeper, BestModel
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_export import ModelExporter

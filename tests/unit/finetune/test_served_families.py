@@ -9,7 +9,7 @@ import torch
 from fakes.families import FAMILIES, KINDS, logprobs, random_model
 
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.experts import use_own_experts
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks

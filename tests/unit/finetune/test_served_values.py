@@ -8,7 +8,7 @@ import torch
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_check import token_batch

@@ -11,7 +11,7 @@ import torch
 from fakes.static_pool import StaticPool
 
 from pipelinerl.config import RunConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_values import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype

@@ -15,7 +15,7 @@ from fakes.two_ranks import on_two_ranks
 from msgspec.structs import replace
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner, finish_advantages

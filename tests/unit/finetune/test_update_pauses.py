@@ -12,7 +12,7 @@ import torch
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import WorkerError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pauses import PausedUpdates, RolloutPause, SharedDevices, sleep_level
 from pipelinerl.finetune.ranks import Ranks

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.finetune.backends.plain import PlainBackend
+from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter

@@ -9,8 +9,8 @@ from preprocess_groups import group, sample
 
 from pipelinerl.config.schedule import Rounds
 from pipelinerl.errors import StreamError
-from pipelinerl.preprocess.batcher import Batcher, num_samples
-from pipelinerl.preprocess.main import MAX_STEPS_AHEAD, LastStep, TrainerView
+from pipelinerl.preprocess.batcher import Batcher, LastStep, num_samples
+from pipelinerl.preprocess.main import MAX_STEPS_AHEAD, TrainerView
 from pipelinerl.records import StepDone, TrainerStarted, TrainingDone, WeightUpdateSuccess
 from pipelinerl.streams.base import Entry
 

@@ -14,8 +14,7 @@ import pipelinerl.preprocess.reference as reference_module
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EndRunError, RolloutError
 from pipelinerl.llm.client import Fault, Reply, post
-from pipelinerl.preprocess.batcher import GroupScorer
-from pipelinerl.preprocess.recovery import ResumePoint
+from pipelinerl.preprocess.batcher import GroupScorer, ResumePoint
 from pipelinerl.preprocess.reference import ReferenceServers, read_prompt_logprobs
 from pipelinerl.streams.base import Entry
 

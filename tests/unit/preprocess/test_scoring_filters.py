@@ -13,8 +13,9 @@ from preprocess_groups import sample
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.preprocess.batcher import reject_stale, reject_untrainable, repeated_4grams, score_group
+from pipelinerl.preprocess.batcher import reject_stale, reject_untrainable, repeated_4grams
 from pipelinerl.records import IGNORED_LABEL, VersionSpan
+from pipelinerl.rl.advantages import score_group
 
 
 def advantages(samples, rl=None, extra=()):

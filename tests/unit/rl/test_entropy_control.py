@@ -7,7 +7,7 @@ import math
 import pytest
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.rl.coefficients import EntropyControl
+from pipelinerl.rl.loss import EntropyControl
 
 CONFIG = RLConfig(target_entropy=0.5, entropy_bonus=0.01, entropy_bonus_step=0.004)
 

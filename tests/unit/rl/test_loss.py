@@ -12,8 +12,7 @@ from rl_samples import collated, make_sample
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.rl.coefficients import Coefficients, coefficients_at
-from pipelinerl.rl.loss import POLICY_LOSSES, LossInputs, LossOutputs, compute_loss
+from pipelinerl.rl.loss import POLICY_LOSSES, Coefficients, LossInputs, LossOutputs, coefficients_at, compute_loss
 from pipelinerl.rl.microbatch import collate, step_scale
 from pipelinerl.rl.user_function import check_user_functions
 

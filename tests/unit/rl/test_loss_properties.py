@@ -20,8 +20,7 @@ from rl_samples import collated, diagnostics_of, make_sample
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.keys import known_keys, values_of
-from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.loss import POLICY_LOSSES, LossInputs, compute_loss
+from pipelinerl.rl.loss import POLICY_LOSSES, Coefficients, LossInputs, compute_loss
 from pipelinerl.rl.microbatch import AGGREGATIONS, sentinel
 
 ON = Coefficients(kl=0.1, entropy=0.1)

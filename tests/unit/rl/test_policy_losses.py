@@ -11,8 +11,7 @@ import torch
 from rl_samples import collated, make_sample, on_trained
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.loss import LossInputs, compute_loss, token_kl
+from pipelinerl.rl.loss import Coefficients, LossInputs, compute_loss, token_kl
 
 NONE = Coefficients(kl=0.0, entropy=0.0)
 LOG2 = math.log(2)

@@ -14,8 +14,7 @@ import torch
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.rl.advantages import AdvantageInputs, group_advantages
-from pipelinerl.rl.coefficients import Coefficients
-from pipelinerl.rl.loss import LossInputs, compute_loss
+from pipelinerl.rl.loss import Coefficients, LossInputs, compute_loss
 
 pytestmark = pytest.mark.slow
 LENGTHS = [3, 5, 1, 4]
