@@ -22,9 +22,9 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.config.load import ADAPTER_START, ADAPTER_WEIGHTS
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.policy import PolicyModel
+from pipelinerl.finetune.served_weights import LANGUAGE_PREFIX, export_name, is_adapter_part
 from pipelinerl.finetune.sharded_model import replace_parameters
 from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
-from pipelinerl.finetune.weight_conversion import LANGUAGE_PREFIX, export_name, is_adapter_part
 
 ADAPTER = "adapter"
 _NAME = "default"

@@ -39,7 +39,7 @@ from pipelinerl.finetune.model_check import (
 )
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import RankFault, Ranks
-from pipelinerl.finetune.served_values import parameters_to_round, round_for_good, wire_dtype
+from pipelinerl.finetune.served_weights import parameters_to_round, round_for_good, wire_dtype
 from pipelinerl.finetune.sharded_model import (
     loaded_in_parts,
     shard_frozen,

@@ -22,11 +22,11 @@ from transformers.dynamic_module_utils import custom_object_save
 from pipelinerl.finetune.lora import ADAPTER, has_adapters, save_adapter
 from pipelinerl.finetune.policy import VALUE_HEAD, PolicyModel
 from pipelinerl.finetune.ranks import Ranks
+from pipelinerl.finetune.served_weights import export_name, is_adapter_part
 from pipelinerl.finetune.tensor_files import write_tensors
-from pipelinerl.finetune.weight_conversion import export_name, is_adapter_part
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.rundir.durable import finish_folder, point_link, remove_folder, start_folder
-from pipelinerl.weights.buffers import CollectiveSource, TensorMeta, WeightSource, plan_chunks
+from pipelinerl.weights.buffers import TensorMeta, WeightSource, plan_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ class ModelExporter:
             OSError: the disk does not take them (rank 0; the pass over the weights is over then).
         """
         if not self._ranks.is_first:
-            if isinstance(source, CollectiveSource):
-                source.follow()
+            source.follow()
             return
         trained = {export_name(name) for name, p in policy.named_parameters() if p.requires_grad}
         kept: dict[str, torch.Tensor] = {}
@@ -108,8 +107,7 @@ class ModelExporter:
             # A pass is a collective: it is read to its end also if the disk is full.
             for _ in tensors:
                 pass
-            if isinstance(source, CollectiveSource):
-                source.done()
+            source.done()
         _write_rest(folder, policy, kept, source.metadata()[0].dtype)
         tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self._trust_remote_code)
         tokenizer.save_pretrained(folder)

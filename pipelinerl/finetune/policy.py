@@ -60,7 +60,7 @@ class PolicyModel(torch.nn.Module):
         with_values: add a linear value head on the last hidden state.
         compute_dtype: dtype of the matrix products; parameters may be wider.
         tf32: fp32 products of the body are in TF32 on a GPU; those of an fp32 head and of positions stay exact.
-        served_dtype: of the weights in the servers; see `served_values.py`.
+        served_dtype: of the weights in the servers; see `served_weights.py`.
     """
 
     def __init__(

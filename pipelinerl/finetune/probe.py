@@ -1,5 +1,5 @@
 """The probe after an update, as the trainer sees it: which tokens, its own log-probs of them, and how far those of a
-server may be off. `weights/verify.py` asks the servers.
+server may be off. `WeightPublisher.probe` asks the servers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.records import Sample
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence
+from pipelinerl.weights.sync import ProbeResult, ProbeSequence
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerRead
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
 from pipelinerl.streams.read import Feed
-from pipelinerl.weights.buffers import CollectiveSource
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.manifest import (
     adapter_problems,
@@ -36,8 +35,7 @@ from pipelinerl.weights.manifest import (
     local_folder,
     read_manifest,
 )
-from pipelinerl.weights.sync import UpdateReport, WeightPublisher
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence
+from pipelinerl.weights.sync import ProbeResult, ProbeSequence, UpdateReport, WeightPublisher
 from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT
 
 logger = logging.getLogger(__name__)
@@ -162,15 +160,13 @@ class WeightSync:
         source_of = self._backend.adapter_source if policy.sends_adapter else self._backend.weight_source
         source = source_of(policy.served_dtype)
         if self._pool is None:
-            if isinstance(source, CollectiveSource):
-                source.follow()
+            source.follow()
             return None, {}
         generations = self._pool.generations()
         try:
             report = self._pool.publisher.publish(version, source, names)
         finally:
-            if isinstance(source, CollectiveSource):
-                source.done()
+            source.done()
         for server, error in report.failed.items():
             self._pool.drop(server, generations.get(server), f"could not be given version {version}: {error}")
         return report, generations

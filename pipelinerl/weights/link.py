@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -134,6 +135,24 @@ class ControlClient:
     async def world_size(self) -> int:
         """Number of workers of the server."""
         return int((await self.get("/get_world_size"))["world_size"])
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of `token_ids[1:]` in nats at temperature 1, computed in one full forward pass.
+
+        Prompt log-probs ignore the temperature and do not read the prefix cache; the salt keeps others from reading
+        what they leave there.
+        """
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        salt = f"probe-{uuid.uuid4().hex}"
+        body = {"model": "actor", "token_ids": token_ids, "cache_salt": salt, "sampling_params": sampling}
+        entries = (await self.generate(body)).get("prompt_logprobs")
+        try:
+            # The first token has no log-prob; the others map token ids to values.
+            pairs = zip(entries[1:], token_ids[1:], strict=True)  # type: ignore[index]
+            return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
+        except (TypeError, KeyError, ValueError) as error:
+            quoted = f"{str(entries)[:_QUOTE_CHARACTERS]!r} for {len(token_ids)} tokens"
+            raise WeightSyncError(self.name, f"the log-prob probe got {quoted}") from error
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         """One token-in-token-out request."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 import time
@@ -34,7 +35,6 @@ from pipelinerl.weights.link import (
     is_loopback,
 )
 from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence, probe_servers
 from pipelinerl.world.jobs import CPU_TRANSPORT
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,29 @@ class UpdateReport:
         return len(self.updated)
 
 
+@dataclass(frozen=True)
+class ProbeSequence:
+    """At least two tokens and the trainer's log-probs of them: `logprobs[i]` is log p(token_ids[i + 1] |
+    token_ids[: i + 1]) in nats at temperature 1, so there is one fewer than ids."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """|log-prob difference| between trainer and servers, in nats, over `num_tokens` tokens of all servers.
+
+    `server_dtypes`: dtype of the weights of those servers that told it, such as `bfloat16`.
+    """
+
+    mean_abs_diff: float
+    max_abs_diff: float
+    num_tokens: int
+    per_server_mean: dict[str, float]
+    server_dtypes: dict[str, str] = field(default_factory=dict)
+
+
 class WeightPublisher:
     """Sends versions of the weights to servers and verifies them. Use as a context manager, from one thread.
 
@@ -92,7 +115,7 @@ class WeightPublisher:
 
     Args:
         token: control token of the servers.
-        transport: one of `transport.MODULES`.
+        transport: `gloo`, `nccl` or `ipc`.
         timeout_s: limit of one attempt (connecting, one update) at one server.
         kv_cache: `keep` continues running requests on their old KV cache, `recompute` computes it again.
         master_address: address of this machine at which the servers' workers reach it.
@@ -317,15 +340,41 @@ class WeightPublisher:
     def probe(self, sequences: Sequence[ProbeSequence], names: Collection[str] | None = None) -> ProbeResult:
         """Compare the trainer's log-probs with those that every connected server (or `names`) computes afresh.
 
+        It is the only check that finds a server whose weights arrived but are not used (a packed copy, a stale cache).
+
         Raises:
-            WeightSyncError: a server did not answer in time, or with something else than log-probs.
+            WeightSyncError: a server did not answer in time, or with something else than finite log-probs.
         """
         links = self._chosen(names)
-        if not links and names:
-            raise WeightSyncError(", ".join(names), "it is not connected any more")
-        clients = [link.client for link in links]
-        result = self._run(probe_servers(clients, sequences, self._timeout_s), self._timeout_s)
-        return replace(result, server_dtypes={link.name: link.model.dtype for link in links if link.model.dtype})
+        if not links:
+            raise WeightSyncError(", ".join(names or ["all servers"]), "it is not connected any more")
+
+        async def compare(link: ServerLink) -> list[float]:
+            calls = (link.client.prompt_logprobs(sequence.token_ids) for sequence in sequences)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answers = await asyncio.gather(*calls)
+            except TimeoutError as error:
+                late = f"the log-prob probe had no answer after {self._timeout_s:g} s"
+                raise WeightSyncError(link.name, late) from error
+            pairs = [zip(s.logprobs, theirs, strict=True) for s, theirs in zip(sequences, answers, strict=True)]
+            differences = [abs(ours - theirs) for sequence in pairs for ours, theirs in sequence]
+            if not all(math.isfinite(value) for value in differences):
+                raise WeightSyncError(link.name, "the log-prob probe met a value that is not finite")
+            return differences
+
+        async def compare_all() -> dict[str, list[float]]:
+            return {link.name: await compare(link) for link in links}
+
+        found = self._run(compare_all(), len(links) * self._timeout_s)
+        every = [value for values in found.values() for value in values]
+        return ProbeResult(
+            mean_abs_diff=math.fsum(every) / len(every),
+            max_abs_diff=max(every),
+            num_tokens=len(every),
+            per_server_mean={name: math.fsum(values) / len(values) for name, values in found.items()},
+            server_dtypes={link.name: link.model.dtype for link in links if link.model.dtype},
+        )
 
     def close(self) -> None:
         """Leave all groups and stop the thread. The servers keep running with the weights that they have."""

@@ -1,7 +1,6 @@
-"""How packed buffers travel from the trainer to the workers of one server: the two ends, and the choice of one.
+"""How packed buffers get from the trainer to the workers of one server: the two ends, and gloo, the transport for CPUs.
 
-A transport is a module with `open_sender` and `open_receiver`. It lives as long as its group: it is opened, used for
-many updates, and closed; after a failure it is closed and a new one is opened.
+A transport is opened, used for many updates, and closed; after a failure it is closed and a new one is opened.
 """
 
 from __future__ import annotations
@@ -10,24 +9,24 @@ import errno
 import importlib
 import logging
 import socket
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+
+from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
-#: A transport is a module and a line here.
-MODULES: Mapping[str, str] = {
-    "gloo": "pipelinerl.weights.gloo",
-    "nccl": "pipelinerl.weights.nccl",
-    "ipc": "pipelinerl.weights.ipc",
-}
+#: Transports of other modules, which have `open_sender` and `open_receiver`.
+MODULES: Mapping[str, str] = {"nccl": "pipelinerl.weights.nccl", "ipc": "pipelinerl.weights.ipc"}
 #: Rank of the trainer, the only sender, in a group; workers follow.
 TRAINER_RANK = 0
+_CPU = torch.device("cpu")
 
 
 class Sender(Protocol):
@@ -68,7 +67,7 @@ class SenderOptions:
     """How to open a sender.
 
     Attributes:
-        transport: one of `MODULES`.
+        transport: one of `TRANSPORTS`.
         address: address of this machine at which the workers reach the trainer.
         port: TCP port of the rendezvous; None lets the system choose.
         timeout_s: limit of one operation, where the transport can enforce it.
@@ -84,15 +83,21 @@ class SenderOptions:
 
 def open_sender(options: SenderOptions) -> Sender:
     """The trainer's end. ValueError: there is no such transport."""
-    sender: Sender = _module(options.transport).open_sender(options)
-    return sender
+    if options.transport != CPU_TRANSPORT:
+        sender: Sender = _module(options.transport).open_sender(options)
+        return sender
+
+    def lead(store: TCPStore, world_size: int) -> GlooGroup:
+        return GlooGroup(store, TRAINER_RANK, world_size, options.timeout_s, options.address)
+
+    return GroupSender(options, lead, _CPU)
 
 
 def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> Receiver:
     """A worker's end.
 
     Args:
-        details: what the sender's `prepare` returned; `transport` names the module.
+        details: what the sender's `prepare` returned.
         worker: number of this worker among those of its server, from 0.
         device: of this worker.
 
@@ -100,13 +105,17 @@ def open_receiver(details: dict[str, Any], worker: int, device: torch.device) ->
         ValueError: there is no such transport.
         RuntimeError: the trainer did not come within its timeout.
     """
-    receiver: Receiver = _module(str(details.get("transport"))).open_receiver(details, worker, device)
-    return receiver
+    if details.get("transport") != CPU_TRANSPORT:
+        receiver: Receiver = _module(str(details.get("transport"))).open_receiver(details, worker, device)
+        return receiver
+    own_address = local_address(details["master_address"], details["master_port"])
+    group = GlooGroup(find_store(details), 1 + worker, details["world_size"], details["timeout_s"], own_address)
+    return GroupReceiver(group, _CPU)
 
 
 def _module(name: str) -> Any:
     if name not in MODULES:
-        raise ValueError(f"transport: got {name!r}, expected one of {', '.join(MODULES)}")
+        raise ValueError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
     return importlib.import_module(MODULES[name])
 
 
@@ -185,6 +194,56 @@ class GroupReceiver:
 
     def close(self) -> None:
         self._group.close()
+
+
+class GlooGroup:
+    """A group over gloo. When one end closes it, the other end's operation fails at once.
+
+    Raises:
+        RuntimeError: the other ranks did not come within `timeout_s`.
+    """
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int, timeout_s: float, address: str) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        # Kept because the store has to outlive the group.
+        self._store = store
+        self._lock = threading.Lock()
+        self._busy = False
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        # By default gloo looks up its own host name, which fails on machines without name resolution.
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        self._group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, options)
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Broadcast `buffer` (contiguous, on the CPU) from the trainer to the workers, in place; blocks.
+
+        Raises:
+            RuntimeError: a peer went away, the timeout passed, or this group was closed.
+        """
+        with self._lock:
+            group = self._group
+            if group is None or self._busy:
+                raise RuntimeError("gloo group: it was closed, or another broadcast is under way")
+            self._busy = True
+        try:
+            group.broadcast(buffer, TRAINER_RANK, self._timeout).wait(self._timeout)
+        finally:
+            with self._lock:
+                self._busy = False
+                is_left = self._group is None
+            if is_left:
+                group.abort()
+
+    def close(self) -> None:
+        """Leave the group; a peer that waits for us fails at once. A broadcast of ours in another thread ends first, at
+        the latest with its timeout: aborting it from here would stop every thread of the process."""
+        with self._lock:
+            group, self._group = self._group, None
+            if self._busy:
+                return
+        if group is not None:
+            group.abort()
 
 
 def serve_store(address: str, port: int | None, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:

@@ -2,7 +2,7 @@
 
 What a trainer rank holds (P values trained by N ranks): fp32 master weights 4 P, AdamW's two moments 8 P, gradients
 4 P (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1, but with fp32 gradients), and what rounded weights lack
-(`finetune/served_values.py`). ZeRO and FSDP divide what their stage shards by N.
+(`finetune/served_weights.py`). ZeRO and FSDP divide what their stage shards by N.
 
 Activations are counted tensor by tensor, as autograd keeps them for one decoder layer of transformers under autocast
 (Korthikanti et al. 2022, arXiv 2205.05198, count GPT's the same way); see `layer_bytes`. With checkpointing only the
@@ -203,7 +203,7 @@ def _states(setup: TrainerSetup) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _rounded(setup: TrainerSetup) -> int:
-    """Parameters that the trainer rounds to the servers' values itself (`served_values.parameters_to_round`)."""
+    """Parameters that the trainer rounds to the servers' values itself (`served_weights.parameters_to_round`)."""
     shape = setup.shape
     if setup.served_bytes >= 4 or (setup.sharding == "fsdp" and setup.gathered_bytes == setup.served_bytes):
         return 0

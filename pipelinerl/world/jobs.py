@@ -8,7 +8,7 @@ import msgspec
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
-#: Ways for weights to a server (`weights.transport.MODULES`): on a CPU, on other GPUs, on the trainer's GPU.
+#: Ways for weights to a server (`weights.transport`): on a CPU, on other GPUs, on the trainer's GPU.
 CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = TRANSPORTS = ("gloo", "nccl", "ipc")
 
 

@@ -24,8 +24,7 @@ from pipelinerl.finetune.weight_sync import check_checkpoint
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource, saved_buffers
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 
 CPU = torch.device("cpu")
 #: Engine and worker are one process, which starts faster.

@@ -27,8 +27,7 @@ from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.link import ServerUpdate
-from pipelinerl.weights.sync import UpdateReport
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence
+from pipelinerl.weights.sync import ProbeResult, ProbeSequence, UpdateReport
 
 VOCABULARY = 50
 

@@ -16,8 +16,7 @@ from fakes.whole_run import WholeRun, make_whole_run
 from pipelinerl.inference.transfer import IN_PLACE_VARIABLE
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 from pipelinerl.world import WorldMap
 
 pytestmark = [

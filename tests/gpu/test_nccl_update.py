@@ -14,9 +14,8 @@ from fakes.vllm_process import VLLMProcess
 from pipelinerl.inference.transfer import IN_PLACE_VARIABLE
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 from pipelinerl.weights.transport import GroupSender
-from pipelinerl.weights.verify import ProbeSequence
 
 pytestmark = [
     pytest.mark.gpu,

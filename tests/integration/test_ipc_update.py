@@ -18,8 +18,7 @@ from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.ipc import HandleSender
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence
+from pipelinerl.weights.sync import ProbeResult, ProbeSequence, WeightPublisher
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4

@@ -23,8 +23,7 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.probe import PROBE_TOLERANCE
 from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 
 TESTS = Path(__file__).parents[1]
 #: Embeddings, heads, norms, queries to outputs and MLPs; routers with a bias and experts; sinks and experts in one

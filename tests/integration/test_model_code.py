@@ -13,8 +13,7 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 
 pytestmark = pytest.mark.slow
 CODE = """

@@ -15,9 +15,8 @@ from fakes.vllm_process import VLLMProcess
 from pipelinerl.weights.buffers import ModuleSource, NamedTensors
 from pipelinerl.weights.ipc import HandleSender
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.weights.sync import ProbeResult, ProbeSequence, WeightPublisher
 from pipelinerl.weights.transport import GroupSender
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4

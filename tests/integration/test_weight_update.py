@@ -28,9 +28,8 @@ from pipelinerl.weights.buffers import (
     update_info_of,
 )
 from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
-from pipelinerl.weights.sync import WeightPublisher
+from pipelinerl.weights.sync import ProbeResult, ProbeSequence, WeightPublisher
 from pipelinerl.weights.transport import GroupSender, SenderOptions, open_sender
-from pipelinerl.weights.verify import ProbeResult, ProbeSequence
 
 TOLERANCE = 1e-4
 

@@ -39,12 +39,16 @@ from pipelinerl.finetune.lora import (
 from pipelinerl.finetune.optimizer import make_adamw
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks, ensure_process_group
-from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
+from pipelinerl.finetune.served_weights import (
+    CheckpointForm,
+    ServedValues,
+    checkpoint_name,
+    export_name,
+    parameters_to_round,
+)
 from pipelinerl.finetune.tensor_files import STATE, load_tensors, save_tensors, saved_names
-from pipelinerl.finetune.weight_conversion import CheckpointForm, checkpoint_name, export_name
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import (
-    CollectiveSource,
     ModuleSource,
     NamedTensors,
     TensorMeta,
@@ -60,7 +64,7 @@ Rename = Callable[[str], str | None]
 class Backend:
     """One policy with its optimizer. Parameters are fp32; products are in the policy's compute dtype.
 
-    Between steps the parameters have values that servers can have (`served_values.py`); what is saved are the fp32
+    Between steps the parameters have values that servers can have (`served_weights.py`); what is saved are the fp32
     master weights. All ranks call every method at the same place.
     """
 
@@ -130,7 +134,7 @@ class Backend:
         The value head belongs to an exported model only."""
         masters = self._served.values_in(dtype)
         value_of = merged_value(self.policy, masters) if has_adapters(self.policy) else masters
-        return self._source(export_name if with_value_head else checkpoint_name, dtype, value_of, self._form)
+        return self._form.applied_to(self._source(export_name if with_value_head else checkpoint_name, dtype, value_of))
 
     def export_source(self) -> WeightSource:
         """The weights of an exported model, in the dtype that products are computed in."""
@@ -145,18 +149,12 @@ class Backend:
             lambda name, parameter: scaled(masters(name, parameter), scales.get(id(parameter))),
         )
 
-    def _source(
-        self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
-    ) -> WeightSource:
-        return ModuleSource(self.policy, dtype=dtype, rename=rename, value_of=value_of, form=form)
+    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
+        return ModuleSource(self.policy, dtype, rename, value_of)
 
     def _gathered_source(
-        self,
-        rename: Rename,
-        dtype: torch.dtype,
-        gather: Callable[[Sequence[NamedParameter]], NamedTensors],
-        form: CheckpointForm | None,
-    ) -> CollectiveSource:
+        self, rename: Rename, dtype: torch.dtype, gather: Callable[[Sequence[NamedParameter]], NamedTensors]
+    ) -> WeightSource:
         """The source of a sharded model; `gather`, a collective, makes some parameters whole. Buffers always are."""
         sent = ((rename(name), parameter) for name, parameter in self.policy.named_parameters())
         parameters = {name: parameter for name, parameter in sent if name is not None}
@@ -173,7 +171,7 @@ class Backend:
             yield buffers if self._ranks.is_first else []
 
         sent_metas = [*metas, *(TensorMeta(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers)]
-        return CollectiveSource(sent_metas, buckets, lambda flag: bool(self._ranks.broadcast(int(flag))), form)
+        return WeightSource(sent_metas, buckets, lambda flag: bool(self._ranks.broadcast(int(flag))))
 
     def save(self, folder: Path) -> None:
         """Write what is trained and the optimizer's state into `folder`, every rank its share: safetensors files of

@@ -25,7 +25,6 @@ from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.sharded_model import has_parts, replace_parameters
 from pipelinerl.finetune.tensor_files import STATE, flat_share, load_tensors, save_tensors, saved_names
-from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
@@ -92,11 +91,9 @@ class DeepSpeedBackend(Backend):
             )
         return float(norm)
 
-    def _source(
-        self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
-    ) -> WeightSource:
+    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
         if self._stage < 3:
-            return super()._source(rename, dtype, value_of, form)
+            return super()._source(rename, dtype, value_of)
         table = updates(self.policy)
 
         def gather(part: Sequence[NamedParameter]) -> NamedTensors:
@@ -108,7 +105,7 @@ class DeepSpeedBackend(Backend):
                 # Copied: what leaves the block is sharded again.
                 return [(name, value_of(name, parameter).detach().to(dtype, copy=True)) for name, parameter in part]
 
-        return self._gathered_source(rename, dtype, gather, form)
+        return self._gathered_source(rename, dtype, gather)
 
     def _shard_all(self) -> None:
         """Wait for the parameters that are being fetched ahead of their use, and shard all of them again (stage 3)."""

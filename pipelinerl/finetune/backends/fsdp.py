@@ -21,7 +21,6 @@ from pipelinerl.finetune.lora import ValueOf, has_adapters
 from pipelinerl.finetune.policy import PolicyModel, PolicyOutputs, decoder_layers
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.sharded_model import has_parts, shard_parts
-from pipelinerl.finetune.weight_conversion import CheckpointForm
 from pipelinerl.rl.microbatch import MicroBatch
 from pipelinerl.weights.buffers import NamedTensors, WeightSource
 
@@ -76,14 +75,12 @@ class FSDPBackend(Backend):
             self.module.reshard()
         return outputs
 
-    def _source(
-        self, rename: Rename, dtype: torch.dtype, value_of: ValueOf, form: CheckpointForm | None = None
-    ) -> WeightSource:
+    def _source(self, rename: Rename, dtype: torch.dtype, value_of: ValueOf) -> WeightSource:
         def gather(part: Sequence[NamedParameter]) -> NamedTensors:
             # Cast before it is gathered: half the bytes travel for bf16.
             return [(name, whole(value_of(name, parameter).detach().to(dtype))) for name, parameter in part]
 
-        return self._gathered_source(rename, dtype, gather, form)
+        return self._gathered_source(rename, dtype, gather)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

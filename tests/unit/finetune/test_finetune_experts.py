@@ -14,7 +14,7 @@ from transformers.integrations import moe
 from pipelinerl.finetune.experts import OWN_EXPERTS, use_own_experts
 from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
-from pipelinerl.finetune.served_values import parameters_to_round
+from pipelinerl.finetune.served_weights import parameters_to_round
 
 BF16 = torch.bfloat16
 #: Experts as most have them; stored transposed and with biases; beside shared ones.

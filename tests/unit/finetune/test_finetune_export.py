@@ -17,10 +17,10 @@ from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter, tokenizer_difference
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weight_conversion import checkpoint_name
+from pipelinerl.finetune.served_weights import checkpoint_name
 from pipelinerl.llm.tokens import load_tokenizer
 from pipelinerl.tiny.tokenizer import build_tokenizer
-from pipelinerl.weights.buffers import CollectiveSource, ModuleSource, plan_chunks
+from pipelinerl.weights.buffers import ModuleSource, WeightSource, plan_chunks
 
 
 class Gathered:
@@ -40,7 +40,7 @@ class Gathered:
             self.passes.append(flag)
             return flag
 
-        self.source = CollectiveSource(plain.metadata(), gather, announce)
+        self.source = WeightSource(plain.metadata(), gather, announce)
 
 
 @pytest.fixture

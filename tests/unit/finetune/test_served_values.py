@@ -14,7 +14,7 @@ from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.served_values import ServedValues, parameters_to_round
+from pipelinerl.finetune.served_weights import ServedValues, parameters_to_round
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import STATE, read_tensors
 from pipelinerl.weights.buffers import packed_buffers

@@ -14,7 +14,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.served_values import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype
+from pipelinerl.finetune.served_weights import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype
 from pipelinerl.finetune.weight_sync import WeightSync
 
 CPU = torch.device("cpu")

@@ -18,8 +18,7 @@ from pipelinerl.records import PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
-from pipelinerl.weights.verify import ProbeSequence
+from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 
 TIMEOUT_S = 60.0
 WAIT_S = 60.0

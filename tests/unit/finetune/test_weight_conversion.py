@@ -22,7 +22,7 @@ from pipelinerl.finetune.model import load_language_model
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.weight_conversion import CheckpointForm
+from pipelinerl.finetune.served_weights import CheckpointForm
 from pipelinerl.finetune.weight_sync import check_checkpoint
 
 

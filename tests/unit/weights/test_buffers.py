@@ -13,11 +13,11 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights import buffers
 from pipelinerl.weights.buffers import (
     BLOCK_WORDS,
-    CollectiveSource,
     DamagedBufferError,
     ModuleSource,
     NamedTensors,
     TensorMeta,
+    WeightSource,
     checksum,
     checksum_problem,
     mark_of,
@@ -277,7 +277,7 @@ def test_a_module_source_casts_renames_and_sends_shared_parameters_once() -> Non
 
 def test_a_collective_source_makes_followers_take_part_in_every_pass() -> None:
     flags: list[bool] = []
-    leader = CollectiveSource([meta("a", 1)], lambda: [[("a", torch.ones(1))]], lambda flag: flags.append(flag) or flag)
+    leader = WeightSource([meta("a", 1)], lambda: [[("a", torch.ones(1))]], lambda flag: flags.append(flag) or flag)
     for _ in range(2):
         assert [name for bucket in leader.buckets() for name, _ in bucket] == ["a"]
     leader.done()
@@ -285,7 +285,7 @@ def test_a_collective_source_makes_followers_take_part_in_every_pass() -> None:
 
     passes: list[int] = []
     heard = iter(flags)
-    follower = CollectiveSource([meta("a", 1)], lambda: passes.append(1) or iter([[]]), lambda _: next(heard))
+    follower = WeightSource([meta("a", 1)], lambda: passes.append(1) or iter([[]]), lambda _: next(heard))
     follower.follow()
     assert len(passes) == 2
 
@@ -324,7 +324,7 @@ def test_a_refused_pass_over_a_sharded_model_is_read_to_its_end() -> None:
             yield [(meta.name, torch.tensor([1e6]))]
             taken.append(meta.name)
 
-    source = CollectiveSource(metas, gather, lambda flag: flag)
+    source = WeightSource(metas, gather, lambda flag: flag)
     with pytest.raises(WeightSyncError, match="a has a value of 1e"):
         list(packed_buffers(source, metas, 1, 1, ("actor_llm_0",)))
     assert taken == ["a", "b", "c"]

@@ -16,9 +16,8 @@ from fakes.synced_servers import HANG_S, LIMIT_S, ROUTES, SHAPES, assert_has, as
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.link import ServerAddress, ServerUpdate
-from pipelinerl.weights.sync import UpdateReport, WeightPublisher
+from pipelinerl.weights.sync import ProbeSequence, UpdateReport, WeightPublisher
 from pipelinerl.weights.transport import GroupSender
-from pipelinerl.weights.verify import ProbeSequence
 
 
 @pytest.fixture
@@ -306,12 +305,6 @@ def test_a_value_beyond_float16_is_refused_before_a_float16_server_is_paused(dty
         else:
             assert publisher.publish(1, ModuleSource(linear(70000.0))).failed == {}
             assert float(server.tensors["bias"][0]) == 70000.0
-
-
-@pytest.mark.parametrize(("ids", "logprobs"), [([1], []), ([1, 2], []), ([1, 2], [0.1, 0.2])])
-def test_probe_sequences_must_fit(ids: list[int], logprobs: list[float]) -> None:
-    with pytest.raises(ValueError, match="one log-prob fewer"):
-        ProbeSequence(ids, logprobs)
 
 
 def report(
