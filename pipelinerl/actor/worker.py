@@ -54,7 +54,7 @@ from pipelinerl.errors import (
     UserError,
 )
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.client import open_session
+from pipelinerl.llm.client import open_session, sampling_parameters
 from pipelinerl.llm.sample_builder import (
     build_samples,
     check_result,
@@ -65,8 +65,7 @@ from pipelinerl.llm.sample_builder import (
     summarize,
     version_range,
 )
-from pipelinerl.llm.tokens import load_tokenizer
-from pipelinerl.llm.trainable import sampling_parameters
+from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 from pipelinerl.records import EvaluationSample
 from pipelinerl.role import LOG_FORMAT, TOKEN_KEY, end_with_launcher
 from pipelinerl.rollouts import RolloutResult
@@ -104,7 +103,8 @@ class RolloutWorker:
         self._function = function
         self._config = config
         self._cfg = to_dictconfig(config)
-        self._tokenizer = tokenizer
+        # One for all: its cache serves every server.
+        self._renderer = ChatRenderer(tokenizer, config.llm.chat_template_kwargs)
         self._temperature = config.llm.parameters.temperature
         self._incarnation = incarnation
         self._actor = actor
@@ -149,9 +149,7 @@ class RolloutWorker:
     def _set_servers(self, servers: Servers) -> None:
         for evaluation_set, llms in self._llms.items():
             for url in servers.urls[len(llms) :]:
-                llms.append(make_llm(self._config, url, self._tokenizer, evaluation_set))
-                # One renderer for all: its cache serves every server.
-                llms[-1].share_renderer(llms[0])
+                llms.append(make_llm(self._config, url, self._renderer, evaluation_set))
                 llms[-1].max_model_len = servers.max_model_len
 
     def _forget(self, ticket: int, task: asyncio.Task[None]) -> None:
@@ -260,7 +258,7 @@ async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def make_llm(config: RunConfig, url: str, tokenizer: Any, evaluation_set: int | None) -> TrainableLLM:
+def make_llm(config: RunConfig, url: str, renderer: ChatRenderer, evaluation_set: int | None) -> TrainableLLM:
     """Return the handle of a server, for training (None) or a set of evaluations (`config.evaluation_parameters`).
 
     Evaluations do not train, so they ask for no log-probs, which cost the server.
@@ -270,9 +268,9 @@ def make_llm(config: RunConfig, url: str, tokenizer: Any, evaluation_set: int | 
     return TrainableLLM(
         base_url=url,
         model_name=_MODEL_NAME,
-        tokenizer=tokenizer,
+        tokenizer=renderer.tokenizer,
+        renderer=renderer,
         parameters=sampling_parameters(parameters),
-        template_kwargs=config.llm.chat_template_kwargs,
         token=os.environ.get(TOKEN_KEY, ""),
         collect_logprobs=is_training,
         request_timeout_s=config.actor.request_timeout_s,

@@ -31,9 +31,9 @@ from pipelinerl.agents.user_threads import start_thread
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.llm.chat import continue_ids, without_sampled_stop
+from pipelinerl.llm.client import generate
 from pipelinerl.llm.sample_builder import Transcript, checked_reward
-from pipelinerl.llm.tokens import continue_ids, without_sampled_stop
-from pipelinerl.llm.trainable import generate
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ async def _play(
     renderer = llm.renderer
     state, label = str(problem["state"]), problem.get("label")
     ids = renderer.encode_prompt(state)
-    episode = _Episode([Transcript(llm.temperature)])
+    episode = _Episode([Transcript()])
     for _ in range(cfg.agent.max_steps):
         try:
             call = await generate(llm, Prompt(token_ids=ids), state, ids, session)
@@ -141,7 +141,7 @@ async def _play(
                 new_ids = continue_ids(renderer, call, action, rest)
             ids = [*episode.transcripts[-1].ids, *new_ids]
         else:
-            episode.transcripts.append(Transcript(llm.temperature))
+            episode.transcripts.append(Transcript())
             ids = renderer.encode_prompt(next_state)
         state = next_state
     return episode

@@ -32,9 +32,8 @@ from pipelinerl.agents.openai_format import (
 from pipelinerl.agents.user_threads import start_thread
 from pipelinerl.errors import DomainError, EndRunError, RetryableRolloutError, RolloutError
 from pipelinerl.llm import LLMCall, TrainableLLM
-from pipelinerl.llm.chat_messages import Message, assistant_message, identity
+from pipelinerl.llm.chat import Chat, Message, assistant_message, identity
 from pipelinerl.llm.sample_builder import checked_reward
-from pipelinerl.llm.trainable import Chat
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 
 _SHAPE = "rollout(base_url, api_key, problem) -> reward, or (reward, dict of metrics)"
@@ -186,7 +185,7 @@ class Recording:
                 continue
             if [identity(message) for message in chat.messages] == wanted[:length]:
                 return chat, length
-        fresh = Chat(self._llm, self._session, tools)
+        fresh = self._llm.chat(self._session, tools)
         self._chats.append(fresh)
         return fresh, 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.llm import LLMCall
-from pipelinerl.llm.chat_messages import Message, assistant_message
+from pipelinerl.llm.chat import Message, assistant_message
 
 _MAX_STOP_STRINGS = 16
 _ROLES = ("user", "assistant", "system", "developer")

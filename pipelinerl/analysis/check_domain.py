@@ -44,10 +44,9 @@ from pipelinerl.domains.registry import (
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, RolloutError, UserError
 from pipelinerl.grading import open_verifier
 from pipelinerl.llm import TrainableLLM
-from pipelinerl.llm.client import open_session
+from pipelinerl.llm.client import open_session, sampling_parameters
 from pipelinerl.llm.sample_builder import build_samples, check_result, complete_texts, summarize
 from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
-from pipelinerl.llm.trainable import sampling_parameters
 from pipelinerl.rl.user_function import check_user_functions
 from pipelinerl.run.model_folder import read_model_config
 from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, REMARK
@@ -278,7 +277,7 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float, prompts: lis
 
 def _handle(config: RunConfig, url: str, tokenizer: Any, renderer: ChatRenderer) -> Any:
     parameters = sampling_parameters(config.llm.parameters)
-    llm = TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN, _renderer=renderer)
+    llm = TrainableLLM(url, "actor", tokenizer, parameters=parameters, token=_TOKEN, renderer=renderer)
     return llm.for_rollout(seed=0)
 
 

@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from pipelinerl.domains.data import check_names
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import Prompt, TrainableLLM
+from pipelinerl.llm.client import llm_async_generate, make_training_text
 from pipelinerl.llm.tokens import after_thinking
-from pipelinerl.llm.trainable import llm_async_generate, make_training_text
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
 
 SYSTEM_PROMPT = "You are a helpful assistant"

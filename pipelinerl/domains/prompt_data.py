@@ -12,7 +12,7 @@ from typing import Any
 
 from pipelinerl.domains.data_sets import data_set, read_rows
 from pipelinerl.errors import DomainError, RolloutError
-from pipelinerl.llm.chat_messages import for_template
+from pipelinerl.llm.chat import for_template
 from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pipelinerl.config.task import RewardsConfig
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
 from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
-from pipelinerl.llm.trainable import llm_async_generate, make_training_text
+from pipelinerl.llm.client import llm_async_generate, make_training_text
 from pipelinerl.records.completion import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 from pipelinerl.sandbox.protocol import OVER_LIMIT, Grade, GraderFunction

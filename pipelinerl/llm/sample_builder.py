@@ -35,7 +35,6 @@ class Turn:
 class Transcript:
     """One growing sequence. `ids` are the last prompt and its answer; `text` is the same in the template's words."""
 
-    temperature: float
     ids: list[int] = field(default_factory=list)
     text: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -86,8 +85,17 @@ class Transcript:
             output_tokens=trained,
             metadata={"turns": len(self.turns)},
             version_spans=spans,
-            temperature=self.temperature,
+            temperature=last.temperature,
         )
+
+
+def text_of_call(call: LLMCall, reward: float | None = None) -> TrainingText:
+    """Return one call, with its `prompt_text`, as a sample: only its output is trained."""
+    transcript = Transcript()
+    transcript.add(call, (call.prompt_text or "") + call.output_text)
+    text = transcript.training_text(reward)
+    text.metadata = {}
+    return text
 
 
 def _append_spans(spans: list[VersionSpan], more: list[VersionSpan], offset: int) -> None:

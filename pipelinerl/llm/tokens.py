@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] = {}) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs)
         self._lock = threading.Lock()
         self._fast: Tokenizer | None = None
@@ -133,12 +133,12 @@ class ChatRenderer:
         turn = {"add_generation_prompt": opens, **({"continue_final_message": True} if continued else {})}
         turn = {**self._template_kwargs, **turn}
         chat = list(messages)
-        if "developer" not in str(getattr(self._tokenizer, "chat_template", "")):
+        if "developer" not in str(getattr(self.tokenizer, "chat_template", "")):
             chat = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in chat]
         try:
-            return str(self._tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **turn))
+            return str(self.tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **turn))
         except Exception as error:  # the template is a program that ships with the model: anything can come out
-            if not getattr(self._tokenizer, "chat_template", True):
+            if not getattr(self.tokenizer, "chat_template", True):
                 raise RolloutError(
                     "bad_prompt",
                     "the prompt is a list of messages, but the model's tokenizer has no chat template. Use an "
@@ -155,7 +155,7 @@ class ChatRenderer:
         Raises:
             RolloutError: `bad_prompt`, as in `encode`.
         """
-        ids, first = self.encode(text), getattr(self._tokenizer, "bos_token_id", None)
+        ids, first = self.encode(text), getattr(self.tokenizer, "bos_token_id", None)
         if first is None or ids[:1] == [first]:
             return ids
         # Encoders of a fast tokenizer cannot be changed by others, so an empty text tells what they add.
@@ -163,7 +163,7 @@ class ChatRenderer:
             added = self._fast.encode("", add_special_tokens=True).ids
         else:
             with self._lock:
-                added = list(self._tokenizer.encode("", add_special_tokens=True))
+                added = list(self.tokenizer.encode("", add_special_tokens=True))
         return [first, *ids] if added[:1] == [first] else ids
 
     def encode(self, text: str) -> list[int]:
@@ -175,7 +175,7 @@ class ChatRenderer:
         if self._fast is not None:
             return self._encode_fast(text).ids
         with self._lock:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Return the ids of `text` where it follows `before`.
@@ -204,7 +204,7 @@ class ChatRenderer:
         if self._fast is not None:
             return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         with self._lock:
-            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def is_special(self, token_id: int) -> bool:
         """Return whether `decode` skips this id: end of message, padding, and the like."""
@@ -234,7 +234,8 @@ class LLMCall:
     """One answered request.
 
     `output_token_ids` and `logprobs` (natural logs, of the sampling distribution) have one entry per sampled token;
-    `version_spans` cover them without gaps. Ids are the server's own, never re-tokenized text.
+    `version_spans` cover them without gaps. Ids are the server's own, never re-tokenized text. `temperature` is that of
+    the request.
     """
 
     prompt: Prompt
@@ -247,6 +248,7 @@ class LLMCall:
     prompt_text: str | None = None
     output_text: str = ""
     ended_by_stop_string: bool = False
+    temperature: float | None = None
 
     @property
     def graded_text(self) -> str:
@@ -265,110 +267,15 @@ class LLMCall:
 def sampled_text(renderer: ChatRenderer, call: LLMCall) -> str:
     """Return the answer as a template would have to write it: special tokens kept, without the one that ended it."""
     ids = call.output_token_ids
-    if _ended_by_token(renderer, call):
+    if ended_by_token(renderer, call):
         ids = ids[:-1]
     return renderer.decode(ids, skip_special_tokens=False)
 
 
-def _ended_by_token(renderer: ChatRenderer, call: LLMCall) -> bool:
+def ended_by_token(renderer: ChatRenderer, call: LLMCall) -> bool:
     """Return whether the last sampled id is a special token that ended the answer (no stop string, no limit)."""
     ended = call.finish_reason == "stop" and not call.ended_by_stop_string
     return ended and renderer.is_special(call.output_token_ids[-1])
-
-
-def continue_ids(
-    renderer: ChatRenderer, call: LLMCall, before: str, text: str, end_of_answer: Callable[[], list[int]] = list
-) -> list[int]:
-    """Return the ids of `text` after the answer of `call`.
-
-    The sampled end token is already there: if `text` begins with the same token, it is not added again.
-
-    Args:
-        renderer: the tokenizer.
-        call: the last answered request.
-        before: text of its answer.
-        text: what follows.
-        end_of_answer: returns the ids that a chat template writes at the end of an answer. The sampled end token
-            replaces the template's, even if it is a different one.
-    """
-    ids = renderer.encode_after(before, text)
-    if not ids or not _ended_by_token(renderer, call):
-        return ids
-    is_there = ids[0] == call.output_token_ids[-1]
-    if is_there or (renderer.is_special(ids[0]) and end_of_answer()[:1] == ids[:1]):
-        return ids[1:]
-    return ids
-
-
-def without_sampled_stop(renderer: ChatRenderer, call: LLMCall, stops: str | Sequence[str] | None, text: str) -> str:
-    """Return `text`, which follows an answer, without a repeated stop string.
-
-    The stop string is missing in the answer's text but its ids were sampled, possibly with some characters after it.
-
-    Args:
-        renderer: the tokenizer.
-        call: the last answered request.
-        stops: stop strings of the request.
-        text: what follows.
-    """
-    if not call.ended_by_stop_string:
-        return text
-    sampled = renderer.decode(call.output_token_ids)[len(call.output_text) :]
-    for ending in (sampled, *([stops] if isinstance(stops, str) else stops or [])):
-        if ending and sampled.startswith(ending) and text.startswith(ending):
-            return text[len(ending) :]
-    return text
-
-
-def continuation(
-    renderer: ChatRenderer,
-    past: Sequence[dict[str, Any]],
-    call: LLMCall,
-    new: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] | None,
-    text_so_far: str,
-) -> tuple[str, list[int]] | None:
-    """Return text and ids that `new` adds after the answer of `call`, or None if the template rewrites the past.
-
-    Works for any template: the answer is replaced by a marker, and what the template writes after the marker is what
-    has to be added (end of the answer, new messages, start of the next answer). What it writes before that, with the
-    real answer, must equal the text so far; some templates drop the reasoning of earlier turns, for instance. White
-    space is ignored, since many templates trim and the sampled ids are kept anyway.
-
-    Args:
-        renderer: template and tokenizer.
-        past: messages before the answer, as the template saw them.
-        call: the last answered request.
-        new: messages after the answer.
-        tools: of the chat.
-        text_so_far: last prompt and answer, as the template writes them.
-    """
-    answer = sampled_text(renderer, call)
-    marker = "answer-stands-here"
-    while marker in text_so_far or any(marker in str(message.get("content")) for message in new):
-        marker += "-x"
-    marked_answer = {"role": "assistant", "content": marker}
-    try:
-        opens = None if new else True  # without a new message, another turn follows the answer
-        answered = [*past, {"role": "assistant", "content": answer}, *new]
-        real = renderer.render_text(answered, tools, add_generation_prompt=opens)
-        marked = renderer.render_text([*past, marked_answer, *new], tools, add_generation_prompt=opens)
-    except RolloutError:
-        return None  # the template wants tool calls in its own form: the caller renders the whole chat
-    _, found, tail = marked.partition(marker)
-    if not found or marker in tail or not real.endswith(tail):
-        return None
-    if "".join(real[: len(real) - len(tail)].split()) != "".join(text_so_far.split()):
-        return None
-
-    def end_of_answer() -> list[int]:
-        try:
-            text = renderer.render_text([*past, marked_answer], tools, add_generation_prompt=False)
-        except RolloutError:
-            return []  # the template refuses chats that end with an answer
-        return renderer.encode(text.rpartition(marker)[2])
-
-    return tail, continue_ids(renderer, call, answer, tail, end_of_answer)
 
 
 def is_begun(last: Sequence[dict[str, Any]]) -> bool:

@@ -10,8 +10,9 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.actor.worker import make_llm
 from pipelinerl.config import RunConfig
-from pipelinerl.llm.client import open_session
-from pipelinerl.llm.trainable import complete
+from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.client import complete, open_session
+from pipelinerl.llm.tokens import ChatRenderer
 from pipelinerl.records.completion import Completion
 from pipelinerl.role import TOKEN_KEY
 from pipelinerl.weights.buffers import ModuleSource
@@ -24,11 +25,15 @@ SEEDS = (1, 2, 3)
 async def completions(config: RunConfig, url: str) -> dict[bool, list[Completion]]:
     """Answers to one prompt with several seeds, all at the same time: of evaluation (True) and of training (False)."""
     prompt = random_ids(12, seed=1)
+
+    def handle(evaluation_set: int | None) -> TrainableLLM:
+        return make_llm(config, url, ChatRenderer(None), evaluation_set)
+
     async with open_session() as session:
         pairs = [
             (
                 evaluation,
-                complete(make_llm(config, url, None, 0 if evaluation else None).for_rollout(seed), prompt, session),
+                complete(handle(0 if evaluation else None).for_rollout(seed), prompt, session),
             )
             for evaluation in (True, False)
             for seed in SEEDS

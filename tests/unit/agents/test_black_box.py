@@ -16,6 +16,7 @@ from pipelinerl.agents import black_box
 from pipelinerl.agents.openai_format import BadRequestError, read_chat_request
 from pipelinerl.errors import DomainError, RetryableRolloutError, RolloutError
 from pipelinerl.llm.sample_builder import build_samples
+from pipelinerl.llm.tokens import ChatRenderer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -123,7 +124,9 @@ async def test_limits_of_the_agent_are_kept_within_those_of_the_run(run: Any, se
     assert first["max_tokens"] == 100 and second["max_tokens"] == 2 and second["stop"] == ["x"]
 
 
-async def test_arguments_of_the_chat_template_reach_every_turn(run: Any, server: FakeServer, texts: Any) -> None:
+async def test_arguments_of_the_chat_template_reach_every_turn(
+    run: Any, server: FakeServer, texts: Any, tokenizer: Any
+) -> None:
     async def agent(base_url: str, api_key: str, problem: dict[str, Any]) -> float:
         messages = [{"role": "user", "content": "q"}]
         async with aiohttp.ClientSession() as session:
@@ -136,7 +139,7 @@ async def test_arguments_of_the_chat_template_reach_every_turn(run: Any, server:
     template = "{% for m in messages %}({{ m.content }}){% if m.role == 'assistant' %}{{ eos_token }}{% endif %}" + (
         "{% endfor %}{% if add_generation_prompt and not enable_thinking %}!{% endif %}"
     )
-    await run(agent, template_kwargs={"chat_template": template, "enable_thinking": False})
+    await run(agent, renderer=ChatRenderer(tokenizer, {"chat_template": template, "enable_thinking": False}))
     first, second = (request["token_ids"] for request in server.requests)
     assert first == texts.ids("(q)!")[:-1]
     assert second[-4:] == texts.ids("(r)!")[:-1]

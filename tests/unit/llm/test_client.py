@@ -15,9 +15,17 @@ from aiohttp import web
 from fakes.completions import as_json, packed
 
 from pipelinerl.errors import EndRunError, RetryableRolloutError, RolloutError
-from pipelinerl.llm import TrainableLLM, trainable
-from pipelinerl.llm.client import Fault, Verdict, classify, connect_fault, open_session, retry_delay_s
-from pipelinerl.llm.trainable import complete, request_body
+from pipelinerl.llm import TrainableLLM, client
+from pipelinerl.llm.client import (
+    Fault,
+    Verdict,
+    classify,
+    complete,
+    connect_fault,
+    open_session,
+    request_body,
+    retry_delay_s,
+)
 from pipelinerl.records.completion import MEDIA_TYPE, Completion
 
 
@@ -124,7 +132,7 @@ async def server(*replies: Any) -> AsyncIterator[tuple[str, list[dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainable, "retry_delay_s", lambda *args: 0.0)
+    monkeypatch.setattr(client, "retry_delay_s", lambda *args: 0.0)
 
 
 async def ask(llm: TrainableLLM) -> Completion:

@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pipelinerl.llm.tokens import (
-    ChatRenderer,
-    LLMCall,
-    LLMOutput,
-    Prompt,
-    continuation,
-    continue_ids,
-    without_sampled_stop,
-)
+from pipelinerl.llm.chat import continuation, continue_ids, without_sampled_stop
+from pipelinerl.llm.tokens import ChatRenderer, LLMCall, LLMOutput, Prompt
 from pipelinerl.records import VersionSpan
 from pipelinerl.tiny.tokenizer import build_tokenizer
 

@@ -11,6 +11,7 @@ import pytest
 
 from pipelinerl.errors import DomainError, RolloutError
 from pipelinerl.llm import LLMCall, LLMOutput, Prompt, TrainableLLM
+from pipelinerl.llm.client import make_training_text
 from pipelinerl.llm.sample_builder import (
     build_samples,
     check_result,
@@ -19,7 +20,6 @@ from pipelinerl.llm.sample_builder import (
     summarize,
     version_range,
 )
-from pipelinerl.llm.trainable import make_training_text
 from pipelinerl.records import Sample, VersionSpan
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
