@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from pipelinerl.actor.workers import Answer, RolloutEnded
+from pipelinerl.actor.worker_messages import Answer, RolloutEnded
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import Estimate, EvaluationResult
 

@@ -20,7 +20,12 @@ from msgspec.structs import replace
 from pipelinerl.actor.estimates import ALL_DATASETS, summarize
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.worker_messages import (
+    Answer,
+    RolloutEnded,
+    RolloutFailed,
+    StartRollout,
+)
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.problem_sets import Problem, sample_seeds
 from pipelinerl.errors import StreamError

@@ -26,7 +26,12 @@ from msgspec.structs import replace
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.worker_messages import (
+    Answer,
+    RolloutEnded,
+    RolloutFailed,
+    StartRollout,
+)
 from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
 from pipelinerl.errors import NoRoom
 from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample, record_time

@@ -54,9 +54,9 @@ from pipelinerl.actor.groups import (
 )
 from pipelinerl.actor.membership import Membership
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
-from pipelinerl.actor.scheduler import Scheduler
+from pipelinerl.actor.scheduler import Scheduler, WorkerPool, worker_command
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.workers import WorkerPool, rest_collector, worker_command
+from pipelinerl.actor.worker_messages import rest_collector
 from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts
 from pipelinerl.domains.problem_sets import (
     EpochCounter,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.workers import Servers, WorkerPool
+from pipelinerl.actor.scheduler import Scheduler, WorkerPool
+from pipelinerl.actor.worker_messages import Servers
 from pipelinerl.errors import WorkerError
 from pipelinerl.llm.client import open_session
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady

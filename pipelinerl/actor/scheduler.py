@@ -1,27 +1,59 @@
-"""Runs each rollout to its end: on the least busy server, with retries, and not while weight updates pause rollouts.
+"""Where rollouts run: each on the least busy server and in the least busy worker process, with retries, and not while
+weight updates pause rollouts.
 
-| who waits                | until                                                        |
-|--------------------------|--------------------------------------------------------------|
-| `run`                    | a slot is free; then the worker answers, at most `timeout_s` |
-| a training rollout       | also until a pause is over (every schedule but `pipeline`)   |
-| `hold_updates`           | a pause is over                                              |
-| who reads `quiet`        | a pause is requested and no rollout runs                     |
+A worker that dies ends the run with its exit code; its last output is in the actor's `stderr.log`, which the workers
+share. A worker whose event loop is held by user code for `BLOCK_LIMIT_S` writes the stacks of its threads to its stderr
+and ends; it is replaced, and its rollouts are tried again.
+
+| who waits                  | until                                                               |
+|----------------------------|---------------------------------------------------------------------|
+| `Scheduler.run`            | a slot is free; then the worker answers, at most `timeout_s`        |
+| a training rollout         | also until a pause is over (every schedule but `pipeline`)          |
+| `Scheduler.hold_updates`   | a pause is over                                                     |
+| who reads `quiet`          | a pause is requested and no rollout runs                            |
+| `WorkerPool.wait_ready`    | user code and tokenizer are loaded, at most `START_TIMEOUT_S`       |
+| `WorkerPool._follow`       | a worker's next message, or its end                                 |
+| `WorkerPool.close`         | workers end after their socket closed, at most `_STOP_GRACE_S`      |
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 from msgspec.structs import replace
 
 from pipelinerl.actor.progress import Changes
-from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, StartRollout, WorkerPool
+from pipelinerl.actor.worker_messages import (
+    BLOCKED_EXIT_CODE,
+    Answer,
+    CancelRollout,
+    Connection,
+    Fatal,
+    FromWorker,
+    Ready,
+    RolloutEnded,
+    RolloutFailed,
+    Servers,
+    StartRollout,
+)
+from pipelinerl.errors import DomainError, WorkerError
 from pipelinerl.llm.client import Fault, retry_delay_s
 
+logger = logging.getLogger(__name__)
+
+BLOCK_LIMIT_S = 60.0
+START_TIMEOUT_S = 600.0
+_STOP_GRACE_S = 5.0
+#: Failure of a rollout whose server went away. It says nothing about the rollout, which runs again elsewhere.
+SERVER_LOST = "server_lost"
 #: A rollout may be refused for this long without costing it a try: a server whose engine died refuses connections some
 #: seconds before its process ends and the launcher reports it.
 REFUSALS_FORGIVEN_S = 60.0
@@ -171,7 +203,7 @@ class Scheduler:
             self._assign_slots()
             self._changes.notify()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def hold_updates(self) -> AsyncIterator[None]:
         """Let pauses wait for the end of the context as for a rollout. A pause that has begun is waited for first."""
         await self._changes.wait_for(lambda: self._paused_for is None)
@@ -234,3 +266,205 @@ class Scheduler:
         if self._paused_for is not None and not self._holds and not self._is_quiet:
             self._is_quiet = True
             self.quiet.put_nowait(self._paused_for)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A rollout that was handed to a worker. `sent` is False while the worker is starting."""
+
+    server: int
+    answer: asyncio.Future[Answer]
+    sent: bool = False
+
+
+@dataclass(eq=False)
+class _Worker:
+    index: int
+    process: asyncio.subprocess.Process
+    connection: Connection[FromWorker]
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    pending: dict[int, _Pending] = field(default_factory=dict)
+
+
+class WorkerPool:
+    """`size` worker processes, started as `command` plus `--index I --fd N`.
+
+    Args:
+        command: argument vector of a worker, without its index and connection.
+        size: number of workers.
+        inherited_fds: descriptors that workers inherit (the watch on the launcher).
+        block_limit_s: longest time that user code may hold a worker's event loop.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        inherited_fds: Sequence[int] = (),
+        block_limit_s: float = BLOCK_LIMIT_S,
+    ) -> None:
+        self._command = [*command, "--block-limit-s", str(block_limit_s)]
+        self._size = size
+        self._inherited_fds = tuple(inherited_fds)
+        self._workers: list[_Worker] = []
+        self._servers: Servers | None = None
+        self._tickets = 0
+        self._tasks: asyncio.TaskGroup | None = None
+        self._closing = False
+        self.replaced_workers = 0
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start all workers. A task in `tasks` follows each of them and raises WorkerError if it dies."""
+        self._tasks = tasks
+        for index in range(self._size):
+            await self._start_worker(index)
+
+    async def wait_ready(self, servers: Servers) -> None:
+        """Tell all workers about the servers, and wait until each has loaded the user's code."""
+        self.set_servers(servers)
+        for worker in self._workers:
+            await worker.ready.wait()
+
+    def set_servers(self, servers: Servers) -> None:
+        """Tell all workers about the servers; they know before any rollout on a new one."""
+        self._servers = servers
+        for worker in self._workers:
+            worker.connection.send(servers)
+
+    def fail_rollouts_of(self, server: int) -> int:
+        """Fail all rollouts of a server that is gone with `server_lost`, and return their number."""
+        lost = 0
+        for worker in self._workers:
+            for ticket, pending in list(worker.pending.items()):
+                if pending.server == server and not pending.answer.done():
+                    message = f"server {server} went away"
+                    pending.answer.set_result(RolloutFailed(ticket, SERVER_LOST, message, transient=True))
+                    self._cancel(worker, ticket)
+                    lost += 1
+        return lost
+
+    async def run(self, start: StartRollout, timeout_s: float) -> Answer:
+        """Run one rollout on the least busy worker; after `timeout_s` it has failed with `rollout_timeout`."""
+        self._tickets += 1
+        ticket = start.ticket = self._tickets
+        worker = min(self._workers, key=lambda each: len(each.pending))
+        pending = _Pending(start.server, asyncio.get_running_loop().create_future())
+        worker.pending[ticket] = pending
+        try:
+            # The time that a replaced worker takes to start is not the rollout's.
+            await worker.ready.wait()
+            if not pending.answer.done():
+                worker.connection.send(start)
+                pending.sent = True
+            async with asyncio.timeout(timeout_s):
+                return await pending.answer
+        except TimeoutError:
+            self._cancel(worker, ticket)
+            return RolloutFailed(ticket, "rollout_timeout", f"{start.rollout_id} ran for more than {timeout_s:g} s")
+        except asyncio.CancelledError:
+            self._cancel(worker, ticket)
+            raise
+
+    async def close(self) -> None:
+        """Close the connections, which ends the workers, and kill those that do not end."""
+        self._closing = True
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            try:
+                async with asyncio.timeout(_STOP_GRACE_S):
+                    await worker.process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    worker.process.kill()
+                await worker.process.wait()
+
+    async def _start_worker(self, index: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--index",
+                str(index),
+                "--fd",
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(), *self._inherited_fds),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        worker = _Worker(index, process, Connection(reader, writer, FromWorker))
+        if self._servers is not None:
+            worker.connection.send(self._servers)
+        self._workers.append(worker)
+        assert self._tasks is not None
+        self._tasks.create_task(self._follow(worker), name=f"worker-{index}")
+
+    async def _follow(self, worker: _Worker) -> None:
+        """Handle a worker's messages until it ends."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S) as start:
+                while (message := await worker.connection.receive()) is not None:
+                    _handle(worker, message)
+                    if isinstance(message, Ready):
+                        start.reschedule(None)
+        except TimeoutError as error:
+            raise WorkerError(f"rollout worker {worker.index} was not ready after {START_TIMEOUT_S:g} s") from error
+        code = await worker.process.wait()
+        if self._closing:
+            return
+        if code != BLOCKED_EXIT_CODE or not worker.ready.is_set():
+            raise WorkerError(
+                f"rollout worker {worker.index} (pid {worker.process.pid}) ended {_how(code)} with "
+                f"{len(worker.pending)} rollouts running; its last output is above, in the actor's stderr.log"
+            )
+        logger.warning(
+            "user code held rollout worker %d for too long (see the traceback above); the worker is replaced and "
+            "%d rollouts are tried again",
+            worker.index,
+            len(worker.pending),
+        )
+        self.replaced_workers += 1
+        # The new one first: there is always a worker for new rollouts.
+        await self._start_worker(worker.index)
+        self._workers.remove(worker)
+        for ticket, pending in worker.pending.items():
+            if not pending.answer.done():
+                failure = RolloutFailed(ticket, "blocked_worker", "user code held the worker", transient=True)
+                pending.answer.set_result(failure)
+        worker.pending.clear()
+        worker.connection.close()
+
+    def _cancel(self, worker: _Worker, ticket: int) -> None:
+        """Cancel a rollout that nobody waits for any more. It counts as pending until the worker answers."""
+        pending = worker.pending.get(ticket)
+        if self._closing or pending is None:
+            return
+        if pending.sent:
+            worker.connection.send(CancelRollout(ticket))
+        else:
+            del worker.pending[ticket]
+
+
+def worker_command(run_dir: str, job: str) -> list[str]:
+    """Return the argument vector of a rollout worker of this run."""
+    return [sys.executable, "-m", "pipelinerl.actor.worker", "--run-dir", run_dir, "--job", job]
+
+
+def _handle(worker: _Worker, message: FromWorker) -> None:
+    match message:
+        case RolloutEnded() | RolloutFailed():
+            pending = worker.pending.pop(message.ticket, None)
+            # A late answer to a rollout that was given up has no effect.
+            if pending is not None and not pending.answer.done():
+                pending.answer.set_result(message)
+        case Ready():
+            worker.ready.set()
+        case Fatal(user_error=True):
+            raise DomainError(message.message)
+        case Fatal():
+            raise WorkerError(f"rollout worker {worker.index}: {message.message}")
+
+
+def _how(code: int) -> str:
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -27,7 +27,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from pipelinerl.actor.workers import (
+from pipelinerl.actor.worker_messages import (
     CRASHED_EXIT_CODE,
     CancelRollout,
     Connection,

@@ -20,7 +20,7 @@ from typing import Any
 from pipelinerl.actor.budget import SampleBudget, lag_policy_of
 from pipelinerl.actor.groups import INTERRUPTED, Publisher, find_started_groups, find_unsettled_groups
 from pipelinerl.actor.progress import Changes, TrainingProgress
-from pipelinerl.actor.workers import RolloutFailed
+from pipelinerl.actor.worker_messages import RolloutFailed
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.report import Reporter

@@ -9,7 +9,14 @@ from copy import deepcopy
 from fakes.crash_run import made_up_sample
 from msgspec.structs import replace
 
-from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, Servers, StartRollout
+from pipelinerl.actor.scheduler import SERVER_LOST
+from pipelinerl.actor.worker_messages import (
+    Answer,
+    RolloutEnded,
+    RolloutFailed,
+    Servers,
+    StartRollout,
+)
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import RolloutSummary
 

@@ -21,7 +21,7 @@ from fakes.made_up_rollouts import InstantRollouts, ended
 from msgspec.structs import replace
 
 from pipelinerl.actor.main import Actor
-from pipelinerl.actor.workers import RolloutEnded, StartRollout
+from pipelinerl.actor.worker_messages import RolloutEnded, StartRollout
 from pipelinerl.analysis.ledger import build_ledger, read_records
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import RedisStreams

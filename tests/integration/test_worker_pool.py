@@ -11,8 +11,14 @@ from fakes.actor_run import TASK, ActorRun
 from fakes.limits import PROCESS_LIMIT_S
 from fakes.random_model import save_random_model
 
-import pipelinerl.actor.workers as pool_module
-from pipelinerl.actor.workers import RolloutEnded, RolloutFailed, Servers, StartRollout, WorkerPool, worker_command
+import pipelinerl.actor.scheduler as pool_module
+from pipelinerl.actor.scheduler import WorkerPool, worker_command
+from pipelinerl.actor.worker_messages import (
+    RolloutEnded,
+    RolloutFailed,
+    Servers,
+    StartRollout,
+)
 from pipelinerl.errors import WorkerError
 
 BLOCKING = TASK.replace(

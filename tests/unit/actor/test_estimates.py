@@ -10,7 +10,7 @@ from fakes.made_up_rollouts import ended
 from msgspec.structs import replace
 
 from pipelinerl.actor.estimates import estimates, interval, pass_at, summarize
-from pipelinerl.actor.workers import RolloutFailed
+from pipelinerl.actor.worker_messages import RolloutFailed
 from pipelinerl.domains.problem_sets import Problem
 from pipelinerl.records import EvaluationResult
 

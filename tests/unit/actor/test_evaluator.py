@@ -20,7 +20,13 @@ from pipelinerl.actor.evaluator import EvaluationRecorder, Evaluator, as_final, 
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.worker import RolloutWorker
-from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed, StartRollout, check_sendable
+from pipelinerl.actor.worker_messages import (
+    Answer,
+    RolloutEnded,
+    RolloutFailed,
+    StartRollout,
+    check_sendable,
+)
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.config.schedule import EvaluationSchedule
 from pipelinerl.domains.problem_sets import Problem

@@ -17,7 +17,7 @@ from pipelinerl.actor.groups import GroupRunner, Publisher, number_of
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.workers import Answer, RolloutFailed, StartRollout
+from pipelinerl.actor.worker_messages import Answer, RolloutFailed, StartRollout
 from pipelinerl.config import RunConfig
 from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
 from pipelinerl.errors import WorkerError

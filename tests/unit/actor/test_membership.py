@@ -11,7 +11,7 @@ from pipelinerl.actor import membership as membership_module
 from pipelinerl.actor.membership import Membership
 from pipelinerl.actor.progress import Changes
 from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.workers import Answer, RolloutEnded, RolloutFailed
+from pipelinerl.actor.worker_messages import Answer, RolloutEnded, RolloutFailed
 from pipelinerl.records import PoolChange, ServerReady
 
 INCARNATION = 2

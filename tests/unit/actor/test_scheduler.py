@@ -11,8 +11,13 @@ from fakes.made_up_rollouts import HeldRollouts, InstantRollouts, ended, rollout
 
 from pipelinerl.actor import scheduler as scheduler_module
 from pipelinerl.actor.progress import Changes
-from pipelinerl.actor.scheduler import Scheduler
-from pipelinerl.actor.workers import SERVER_LOST, Answer, RolloutEnded, RolloutFailed, StartRollout
+from pipelinerl.actor.scheduler import SERVER_LOST, Scheduler
+from pipelinerl.actor.worker_messages import (
+    Answer,
+    RolloutEnded,
+    RolloutFailed,
+    StartRollout,
+)
 
 
 def scheduler_of(runner: Any, servers: int = 1, slots: int = 1, max_retries: int = 0) -> Scheduler:

@@ -10,7 +10,12 @@ import pytest
 
 from pipelinerl.actor import stats
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
-from pipelinerl.actor.workers import CancelRollout, Connection, StartRollout, ToWorker
+from pipelinerl.actor.worker_messages import (
+    CancelRollout,
+    Connection,
+    StartRollout,
+    ToWorker,
+)
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import RolloutSummary
 
