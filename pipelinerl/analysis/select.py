@@ -43,7 +43,7 @@ from pipelinerl.streams.base import (
     TRAINING_DATA_TOPIC,
 )
 from pipelinerl.streams.hub import StreamHub
-from pipelinerl.streams.read import read_entries
+from pipelinerl.streams.read import read_all, read_entries, read_one
 
 
 class StoredSample(Sample, frozen=True, kw_only=True):
@@ -222,11 +222,7 @@ def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRoll
     for candidate in chosen:
         if group is None or candidate.offset != offset:
             offset = candidate.offset
-            entries = read_entries(streams, ACTOR_TOPIC, ACTOR, StoredGroup, offset, offset + 1)
-            entry = next(entries, None)
-            if entry is None:
-                raise StreamError(f"stream {ACTOR_TOPIC}: the record at offset {offset} is gone")
-            group = entry.record
+            group = _existing(streams, ACTOR_TOPIC, StoredGroup, offset)
         yield rollout_of(group, candidate.rollout_id)
 
 
@@ -258,12 +254,11 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
     """
     wanted = {name for candidate in chosen for name in candidate.sample_ids}
     lineage = Lineage()
-    for entry in read_entries(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
-        lineage.add(entry.record)
+    for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
+        lineage.add(message)
     found: dict[str, str] = {}
     for source in (TRAINER, PREPROCESSOR, ACTOR):
-        for entry in read_entries(streams, FATES_TOPIC, source, FateRecord):
-            record: FateRecord = entry.record
+        for record in read_all(streams, FATES_TOPIC, source, FateRecord):
             if text := fate_text(record, lineage):
                 found.update((name, text) for name in record.sample_ids if name in wanted)
     return found
@@ -297,8 +292,7 @@ def find_evaluations(streams: StreamHub, is_continued: bool = False) -> Evaluati
     `is_continued`: each start goes on with the evaluation of the one before, so the result is of all of them.
     """
     found = Evaluations()
-    for entry in read_entries(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult):
-        result: EvaluationResult = entry.record
+    for result in read_all(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult):
         if result.success_rate is not None:  # without it all its rollouts failed
             starts = range(result.incarnation + 1) if is_continued else (result.incarnation,)
             found.made.setdefault((result.due_version, result.is_final), set()).update(starts)
@@ -343,8 +337,11 @@ def _as_group(rollout: EvaluationRollout) -> GroupHead:
 def load_evaluations(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[EvaluationRollout]:
     """The chosen rollouts, in the order of `chosen`. Raises StreamError if one cannot be read."""
     for candidate in chosen:
-        place = candidate.offset
-        entry = next(read_entries(streams, EVALUATION_ROLLOUTS_TOPIC, ACTOR, EvaluationRollout, place, place + 1), None)
-        if entry is None:
-            raise StreamError(f"stream {EVALUATION_ROLLOUTS_TOPIC}: the record at offset {place} is gone")
-        yield entry.record
+        yield _existing(streams, EVALUATION_ROLLOUTS_TOPIC, EvaluationRollout, candidate.offset)
+
+
+def _existing(streams: StreamHub, topic: str, kind: Any, offset: int) -> Any:
+    record = read_one(streams, topic, ACTOR, kind, offset)
+    if record is None:
+        raise StreamError(f"stream {topic}: the record at offset {offset} is gone")
+    return record

@@ -1,19 +1,23 @@
 """The stream contract: names of a run's streams, writers, readers, and what a backend has to provide.
 
-A stream is an append-only log of records with gap-free offsets from 0. One writer per (topic, instance, partition),
-any number of readers. Every backend passes tests/contract/test_streams.py.
+A stream is an append-only log of records with gap-free offsets from 0, with one writer and any number of readers. Every
+backend passes tests/contract/test_streams.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
 from pipelinerl.config.resources import StreamsConfig
+from pipelinerl.errors import StreamError
+from pipelinerl.records.codec import RecordCodec
+from pipelinerl.rundir.durable import FileLock
 from pipelinerl.rundir.layout import RunDir
 
 T = TypeVar("T")
@@ -37,8 +41,8 @@ ACTOR = "actor_0"
 PREPROCESSOR = "preprocessor_0"
 TRAINER = "finetune_0"
 
-# Each of these reads its stream once, from the start to the end of the run: a backend with bounded memory may drop what
-# they have read. Streams without a consumer are small.
+# Each consumer reads its stream once, from the beginning to the end of the run, so a backend with bounded memory may
+# drop what it has read. Streams without a consumer are small.
 PREPROCESSOR_CONSUMER = "preprocessor"
 TRAINER_CONSUMER = "finetune"
 CONSUMERS: dict[str, tuple[str, ...]] = {
@@ -48,14 +52,13 @@ CONSUMERS: dict[str, tuple[str, ...]] = {
 
 
 class StreamSpec(msgspec.Struct, frozen=True):
-    """Address of one log: `topic` says what flows, `instance` who writes (a job name), `partition` which share.
+    """Address of one log: `topic` is what it carries, `instance` the job that writes it.
 
-    `policy` is empty while a run trains one policy; the streams of another one are named `topic@policy`.
+    `policy` is empty while a run trains one policy; streams of another policy are named `topic@policy`.
     """
 
     topic: str
-    instance: str = "0"
-    partition: int = 0
+    instance: str
     policy: str = ""
 
     @property
@@ -71,8 +74,8 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
 
 
 class StreamWriter(Protocol[T_contra]):
-    """Appends records. A record is visible to readers once `write` has returned; `flush` makes it as durable as
-    `streams.fsync` asks for. Threads may share a writer."""
+    """Appends records. A record is visible to readers once `write` returns; `flush` makes it as durable as
+    `streams.fsync` asks for. Thread-safe."""
 
     @property
     def next_offset(self) -> int: ...
@@ -84,7 +87,7 @@ class StreamWriter(Protocol[T_contra]):
     def flush(self) -> None: ...
 
     def end_waits(self) -> None:
-        """From now on, raise NoRoom instead of waiting until a full stream has room. Thread-safe."""
+        """From now on, raise NoRoom instead of waiting for room in a full stream. Thread-safe."""
         ...
 
     def close(self) -> None: ...
@@ -97,14 +100,16 @@ class StreamReader(Protocol[T]):
     def offset(self) -> int: ...
 
     def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T]]:
-        """Return 1..max_records entries, blocking up to `timeout_s` for the first; an empty list means time-out.
+        """Return up to `max_records` entries, waiting up to `timeout_s` for the first; none: timeout, or `wake`.
 
-        Raises StreamError with file or key, offset and reason for a corrupt record.
+        Raises:
+            StreamError: the next record is corrupt or gone; file or key, offset and reason. The records before it were
+                returned, and every further call raises again.
         """
         ...
 
     def wake(self) -> None:
-        """Let the `read` that blocks now, or else the next one, return at once, maybe empty. Thread-safe."""
+        """Make the blocked `read`, or else the next one, return at once, maybe empty. Thread-safe."""
         ...
 
     def close(self) -> None: ...
@@ -113,11 +118,11 @@ class StreamReader(Protocol[T]):
 class StreamBackend(Protocol):
     """Where the streams of one run are kept. A backend is a class named in `STREAM_BACKENDS` (config/resources.py).
 
-    Class methods are about a run as a whole: `check` before it starts, `serve` while it runs, `reopen` for commands
-    that look at it from another process.
+    Class methods concern a run as a whole: `check` before it starts, `serve` while it runs, `reopen` for commands that
+    read it from another process.
     """
 
-    #: Whether the records lie in files of the run directory, readable while no run is active.
+    #: Whether the records are files of the run directory, readable while no run is active.
     is_on_disk: ClassVar[bool]
     #: Whether `write` and `flush` may take long.
     may_wait: bool
@@ -126,17 +131,17 @@ class StreamBackend(Protocol):
         """Raises StreamError if the streams cannot be reached. `root` is the run's folder `streams`."""
 
     def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
-        """`consumers` are the readers that it must not run too far ahead of."""
+        """The writer must not run too far ahead of `consumers`."""
         ...
 
     def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]: ...
 
     def places(self, spec: StreamSpec) -> list[int]:
-        """Ascending offsets from which a reader can start cheaply, the oldest record's first. Creates nothing."""
+        """Ascending offsets from which a reader starts cheaply, beginning with the oldest record. Creates nothing."""
         ...
 
     def commit(self, spec: StreamSpec, offset: int) -> None:
-        """No resume reads whole records before `offset`: with `streams.retention=heads` their tokens may go."""
+        """No resume reads whole records before `offset`; with `streams.retention=heads` their tokens may go."""
         ...
 
     @classmethod
@@ -147,12 +152,62 @@ class StreamBackend(Protocol):
     def serve(
         cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]
     ) -> AbstractContextManager[Mapping[str, str]]:
-        """Keep whatever the streams need running. Yields `environ` with what the run's processes need to find it."""
-        ...
+        """Keep what the streams need running. Yields `environ` plus what the run's processes need to find it."""
+        return nullcontext(environ)
 
     @classmethod
     def reopen(
         cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
     ) -> AbstractContextManager[Mapping[str, str]]:
         """As `serve`, to read the streams of an existing run, whose launcher may still be running."""
-        ...
+        return cls.serve(config, run_dir, environ)
+
+
+class LockedWriter(Generic[T]):
+    """What writers have in common: the lock of the stream's folder, and the fault after which nothing can be written.
+
+    Raises:
+        StreamError: the stream has a writer already, or its folder cannot be created.
+    """
+
+    def __init__(self, name: str, directory: Path, record_type: Any) -> None:
+        self._name, self._directory = name, directory
+        self._codec = RecordCodec[T](record_type)
+        self._mutex = threading.Lock()
+        self._next = 0
+        self._broken: str | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = FileLock(directory / "writer.lock")
+        except BlockingIOError as error:
+            owner = str(error.strerror).removeprefix("locked by ")
+            raise self._error(f"{owner} is already writing it. Stop it, or use another output_dir") from error
+        except OSError as error:
+            raise self._error(f"cannot be opened for writing: {error}") from error
+
+    @property
+    def next_offset(self) -> int:
+        """Offset that the next record will get."""
+        return self._next
+
+    def close(self) -> None:
+        """Release the stream to another writer. May be called twice."""
+        self._lock.release()
+
+    @contextmanager
+    def _opening(self, fault: type[Exception]) -> Iterator[None]:
+        """Closes the writer if the code inside fails; a `fault` becomes a StreamError."""
+        try:
+            yield
+        except (fault, StreamError) as error:
+            self.close()
+            if isinstance(error, StreamError):
+                raise
+            raise self._error(f"cannot be opened for writing: {error}") from error
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise self._error(self._broken)
+
+    def _error(self, reason: str) -> StreamError:
+        return StreamError(f"stream {self._name}: {reason}")

@@ -1,7 +1,7 @@
 """Streams in files: one JSON line per record (see `shards` for the layout).
 
-A record is one `write` call of one line, so a reader sees it whole as soon as `write` returns. A crash inside the call
-leaves a torn last line: readers wait on it, and the next writer cuts it off. Readers wait for changes of the folder.
+A record is one `write` call, so readers see all of it once `write` returns. A crash inside the call leaves a torn last
+line: readers wait for its end, and the next writer cuts it off. Readers watch the folder for changes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -20,25 +19,23 @@ from pipelinerl.config.resources import StreamsConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.records.codec import RecordCodec
 from pipelinerl.rundir.durable import FsyncPolicy, Syncer, sync_path
-from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.base import Entry, StreamReader, StreamSpec, StreamWriter
+from pipelinerl.streams.base import Entry, LockedWriter, StreamBackend, StreamReader, StreamSpec, StreamWriter
 from pipelinerl.streams.shards import (
     commit,
     list_shards,
-    lock_stream,
     lost_shard,
     note_newest,
-    partition_dir,
     repair_shard,
     shard_of,
     shard_path,
+    stream_dir,
     strip_old_shards,
 )
 from pipelinerl.streams.waiting import DirectoryWatch
 
 T = TypeVar("T")
 
-# Both are small for the sake of the processor's caches: decoded large records would be pushed out before they are used.
+# Both are small, so that decoded records are used while they are in the processor's caches.
 CHUNK_BYTES = 1 << 18
 BATCH_BYTES = 1 << 16
 #: Distance of the places in a shard that are remembered, for whoever reads a record again.
@@ -48,8 +45,8 @@ LOOK_S = 1.0
 _RESTORE = "Restore the file, or start a new run in another output_dir"
 
 
-class FileBackend:
-    """The file backend. `run_id` and `environ` are not needed: every run has its own folder."""
+class FileBackend(StreamBackend):
+    """Needs neither `run_id` nor `environ`: every run has its own folder."""
 
     is_on_disk: ClassVar[bool] = True
 
@@ -61,44 +58,28 @@ class FileBackend:
 
     def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
         config = self._config
-        folder = partition_dir(self._root, spec)
+        folder = stream_dir(self._root, spec)
         return FileWriter[Any](folder, record_type, config.shard_bytes, config.fsync, config.retention == "all")
 
     def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]:
-        return FileReader[Any](partition_dir(self._root, spec), record_type, offset, self._marks)
+        return FileReader[Any](stream_dir(self._root, spec), record_type, offset, self._marks)
 
     def places(self, spec: StreamSpec) -> list[int]:
-        return list_shards(partition_dir(self._root, spec))
+        return list_shards(stream_dir(self._root, spec))
 
     def commit(self, spec: StreamSpec, offset: int) -> None:
-        commit(partition_dir(self._root, spec), offset)
-
-    @classmethod
-    def check(cls, config: StreamsConfig, environ: Mapping[str, str], num_nodes: int) -> None:
-        """Every run can use files; that several nodes share `output_dir` is checked with them."""
-
-    @classmethod
-    def serve(
-        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str]
-    ) -> AbstractContextManager[Mapping[str, str]]:
-        return nullcontext(environ)
-
-    @classmethod
-    def reopen(
-        cls, config: StreamsConfig, run_dir: RunDir, environ: Mapping[str, str], is_running: bool
-    ) -> AbstractContextManager[Mapping[str, str]]:
-        return nullcontext(environ)
+        commit(stream_dir(self._root, spec), offset)
 
 
-class FileWriter(Generic[T]):
-    """Writer of `directory` (one partition of one stream); creates it and continues after its last record.
+class FileWriter(LockedWriter[T]):
+    """Writer of a stream in `directory`; creates it and continues after its last record.
 
     Args:
         directory: folder of the shards.
         record_type: struct, or union of structs, that the stream holds.
-        shard_bytes: a shard is closed before the record that would make it larger (one record always fits).
+        shard_bytes: a shard ends before the record that would make it larger (one record always fits).
         fsync: `never`, `interval` (about once a second) or `always` (before `write` returns).
-        keep_tokens: False removes the tokens from shards that no resume needs, whenever a shard is started.
+        keep_tokens: False: starting a shard removes the tokens from shards that no resume needs.
 
     Raises:
         StreamError: the stream has a writer already, its newest shard is gone, or the folder cannot be written.
@@ -107,33 +88,18 @@ class FileWriter(Generic[T]):
     def __init__(
         self, directory: Path, record_type: Any, shard_bytes: int, fsync: FsyncPolicy, keep_tokens: bool = True
     ) -> None:
-        self._directory = directory
-        self._codec = RecordCodec[T](record_type)
+        super().__init__(str(directory), directory, record_type)
         self._shard_bytes = shard_bytes
         self._keep_tokens = keep_tokens
         self._stripper: threading.Thread | None = None
-        self._mutex = threading.Lock()
         self._fd = -1
-        self._shard = self._next = self._size = 0
+        self._shard = self._size = 0
         self._looked_at = 0.0
         # A shard could not be started: the next write tries again, even if its record fits into the one before.
         self._is_shard_due = False
-        self._broken: str | None = None
-        self._lock = lock_stream(directory)
         self._syncer = Syncer(fsync)
-        try:
+        with self._opening(OSError):
             self._open_last_shard()
-        except OSError as error:
-            self.close()
-            raise self._error(f"cannot be opened for writing: {error}") from error
-        except StreamError:
-            self.close()
-            raise
-
-    @property
-    def next_offset(self) -> int:
-        """Offset that the next record will get."""
-        return self._next
 
     def write(self, record: T) -> int:
         """Append one record and return its offset.
@@ -190,7 +156,7 @@ class FileWriter(Generic[T]):
                 if self._fd >= 0:
                     os.close(self._fd)
                     self._fd = -1
-                self._lock.release()
+                super().close()
 
     def _open_last_shard(self) -> None:
         if (lost := lost_shard(self._directory)) is not None:
@@ -242,8 +208,7 @@ class FileWriter(Generic[T]):
             raise
 
     def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise self._error(self._broken)
+        super()._check_usable()
         self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
@@ -255,13 +220,10 @@ class FileWriter(Generic[T]):
             self._broken = f"{path.name} was deleted while it was written. Its records are lost: start a new run"
             raise self._error(self._broken)
 
-    def _error(self, reason: str) -> StreamError:
-        return StreamError(f"stream {self._directory}: {reason}")
-
 
 class Marks:
-    """Where records begin in shards that were read before, so that a record is found again without a walk from the
-    beginning of its shard. Thread-safe. A shard that was rewritten is another file, which has no marks."""
+    """Where records begin in shards that were read before, so that a record is found again without reading its shard
+    from the start. Thread-safe. A rewritten shard is another file, without marks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -292,7 +254,7 @@ def _file_id(fd: int) -> tuple[int, int]:
 
 
 class FileReader(Generic[T]):
-    """Reader of `directory` (one partition of one stream) from `offset` on. The stream need not exist yet.
+    """Reader of the stream in `directory` from `offset` on. The stream need not exist yet.
 
     Args:
         directory: folder of the shards.
@@ -320,12 +282,7 @@ class FileReader(Generic[T]):
         return max(self._next, self._wanted)
 
     def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T]]:
-        """Return 1..max_records entries in order, or none after `timeout_s` or `wake`.
-
-        Raises:
-            StreamError: the next record is corrupt or gone, with file, offset and reason; the records before it have
-                been returned, and every further call raises again.
-        """
+        """See `StreamReader.read`."""
         if self._watch is None:
             raise self._error(self.offset, "the reader is closed")
         deadline = time.monotonic() + timeout_s

@@ -8,7 +8,7 @@ import importlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -18,7 +18,7 @@ from pipelinerl.config.resources import STREAM_BACKENDS, StreamsConfig
 from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import CONSUMERS, StreamBackend, StreamReader, StreamSpec, StreamWriter
-from pipelinerl.streams.shards import partition_dir
+from pipelinerl.streams.shards import stream_dir
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ OPENED_FOLDER = "opened"
 
 
 def backend_of(config: StreamsConfig) -> type[StreamBackend]:
-    """The class that keeps the streams of a run with this configuration; `Streams` of a user's module."""
+    """The backend that the configuration names: a built-in one, or the class `Streams` of a user's module."""
     module, _, name = STREAM_BACKENDS.get(config.backend, f"{config.backend}:Streams").partition(":")
     try:
         return cast("type[StreamBackend]", getattr(importlib.import_module(module), name))
@@ -45,9 +45,9 @@ class StreamHub:
     Args:
         config: section `streams` of the configuration.
         run_dir: the run's directory.
-        run_id: identity of the run. The first hub leaves it in the folder `streams`; a folder of another run is
-            refused. None: whatever run is there, to read it; nothing is created.
-        environ: of this process; it may say where a server is (see `serve` of the backend).
+        run_id: identity of the run. The first hub writes it into the folder `streams`; the folder of another run is
+            refused. None: read whatever run is there; nothing is created.
+        environ: environment variables, which may name a server (see `serve` of the backend).
 
     Raises:
         StreamError: the folder holds another run's streams, or cannot be written; a server cannot be used.
@@ -66,61 +66,50 @@ class StreamHub:
         environ = os.environ if environ is None else environ
         self._backend = backend_of(config)(config, run_dir.streams, self.run_id, environ)
 
-    def writer(
-        self, topic: str, instance: str, record_type: Any, partition: int = 0, is_consumed: bool = True
-    ) -> StreamWriter[Any]:
-        """Open a stream for appending. One writer at a time per (topic, instance, partition).
+    def writer(self, topic: str, instance: str, record_type: Any, is_consumed: bool = True) -> StreamWriter[Any]:
+        """Open a stream for appending; it has one writer at a time.
 
-        `is_consumed`: whether the readers in `CONSUMERS` are part of this run; False: nobody is waited for.
+        `is_consumed`: whether the readers in `CONSUMERS` are part of this run; False: the writer waits for nobody.
         """
         consumers = CONSUMERS.get(topic, ()) if is_consumed else ()
-        spec = StreamSpec(topic, instance, partition)
+        spec = StreamSpec(topic, instance)
         writer = self._backend.writer(spec, record_type, consumers)
-        _note_opened(self._root, partition_dir(Path(), spec).as_posix())
+        _note_opened(self._root, stream_dir(Path(), spec).as_posix())
         return writer
 
     def loop_writer(self, topic: str, instance: str, record_type: Any, is_consumed: bool = True) -> LoopWriter[Any]:
-        """Open a stream for appending from an event loop, which is never blocked. `is_consumed`: as for `writer`."""
+        """As `writer`, for an event loop, which is never blocked."""
         writer = self.writer(topic, instance, record_type, is_consumed=is_consumed)
         return LoopWriter(writer, self._backend.may_wait)
 
     def reader(
-        self,
-        topic: str,
-        instance: str,
-        record_type: Any,
-        offset: int = 0,
-        partition: int = 0,
-        consumer: str | None = None,
+        self, topic: str, instance: str, record_type: Any, offset: int = 0, consumer: str | None = None
     ) -> StreamReader[Any]:
-        """Open a stream for reading from `offset`. It need not have been written yet.
+        """Open a stream for reading from `offset`. It need not exist yet.
 
-        `consumer` is one of `CONSUMERS[topic]`, for the one reader that the writer must not run too far ahead of.
+        `consumer`: one of `CONSUMERS[topic]`, for the one reader that the writer must not run too far ahead of.
         """
-        return self._backend.reader(StreamSpec(topic, instance, partition), record_type, offset, consumer)
+        return self._backend.reader(StreamSpec(topic, instance), record_type, offset, consumer)
 
-    def places(self, topic: str, instance: str, partition: int = 0) -> list[int]:
-        """Offsets, ascending from the oldest record, from which a reader need not read what lies before.
+    def places(self, topic: str, instance: str) -> list[int]:
+        """Ascending offsets from which a reader starts cheaply, beginning with the oldest record; none: no record yet.
 
-        Empty: there is no record yet. Nothing is created. Raises StreamError if a server does not answer.
+        Creates nothing. Raises StreamError if a server does not answer.
         """
-        return self._backend.places(StreamSpec(topic, instance, partition))
+        return self._backend.places(StreamSpec(topic, instance))
 
-    def commit(self, topic: str, instance: str, offset: int, partition: int = 0) -> None:
-        """Note that no resume reads whole records before `offset`: with `streams.retention=heads` tokens may go."""
+    def commit(self, topic: str, instance: str, offset: int) -> None:
+        """Note that no resume reads whole records before `offset`; with `streams.retention=heads` their tokens may
+        go."""
         if self._config.retention != "all":
-            self._backend.commit(StreamSpec(topic, instance, partition), offset)
+            self._backend.commit(StreamSpec(topic, instance), offset)
 
 
 class LoopWriter(Generic[T]):
-    """A writer for an event loop, which continues while a record waits for the disk, a server, or room.
+    """A writer for an event loop, which keeps running while a record waits for the disk, a server, or room.
 
-    Such writes run in one thread, in the order of the calls; a backend that waits for nothing is called directly.
-    Nothing is buffered but what callers await. Owns `writer`: `close` closes it.
-
-    Args:
-        writer: of the stream.
-        may_wait: whether `write` or `flush` can take long.
+    If calls `may_wait`, they run in one thread, in order; else they are direct. Nothing is buffered but what callers
+    await. Owns `writer`: `close` closes it.
     """
 
     def __init__(self, writer: StreamWriter[T], may_wait: bool) -> None:
@@ -128,13 +117,11 @@ class LoopWriter(Generic[T]):
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] | None = None
         if may_wait:
             self._calls = queue.SimpleQueue()
-            # A daemon, which a pool has not: a write that is stuck must not keep the process from ending.
+            # A daemon, unlike threads of a pool: a stuck write must not keep the process alive.
             threading.Thread(target=_run_calls, args=(self._calls,), name="stream-writer", daemon=True).start()
 
     async def write(self, record: T) -> int:
-        """Append one record and return its offset once it is written.
-
-        Cancelling the caller does not take the record back: it is written before what follows.
+        """Append one record and return its offset once it is written, which cancelling the caller does not prevent.
 
         Raises:
             NoRoom: the stream is full and `end_waits` was called; the record is not in the stream.
@@ -147,11 +134,11 @@ class LoopWriter(Generic[T]):
         await self._call(self._writer.flush)
 
     def end_waits(self) -> None:
-        """From now on a write for which there is no room fails with `NoRoom`, those that wait now included."""
+        """Make writes without room fail with `NoRoom`, including those that wait now."""
         self._writer.end_waits()
 
     async def close(self) -> None:
-        """Write and flush what was asked for, wait for no reader any more, and release the stream.
+        """Write and flush what was asked for without waiting for readers, then release the stream.
 
         Raises:
             StreamError: records could not be made durable.
@@ -162,7 +149,7 @@ class LoopWriter(Generic[T]):
         finally:
             if self._calls is not None:
                 self._calls.put(None)
-                self._calls = None  # what comes later is refused by the writer, which is closed
+                self._calls = None  # the closed writer refuses later calls
 
     def _finish(self) -> None:
         try:
@@ -189,9 +176,9 @@ def _run_calls(calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | 
 
 
 def lost_streams(run_dir: RunDir) -> list[str]:
-    """Streams of the run that were deleted, as folders relative to its directory. It must not be running.
+    """Streams of a stopped run that were deleted, as folders relative to its directory.
 
-    A reader would wait for their records, and a writer would begin them anew.
+    A reader would wait for their records, and a writer would start them again from offset 0.
     """
     root = run_dir.streams
     names = _opened(root)
@@ -207,38 +194,30 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _opened(root: Path) -> list[str]:
-    try:
-        return sorted(unquote(file.name) for file in (root / OPENED_FOLDER).iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StreamError(f"{root}: cannot be read: {error}") from error
+    with _faults_of(root):
+        folder = root / OPENED_FOLDER
+        return sorted(unquote(file.name) for file in folder.iterdir()) if folder.is_dir() else []
 
 
 def _note_opened(root: Path, name: str) -> None:
-    """Note a stream that has a folder. A file each: processes of several nodes do so at once, on a shared disk."""
-    if not (root / name).is_dir():
-        return
-    try:
-        (root / OPENED_FOLDER).mkdir(exist_ok=True)
-        (root / OPENED_FOLDER / quote(name, safe="")).touch()
-    except OSError as error:
-        raise StreamError(f"{root}: cannot hold streams: {error}") from error
+    """Note a stream that has a folder. One file each, as processes of several nodes do so at once on a shared disk."""
+    if (root / name).is_dir():
+        with _faults_of(root):
+            (root / OPENED_FOLDER).mkdir(exist_ok=True)
+            (root / OPENED_FOLDER / quote(name, safe="")).touch()
 
 
 def _owner(root: Path) -> str:
-    try:
-        return (root / OWNER_FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise StreamError(f"{root}: cannot be read: {error}") from error
+    with _faults_of(root):
+        owner = root / OWNER_FILE
+        return owner.read_text(encoding="utf-8") if owner.exists() else ""
 
 
 def _claim(root: Path, run_id: str) -> str:
-    """Leave `run_id` in the folder if nobody did, else compare. Atomic: many processes start at once."""
-    owner = root / OWNER_FILE
-    try:
+    """Write `run_id` into the folder unless it has an owner, which must be the same. Atomic: many processes start at
+    once."""
+    with _faults_of(root):
+        owner = root / OWNER_FILE
         root.mkdir(parents=True, exist_ok=True)
         if not owner.exists():
             draft = root / f"{OWNER_FILE}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -246,12 +225,17 @@ def _claim(root: Path, run_id: str) -> str:
             with contextlib.suppress(FileExistsError):
                 os.link(draft, owner)
             draft.unlink()
-        found = owner.read_text(encoding="utf-8")
-    except OSError as error:
-        raise StreamError(f"{root}: cannot hold streams: {error}") from error
-    if found != run_id:
+    if (found := _owner(root)) != run_id:
         raise StreamError(
             f"{root} holds the streams of run {found!r}, this is run {run_id!r}. "
             "Choose another output_dir, or set force_restart=true to move the old run aside"
         )
     return run_id
+
+
+@contextlib.contextmanager
+def _faults_of(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StreamError(f"{root}: cannot hold streams: {error}") from error

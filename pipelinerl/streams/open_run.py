@@ -1,7 +1,7 @@
-"""Opens a run that exists, to read it: its configuration, plan and streams. Writes nothing of the run.
+"""Opens an existing run to read it: its configuration, placement and streams. Changes nothing in it.
 
-For commands in another terminal, and for stages that read what another run recorded (`debug.streams_from`). May have to
-start a server on the streams of a run that has ended.
+For commands in another terminal, and for stages that read what another run recorded (`debug.streams_from`). May start a
+server on the streams of a run that has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartedRun:
     world: WorldMap
 
     def config_of(self, incarnation: int) -> RunConfig:
-        """What that start was made with; a run of an older release kept only that of its last start."""
+        """The configuration of that start; runs of older releases kept only the last one."""
         file = self.run_dir.config_of_start(incarnation)
         return load_config(file) if file.exists() else self.config
 
@@ -69,8 +69,8 @@ def open_streams(run: StartedRun, environ: Mapping[str, str] | None = None) -> I
     """The streams of `run`, with the server that holds them, if they need one.
 
     Raises:
-        ConfigError: only the run's launcher can reach that server, or it is another one than the run used.
-        StreamError: there are no streams of this run.
+        ConfigError: only the run's launcher can reach that server, or it is not the one that the run used.
+        StreamError: the run has no streams.
     """
     streams = run.config.streams
     environ = os.environ if environ is None else environ

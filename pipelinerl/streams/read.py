@@ -24,13 +24,18 @@ def read_all(streams: StreamHub, topic: str, instance: str, record_type: Any, st
         yield entry.record
 
 
+def read_one(streams: StreamHub, topic: str, instance: str, record_type: Any, offset: int) -> Any:
+    """The record at `offset`; None: there is none. See `read_entries`."""
+    return next((each.record for each in read_entries(streams, topic, instance, record_type, offset, offset + 1)), None)
+
+
 def read_entries(
     streams: StreamHub, topic: str, instance: str, record_type: Any, start: int = 0, end: int | None = None
 ) -> Iterator[Entry[Any]]:
-    """Yield what is in a stream now, from offset `start` to before `end`, with offsets. Waits for nothing.
+    """Yield what is in a stream now, from offset `start` to before `end`, with offsets. Waits for nothing, creates
+    nothing.
 
-    `record_type` may be a head: a struct with some of the fields, which are all that is decoded. A stream that nobody
-    has written is empty, and nothing is created.
+    `record_type` may be a head: a struct with some of the fields, and only these are decoded.
 
     Raises:
         StreamError: a record cannot be read; file or key, offset and reason.
@@ -49,14 +54,13 @@ def read_entries(
 class Feed(Generic[T]):
     """Follows a stream in a background thread. Owns the reader: `stop` closes it.
 
-    What goes wrong in the thread, in the reader or in the listener, is raised again in every thread that waits on the
-    feed, so a dead listener never hides.
+    An exception of the reader or the listener is raised again in every thread that waits on the feed.
 
     Args:
         reader: where the records come from.
         listener: called in the feed's thread with each entry, one at a time and in order.
         name: of the thread, for logs and tracebacks.
-        on_failure: called once, in the feed's thread, with what ended it (to wake an event loop, for instance).
+        on_failure: called once, in the feed's thread, with what ended it; may wake an event loop, for instance.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class Feed(Generic[T]):
         return self
 
     def stop(self) -> None:
-        """Hand over what is in the stream now, end the thread, and raise what it died of, if it did."""
+        """Hand over what is in the stream now, end the thread, and raise the exception that ended it before, if any."""
         with self._condition:
             self._stopping = True
             self._condition.notify_all()

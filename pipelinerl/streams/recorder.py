@@ -1,6 +1,6 @@
-"""Records a role's metrics on its stream `metrics`.
+"""Records the metrics of a process on its stream `metrics`.
 
-Metrics never end a run: a value that is not finite is left out, and a stream that cannot be written costs one warning.
+Metrics never end a run: values that are not finite are left out, and a stream that cannot be written costs one warning.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class MetricRecorder:
-    """Records the metrics of one process.
-
-    Args:
-        writer: of the stream `metrics`, instance = this job's name.
-        source: this job's name.
-    """
+    """Writes the metrics of the job `source` to `writer`."""
 
     def __init__(self, writer: StreamWriter[MetricRecord], source: str) -> None:
         self._writer = writer
         self._source = source
         self._warned: set[str] = set()
-        self.lost_records = 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` (names are `<role>/<thing>_<unit>`) as those of policy version `step`."""
@@ -42,7 +36,6 @@ class MetricRecorder:
         try:
             self._writer.write(MetricRecord(source=self._source, step=step, time=record_time(), values=numbers))
         except StreamError as error:
-            self.lost_records += 1
             self._warn_once("", "metrics are lost from step %d on: %s", step, error)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from pipelinerl.streams.redis_server import (
     redis_url,
 )
 from pipelinerl.streams.redis_writer import ARCHIVE_FOLDER, FIELD, Keys, RedisWriter, offset_of, stream_keys
-from pipelinerl.streams.shards import commit, list_shards, partition_dir
+from pipelinerl.streams.shards import commit, list_shards, stream_dir
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class RedisBackend:
 
     def writer(self, spec: StreamSpec, record_type: Any, consumers: Sequence[str]) -> StreamWriter[Any]:
         limit = int(self._config.byte_budget * (LARGE_SHARE if consumers else SMALL_SHARE))
-        keys, folder = stream_keys(self._run_id, spec), partition_dir(self._root, spec)
+        keys, folder = stream_keys(self._run_id, spec), stream_dir(self._root, spec)
         return RedisWriter[Any](connect(self._url), keys, record_type, folder, self._config, limit, consumers)
 
     def reader(self, spec: StreamSpec, record_type: Any, offset: int, consumer: str | None) -> StreamReader[Any]:
@@ -88,7 +88,7 @@ class RedisBackend:
         commit(self._archive(spec), offset)
 
     def _archive(self, spec: StreamSpec) -> Path:
-        return partition_dir(self._root, spec) / ARCHIVE_FOLDER
+        return stream_dir(self._root, spec) / ARCHIVE_FOLDER
 
     @classmethod
     def check(cls, config: RedisStreams, environ: Mapping[str, str], num_nodes: int) -> None:
@@ -151,11 +151,7 @@ class RedisReader(Generic[T]):
         return self._next
 
     def read(self, timeout_s: float, max_records: int = 256) -> Sequence[Entry[T]]:
-        """Return 1..max_records entries in order, or none after `timeout_s` or `wake`.
-
-        Raises:
-            StreamError: the next record is corrupt or gone, with key, offset and reason, or the server is gone.
-        """
+        """See `StreamReader.read`."""
         if self._closed:
             raise self._error("the reader is closed")
         deadline, block_s = time.monotonic() + timeout_s, 0.0

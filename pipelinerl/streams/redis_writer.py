@@ -17,15 +17,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipelinerl.config.resources import RedisStreams
-from pipelinerl.errors import NoRoom, StreamError
-from pipelinerl.records.codec import RecordCodec
-from pipelinerl.streams.base import StreamSpec
+from pipelinerl.errors import NoRoom
+from pipelinerl.streams.base import LockedWriter, StreamSpec
 from pipelinerl.streams.files import FileWriter
 from pipelinerl.streams.redis_server import Client, RedisError, ResponseError
-from pipelinerl.streams.shards import list_shards, lock_stream
+from pipelinerl.streams.shards import list_shards
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class Keys(NamedTuple):
 
 def stream_keys(run_id: str, spec: StreamSpec) -> Keys:
     """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
-    base = f"{{pipelinerl:{run_id}:{spec.name}:{spec.instance}:{spec.partition}}}"
+    base = f"{{pipelinerl:{run_id}:{spec.name}:{spec.instance}:0}}"
     return Keys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed")))
 
 
@@ -94,7 +93,7 @@ def offset_of(row_id: bytes) -> int:
     return int(row_id.split(b"-")[0]) - 1
 
 
-class RedisWriter(Generic[T]):
+class RedisWriter(LockedWriter[T]):
     """Writer of one stream; continues after its last record.
 
     Args:
@@ -122,12 +121,9 @@ class RedisWriter(Generic[T]):
     ) -> None:
         self._client, self._keys, self._config = client, keys, config
         self._limit_bytes, self._consumers = limit_bytes, list(consumers)
-        self._codec = RecordCodec[T](record_type)
-        self._mutex = threading.Lock()
         # Sent records that the server may still lose: (number, time, bytes).
         self._tail: deque[tuple[int, float, bytes]] = deque()
         self._tail_bytes = 0
-        self._unusable: str | None = None
         self._warned = False
         self._waits_no_more = threading.Event()
         archive = directory / ARCHIVE_FOLDER
@@ -135,8 +131,8 @@ class RedisWriter(Generic[T]):
             archive, record_type, config.shard_bytes, config.fsync, config.retention == "all"
         )
         self._archive: FileWriter[T] | None = None
-        self._lock = lock_stream(directory)
-        try:
+        super().__init__(keys.log, directory, record_type)
+        with self._opening(RedisError):
             self._append, self._trim = client.register_script(_APPEND), client.register_script(_TRIM)
             self._next = int(client.get(keys.written) or 0)
             last: Any = client.xrevrange(keys.log, count=1)
@@ -146,20 +142,9 @@ class RedisWriter(Generic[T]):
                 self._archive = self._open_archive()
                 if (archived := self._archive.next_offset) > self._next:
                     raise self._error(
-                        f"the server has {self._next} records, but {archived} have been there: those after the archive "
+                        f"the server has {self._next} records, but {archived} were written: those after the archive "
                         f"are lost. {_RESTORE}"
                     )
-        except RedisError as error:
-            self.close()
-            raise self._error(f"cannot be opened for writing: {error}") from error
-        except StreamError:
-            self.close()
-            raise
-
-    @property
-    def next_offset(self) -> int:
-        """Offset that the next record will get."""
-        return self._next
 
     def write(self, record: T) -> int:
         """Append one record, once there is room for it, and return its offset.
@@ -202,26 +187,26 @@ class RedisWriter(Generic[T]):
         """Release the stream to another writer. May be called twice. Ends a write that waits for room."""
         self.end_waits()
         with self._mutex:
-            self._unusable = self._unusable or "is closed"
+            self._broken = self._broken or "is closed"
             self._client.close()
             if self._archive is not None:
                 self._archive.close()
-            self._lock.release()
+            super().close()
 
     def _send(self, number: int, data: bytes, limit_bytes: int = _NO_LIMIT) -> int:
         keys = [self._keys.log, self._keys.written, self._keys.size]
         count = int(self._append(keys=keys, args=[number, FIELD, data, limit_bytes, OVERHEAD_BYTES]))
         if count == _CONFLICT:
-            self._unusable = f"holds another record at offset {number - 1}: a second writer was at work"
-            raise self._error(self._unusable)
+            self._broken = f"holds another record at offset {number - 1}: a second writer was at work"
+            raise self._error(self._broken)
         return count
 
     def _resend(self, count: int) -> None:
         """The server has only `count` records: send those after them once more, with or without room."""
         rest = [(number, data) for number, _, data in self._tail if number > count]
         if len(rest) != self._next - count:
-            self._unusable = f"lost the records of offsets {count}..{self._next - 1} when the server was restarted"
-            raise self._error(self._unusable)
+            self._broken = f"lost the records of offsets {count}..{self._next - 1} when the server was restarted"
+            raise self._error(self._broken)
         logger.warning("%s came back without its last %d records; sending them again", self._keys.log, len(rest))
         for number, data in rest:
             if (found := self._send(number, data)) != number:
@@ -317,10 +302,3 @@ class RedisWriter(Generic[T]):
             f"{name} is at offset {offset.decode()}" if offset is not None else f"{name} has not come yet"
             for name, offset in zip(self._consumers, taken, strict=True)
         )
-
-    def _check_usable(self) -> None:
-        if self._unusable is not None:
-            raise self._error(self._unusable)
-
-    def _error(self, reason: str) -> StreamError:
-        return StreamError(f"stream {self._keys.log}: {reason}")

@@ -1,8 +1,7 @@
-"""What lies in the folder of a stream: shards of lines, their repair, and the removal of old tokens.
+"""The folder of a stream: shards of lines, their repair, and the removal of old tokens.
 
-`streams/<topic>/<instance>/<partition>/<first offset>.jsonl`: a shard is named after its first record, so the offset of
-every record follows from its shard and line number. The file `newest` names the last shard that was started, so that
-its deletion is noticed.
+`streams/<topic>/<instance>/0/<first offset>.jsonl`: a shard is named after its first record, so shard and line number
+give the offset of a record. The file `newest` names the last shard that was started, so that its deletion is noticed.
 """
 
 from __future__ import annotations
@@ -20,38 +19,24 @@ import msgspec
 
 from pipelinerl.errors import StreamError
 from pipelinerl.records.codec import check_line, with_checksum
-from pipelinerl.rundir.durable import FileLock, replace_file
+from pipelinerl.rundir.durable import replace_file
 from pipelinerl.streams.base import StreamSpec
 
 logger = logging.getLogger(__name__)
 
 COMMITTED, STRIPPED, NEWEST = "committed", "stripped", "newest"
-# Required fields of a sample, so a reader of whole records gets an error instead of an empty sample.
+# Required fields of a sample, so that a reader of whole records gets an error instead of an empty sample.
 TOKEN_FIELDS = frozenset({"input_ids", "labels", "logprobs", "ref_logprobs"})
 _SHARD_NAME = re.compile(r"\d{20}\.jsonl")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 
 
-def partition_dir(streams_dir: Path, spec: StreamSpec) -> Path:
-    """Folder of a stream below the run's folder `streams`. StreamError: a name could leave that folder."""
+def stream_dir(streams_dir: Path, spec: StreamSpec) -> Path:
+    """Folder of a stream in the run's folder `streams`. StreamError: a name could leave that folder."""
     for name in (spec.topic, spec.instance, spec.policy or "_"):
         if not _PLAIN_NAME.fullmatch(name):
             raise StreamError(f"stream name {name!r}: expected letters, digits and _ . + -, not starting with . + or -")
-    return streams_dir / spec.name / spec.instance / str(spec.partition)
-
-
-def lock_stream(directory: Path) -> FileLock:
-    """Create the folder and become its only writer. StreamError: it has a writer, or cannot be created."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return FileLock(directory / "writer.lock")
-    except BlockingIOError as error:
-        owner = str(error.strerror).removeprefix("locked by ")
-        raise StreamError(
-            f"{directory}: {owner} is already writing this stream. End it first, or use another output_dir"
-        ) from error
-    except OSError as error:
-        raise StreamError(f"stream {directory}: cannot be opened for writing: {error}") from error
+    return streams_dir / spec.name / spec.instance / "0"
 
 
 def shard_path(directory: Path, first_offset: int) -> Path:

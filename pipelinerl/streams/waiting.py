@@ -1,6 +1,6 @@
-"""Blocks until a folder changes: how a file reader waits for the next record without polling.
+"""Blocks until a folder changes, so that file readers wait for the next record without polling.
 
-Waits on inotify. Where no event comes, because another machine wrote to a network file system, the wait is bounded by
+Waits on inotify. Writes of another machine to a network file system cause no event, so a wait is bounded by
 `RECHECK_S`; without inotify (its instances are limited) by `FALLBACK_S`.
 """
 
@@ -22,7 +22,7 @@ _CHANGES = flags.MODIFY | flags.CREATE | flags.MOVED_TO
 
 
 class DirectoryWatch:
-    """Watches one folder, which is created if it is absent. Look at the folder after every `wait`."""
+    """Watches one folder, which is created if needed. Look at the folder after every `wait`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -33,11 +33,10 @@ class DirectoryWatch:
         self._bound_s = 0.0
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the folder may have changed, `wake` was called, or the time is over. The first call returns at
-        once: what changes after it is not missed.
+        """Block until the folder may have changed, `wake` was called, or the time is over; return whether it was
+        `wake`.
 
-        Returns:
-            True if `wake` was called.
+        The first call returns at once; changes after it are not missed.
         """
         timeout_ms = int(min(timeout_s, self._bound_s) * 1000) + 1  # rounded up: a wait of 0 would spin
         if not self._bound_s:
@@ -54,7 +53,7 @@ class DirectoryWatch:
         return woken
 
     def wake(self) -> None:
-        """End the present or the next `wait`. Thread-safe."""
+        """End the current or the next `wait`. Thread-safe."""
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:

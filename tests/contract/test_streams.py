@@ -156,9 +156,8 @@ def test_a_second_writer_is_refused_until_the_first_is_closed(open_hub: OpenHub)
     other: list[StreamWriter[MetricRecord]] = [
         hub.writer("metrics", "b", MetricRecord),
         hub.writer("fates", "a", MetricRecord),
-        hub.writer("metrics", "a", MetricRecord, partition=1),
     ]
-    assert [writer.write(record(0)) for writer in other] == [0, 0, 0]
+    assert [writer.write(record(0)) for writer in other] == [0, 0]
     first.close()
     hub.writer("metrics", "a", MetricRecord).close()
 
@@ -185,20 +184,12 @@ async def test_a_closed_loop_writer_says_so(open_hub: OpenHub) -> None:
             await asyncio.wait_for(call, LIMIT_S)
 
 
-def test_partitions_and_instances_do_not_mix(open_hub: OpenHub) -> None:
-    hub = open_hub()
-    for partition in (0, 1):
-        hub.writer("metrics", "a", MetricRecord, partition).write(record(partition))
-    assert steps(hub.reader("metrics", "a", MetricRecord, 0, 1).read(LIMIT_S)) == [(0, 1)]
-    assert steps(hub.reader("metrics", "a", MetricRecord, 0, 0).read(LIMIT_S)) == [(0, 0)]
-
-
-def test_d4_two_runs_do_not_see_each_other(open_hub: OpenHub) -> None:
+def test_d4_streams_of_other_runs_and_instances_do_not_mix(open_hub: OpenHub) -> None:
     one, two = open_hub("run-a", "a"), open_hub("run-b", "b")
-    one.writer("metrics", "a", MetricRecord).write(record(1))
-    two.writer("metrics", "a", MetricRecord).write(record(2))
-    assert steps(one.reader("metrics", "a", MetricRecord).read(LIMIT_S)) == [(0, 1)]
-    assert steps(two.reader("metrics", "a", MetricRecord).read(LIMIT_S)) == [(0, 2)]
+    for number, (hub, instance) in enumerate([(one, "a"), (one, "b"), (two, "a")]):
+        hub.writer("metrics", instance, MetricRecord).write(record(number))
+    for number, (hub, instance) in enumerate([(one, "a"), (one, "b"), (two, "a")]):
+        assert steps(hub.reader("metrics", instance, MetricRecord).read(LIMIT_S)) == [(0, number)]
 
 
 def test_a_union_of_messages_keeps_its_types(open_hub: OpenHub) -> None:

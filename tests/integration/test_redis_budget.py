@@ -19,7 +19,7 @@ from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.redis import LARGE_SHARE, SMALL_SHARE
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer, connect
 from pipelinerl.streams.redis_writer import ARCHIVE_FOLDER, FIELD, OVERHEAD_BYTES, stream_keys
-from pipelinerl.streams.shards import list_shards, partition_dir
+from pipelinerl.streams.shards import list_shards, stream_dir
 
 BUDGET = 8 * 2**20
 RECORD_BYTES = 100_000
@@ -220,7 +220,7 @@ def test_d6_a_server_that_came_back_without_what_was_moved_is_refused(
         writer.write(record(n, 1000))
     writer.close()
     client.flushall()
-    with pytest.raises(StreamError, match=r"the server has 0 records, but \d+ have been there"):
+    with pytest.raises(StreamError, match=r"the server has 0 records, but \d+ were written"):
         hub.writer(FATES_TOPIC, "actor_0", MetricRecord)
 
 
@@ -239,5 +239,5 @@ def test_a_crash_between_copy_and_removal_doubles_nothing(server: RedisServer, c
         pass
     assert client.xlen(KEYS.log) == 1
     assert int(client.get(KEYS.size)) == len(client.xrange(KEYS.log)[0][1][FIELD]) + OVERHEAD_BYTES
-    assert list_shards(partition_dir(RunDir(tmp_path).streams, SPEC) / ARCHIVE_FOLDER) == [0]
+    assert list_shards(stream_dir(RunDir(tmp_path).streams, SPEC) / ARCHIVE_FOLDER) == [0]
     assert read_steps(hub.reader(ACTOR_TOPIC, "actor_0", MetricRecord), 6) == list(range(6))

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -24,7 +25,6 @@ from pipelinerl.analysis.view.watched_run import TOPICS, Source, WatchedRun
 from pipelinerl.errors import StreamError
 from pipelinerl.records import IGNORED_LABEL, EvaluationRollout, Sample
 from pipelinerl.streams.base import ACTOR, PREPROCESSOR, TRAINING_DATA_TOPIC
-from pipelinerl.streams.read import read_entries
 from pipelinerl.tracking.state import REWARD, SUCCESS, RunState
 from pipelinerl.tracking.token_text import TokenText, escaped, one_line, shortened
 
@@ -385,16 +385,14 @@ def _texts(record: _RecordTokens, query: Query, hit: Hit, decoder: TokenText | N
 
 
 def _in_batch(run: WatchedRun, step: int | None) -> dict[str, _BatchSample]:
-    """The samples of the batch of `step`, by id; empty if it is not there (any more)."""
+    """The samples of the batch of `step`, by id; none if it is gone."""
     if step is None:
         return {}
-    try:
-        # A batch a step from step 1 on, so the offset follows from the step.
-        for entry in read_entries(run.streams, TRAINING_DATA_TOPIC, PREPROCESSOR, _BatchAdvantages, step - 1, step):
-            if entry.record.step == step:
-                return {sample.id: sample for sample in entry.record.samples}
-    except StreamError:
-        pass
+    with suppress(StreamError):
+        # There is one batch per step from step 1 on, so the step gives the offset.
+        batch = run.record(TRAINING_DATA_TOPIC, PREPROCESSOR, _BatchAdvantages, step - 1)
+        if batch is not None and batch.step == step:
+            return {sample.id: sample for sample in batch.samples}
     return {}
 
 

@@ -46,7 +46,7 @@ from pipelinerl.streams.base import (
     TRAINER_TOPIC,
 )
 from pipelinerl.streams.open_run import find_run, open_streams
-from pipelinerl.streams.read import Feed, read_entries
+from pipelinerl.streams.read import Feed, read_entries, read_one
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.token_text import TokenText, token_text
 
@@ -211,8 +211,7 @@ class WatchedRun:
 
     def record(self, topic: str, instance: str, kind: Any, offset: int) -> Any:
         """The record at `offset`; None: it is gone."""
-        entry = next(read_entries(self.streams, topic, instance, kind, offset, offset + 1), None)
-        return None if entry is None else entry.record
+        return read_one(self.streams, topic, instance, kind, offset)
 
     def log_ratios(self, step: int, sample_id: str) -> list[float]:
         """log pi - log mu of the trained tokens of a sample, pi under the weights that `step` trained; empty: not

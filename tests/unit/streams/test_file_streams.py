@@ -53,10 +53,10 @@ def read_steps(reader: FileReader[MetricRecord]) -> list[int]:
 
 def test_a_stream_lies_where_the_design_says(tmp_path: Path) -> None:
     hub = StreamHub(FileStreams(shard_bytes=2 * len(LINE)), RunDir(tmp_path), "r")
-    writer = hub.writer("actor", "actor_0", MetricRecord, partition=3)
+    writer = hub.writer("actor", "actor_0", MetricRecord)
     for n in range(5):
         writer.write(record(n))
-    folder = tmp_path / "streams/actor/actor_0/3"
+    folder = tmp_path / "streams/actor/actor_0/0"
     assert list_shards(folder) == [0, 2, 4]
     assert shard(folder, 2).read_bytes() == encode(record(2)) + b"\n" + encode(record(3)) + b"\n"
 
